@@ -1,0 +1,44 @@
+"""Every column of a training batch: name, shape, dtype, meaning.
+
+Shapes: B completions (rows), P prompt tokens (left-padded), T completion tokens (right-padded),
+N pretraining texts of L tokens. The rows of a group, the completions of one prompt, are adjacent.
+Masks are bool and True where a token counts.
+"""
+
+from __future__ import annotations
+
+# --- made by the environment and the sampler -------------------------------------------------
+PROMPT_IDS = "prompt_ids"  # [B, P] int64, left-padded
+PROMPT_MASK = "prompt_mask"  # [B, P] bool
+COMPLETION_IDS = "completion_ids"  # [B, T] int64, right-padded
+COMPLETION_MASK = "completion_mask"  # [B, T] bool, the stop token is inside
+SAMPLER_LOGPROBS = "sampler_logprobs"  # [B, T] float32, the sampler's own, at its temperature
+REF_LOGPROBS = "ref_logprobs"  # [B, T] float32, the frozen reference's
+SCORES = "scores"  # [B] float32, what the judge says, before any KL share
+VALID = "valid"  # [B] bool, False where the judge failed: the row must not be learnt from
+FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
+PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
+ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
+WEIGHTS_VERSION = "weights_version"  # [B] int64, version of the weights that sampled the row
+
+# --- made by the learner, once per update ----------------------------------------------------
+OLD_LOGPROBS = "old_logprobs"  # [B, T] float32, of the policy before the update
+OLD_VALUES = "old_values"  # [B, T] float32, of the critic before the update
+ADVANTAGES = "advantages"  # [B, T] float32
+RETURNS = "returns"  # [B, T] float32, targets of the critic
+
+# --- forward pass of the policy being trained ------------------------------------------------
+LOGPROBS = "logprobs"  # [B, T] float32
+ENTROPY = "entropy"  # [B, T] float32, nats
+VALUES = "values"  # [B, T] float32
+
+# --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
+INPUT_IDS = "input_ids"  # [N, L] int64, right-padded
+LOSS_MASK = "loss_mask"  # [N, L] bool, True where the token is a target
+ATTENTION_MASK = "attention_mask"  # [N, L] bool
+
+# --- preference pairs ------------------------------------------------------------------------
+CHOSEN_IDS = "chosen_ids"  # [N, L] int64, right-padded
+CHOSEN_MASK = "chosen_mask"  # [N, L] bool
+REJECTED_IDS = "rejected_ids"  # [N, L] int64, right-padded
+REJECTED_MASK = "rejected_mask"  # [N, L] bool
