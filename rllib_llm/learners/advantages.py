@@ -1,0 +1,187 @@
+"""From scores to advantages: token rewards, GAE, group baselines, whitening."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AllReduceSum = Callable[[Tensor], Tensor]
+"""Takes a tensor, returns its sum over all learners."""
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coeff: float) -> Tensor:
+    """Reward of each token, float32 [batch, completion_len].
+
+    r_t = -kl_coeff * kl_t, and the score [batch] is added at the last masked-in token
+    (Stiennon et al. 2020, section 3.4). Masked-out tokens get 0; a row without a masked-in token
+    has nowhere to put its score.
+    """
+    rewards = torch.where(mask, -kl_coeff * kl.float(), torch.zeros_like(kl, dtype=torch.float32))
+    at_end = torch.nn.functional.one_hot(last_token_index(mask), mask.shape[1]).bool() & mask
+    return rewards + torch.where(at_end, scores.float().unsqueeze(1), torch.zeros_like(rewards))
+
+
+def last_token_index(mask: Tensor) -> Tensor:
+    """Column of each row's last masked-in token, int64 [batch]; 0 for a row without one."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, columns, torch.zeros_like(columns)).amax(dim=1)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lambda_: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and the critic's targets, two float32 [batch, completion_len].
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  returns = A + V,
+    with V = 0 beyond the end (Schulman et al. 2016, eq. 16). t+1 means the next masked-in token:
+    A and V are carried across masked-out ones (tool output), which get 0 in both results and whose
+    rewards do not count.
+    """
+    advantages = torch.zeros_like(values, dtype=torch.float32)
+    next_advantage = torch.zeros_like(advantages[:, 0])
+    next_value = torch.zeros_like(next_advantage)
+    for t in reversed(range(mask.shape[1])):
+        counts = mask[:, t]
+        value = values[:, t].float()
+        delta = rewards[:, t] + gamma * next_value - value
+        next_advantage = torch.where(
+            counts, delta + gamma * lambda_ * next_advantage, next_advantage
+        )
+        next_value = torch.where(counts, value, next_value)
+        advantages[:, t] = torch.where(counts, next_advantage, 0.0)
+    returns = torch.where(mask, advantages + values.float(), torch.zeros_like(advantages))
+    return advantages, returns
+
+
+def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """Discounted reward-to-go of each token, float32 [batch, completion_len].
+
+    G_t = r_t + gamma G_{t+1} over masked-in tokens, 0 at the others: the advantage of REINFORCE++
+    before it is whitened over the global batch (Hu 2025, eq. 6 and 7).
+    """
+    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lambda_=1.0)
+    return returns
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` where `mask` is True, a scalar; 0 when nothing is masked in."""
+    return _masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    ddof: int = 0,
+    all_reduce: AllReduceSum | None = None,
+) -> Tensor:
+    """(x - mean) * rsqrt(var + 1e-8) over masked-in elements, float32, 0 at the others.
+
+    Mean and variance are taken over all learners' elements when `all_reduce` sums a tensor across
+    them; in two rounds, the mean first, so that a large mean does not eat the variance. Without
+    `shift_mean` the mean is put back: the spread becomes 1, the mean stays (for rewards).
+    `ddof=0` is Ziegler's and OpenAI's variance; TRL uses 1. A single element gives no NaN.
+    """
+    reduce = all_reduce or _no_reduce
+    x = x.float()
+    # Counts and sums travel as float64: float32 cannot count beyond 2^24 tokens.
+    count_and_sum = torch.stack([mask.sum().double(), _masked_sum(x, mask)])
+    count, total = reduce(count_and_sum).unbind()
+    mean = total / count.clamp(min=1)
+    centred = x.double() - mean
+    square_sum = reduce(_masked_sum(centred.square(), mask))
+    variance = square_sum / (count - ddof).clamp(min=1)
+    whitened = centred * torch.rsqrt(variance + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, torch.zeros_like(whitened)).float()
+
+
+def leave_one_out(scores: Tensor, num_completions: int, valid: Tensor | None = None) -> Tensor:
+    """Each score minus the mean of the others of its group, float32 [batch].
+
+    A_i = s_i - sum_{j != i} s_j / (n - 1) (RLOO; Ahmadian et al. 2024, eq. 7), which equals
+    n/(n-1) (s_i - mean). Rows of a group are adjacent. Rows that are not `valid` [batch] are left
+    out of the baselines and get 0, as does a row whose group has no other valid one.
+    """
+    grouped, counts = _grouped(scores, num_completions, valid)
+    num_valid = counts.sum(dim=1, keepdim=True)
+    centred = _centred(grouped, counts)
+    advantages = centred * num_valid / (num_valid - 1).clamp(min=1)
+    return advantages.reshape(-1)
+
+
+def group_normalized(
+    scores: Tensor,
+    num_completions: int,
+    *,
+    scale_by_std: bool = True,
+    eps: float = 1e-4,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Each score minus its group's mean, divided by the group's std + eps, float32 [batch].
+
+    A_i = (s_i - mean) / (std + eps), std with ddof = 1 (GRPO; Shao et al. 2024, section 4.1.2; eps
+    and ddof as in TRL). `scale_by_std=False` is Dr. GRPO's (Liu et al. 2025). Rows of a group are
+    adjacent; rows that are not `valid` [batch] stay out of the statistics and get 0.
+    """
+    grouped, counts = _grouped(scores, num_completions, valid)
+    centred = _centred(grouped, counts)
+    if scale_by_std:
+        num_valid = counts.sum(dim=1, keepdim=True)
+        variance = centred.square().sum(dim=1, keepdim=True) / (num_valid - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    return centred.reshape(-1)
+
+
+def zero_variance_groups(
+    scores: Tensor, num_completions: int, valid: Tensor | None = None
+) -> Tensor:
+    """True for each group whose valid scores are all equal, bool [batch / num_completions].
+
+    Such a group teaches nothing: its advantages are 0. So does one with fewer than two valid rows.
+    """
+    grouped, counts = _grouped(scores, num_completions, valid)
+    largest = grouped.masked_fill(~counts, -torch.inf).amax(dim=1)
+    smallest = grouped.masked_fill(~counts, torch.inf).amin(dim=1)
+    return smallest >= largest
+
+
+def _grouped(scores: Tensor, num_completions: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scores (0 where not valid) and validity as [groups, num_completions]."""
+    if num_completions < 2:
+        raise ValueError(
+            f"num_completions={num_completions!r} must be at least 2: a score is judged against "
+            "the other completions of its prompt. Sample more per prompt, or use an advantage "
+            "without a group (gae, reinforce_returns)."
+        )
+    if scores.ndim != 1 or len(scores) % num_completions:
+        raise ValueError(
+            f"scores of shape {tuple(scores.shape)} must be [groups * {num_completions}]: rows of "
+            "a group are adjacent and groups are whole. Keep groups whole when a batch is cut."
+        )
+    counts = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    scores = torch.where(counts, scores.float(), torch.zeros_like(scores, dtype=torch.float32))
+    return scores.view(-1, num_completions), counts.view(-1, num_completions)
+
+
+def _centred(grouped: Tensor, counts: Tensor) -> Tensor:
+    """Scores minus the mean of their group's valid ones; 0 where not valid."""
+    mean = grouped.sum(dim=1, keepdim=True) / counts.sum(dim=1, keepdim=True).clamp(min=1)
+    # Equal scores must give exactly 0: rounding of the mean would be blown up by 1 / eps.
+    largest = grouped.masked_fill(~counts, -torch.inf).amax(dim=1, keepdim=True)
+    smallest = grouped.masked_fill(~counts, torch.inf).amin(dim=1, keepdim=True)
+    teaches = counts & (smallest < largest)
+    return torch.where(teaches, grouped - mean, torch.zeros_like(grouped))
+
+
+def _masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum in float64, blind to whatever (NaN included) lies where the mask is False."""
+    return torch.where(mask, x, torch.zeros_like(x)).sum(dtype=torch.float64)
+
+
+def _no_reduce(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,184 @@
+"""Cutting a batch: shuffled mini-batches, micro-batches by rows or tokens, dead columns off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rllib_llm import columns
+
+# Per-token columns, by the mask that says which of their columns are alive.
+_LEFT_PADDED = {columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+_RIGHT_PADDED = {
+    columns.COMPLETION_MASK: (
+        columns.COMPLETION_IDS,
+        columns.COMPLETION_MASK,
+        columns.SAMPLER_LOGPROBS,
+        columns.REF_LOGPROBS,
+        columns.OLD_LOGPROBS,
+        columns.OLD_VALUES,
+        columns.ADVANTAGES,
+        columns.RETURNS,
+        columns.LOGPROBS,
+        columns.ENTROPY,
+        columns.VALUES,
+    ),
+    columns.ATTENTION_MASK: (columns.INPUT_IDS, columns.LOSS_MASK, columns.ATTENTION_MASK),
+    columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK),
+    columns.REJECTED_MASK: (columns.REJECTED_IDS, columns.REJECTED_MASK),
+}
+
+
+def minibatch_indices(
+    num_rows: int,
+    minibatch_size: int | None,
+    num_epochs: int = 1,
+    generator: torch.Generator | None = None,
+    group_size: int | None = None,
+) -> Iterator[Tensor]:
+    """Row indices (int64) of each mini-batch, epoch after epoch, each epoch shuffled anew.
+
+    Every row comes once per epoch; the last mini-batch of an epoch may be smaller. `None` takes
+    all rows at once. With `group_size` rows are shuffled in whole groups of adjacent rows.
+    """
+    group_size = group_size or 1
+    minibatch_size = minibatch_size or num_rows
+    for name, number in (("num_rows", num_rows), ("minibatch_size", minibatch_size)):
+        if number < 1 or number % group_size:
+            raise ValueError(
+                f"{name}={number!r} must be a positive multiple of {group_size} completions per "
+                "prompt: groups are kept whole. Change it, or shuffle single rows."
+            )
+    places = torch.arange(group_size)
+    for _ in range(num_epochs):
+        groups = torch.randperm(num_rows // group_size, generator=generator)
+        rows = (groups.unsqueeze(1) * group_size + places).flatten()
+        yield from rows.split(minibatch_size)
+
+
+def split_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
+    """Row indices of micro-batches, longest rows first, each within the budget when padded.
+
+    A micro-batch costs its rows times its longest row (`lengths` in tokens [batch]). A row longer
+    than the budget stands alone. Every row comes exactly once.
+    """
+    if token_budget < 1:
+        raise ValueError(
+            f"token_budget={token_budget!r} must be at least 1: it is the number of tokens, "
+            "padding included, that one micro-batch may hold. Use a few times the longest row."
+        )
+    sorted_lengths, order = lengths.sort(descending=True, stable=True)
+    parts: list[Tensor] = []
+    start, num_rows = 0, len(order)
+    longest_first = sorted_lengths.tolist()
+    while start < num_rows:
+        rows_that_fit = max(1, token_budget // max(1, longest_first[start]))
+        parts.append(order[start : start + rows_that_fit])
+        start += rows_that_fit
+    return parts
+
+
+def micro_batch_indices(
+    batch: dict[str, Tensor],
+    *,
+    micro_batch_size: int | None = None,
+    token_budget: int | None = None,
+) -> list[Tensor]:
+    """Row indices of each micro-batch, rows of similar length together.
+
+    By `micro_batch_size` rows, by `token_budget` (see `split_by_tokens`), or one with all rows.
+    """
+    if micro_batch_size is not None and token_budget is not None:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size!r} must be None when "
+            f"token_budget={token_budget!r} is given: each says alone where to cut. Keep one."
+        )
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size!r} must be at least 1: it is the number of rows "
+            "of one forward pass. Use None to pass all rows at once."
+        )
+    lengths = row_lengths(batch)
+    if token_budget is not None:
+        return split_by_tokens(lengths, token_budget)
+    if micro_batch_size is None or micro_batch_size >= len(lengths):
+        return [torch.arange(len(lengths), device=lengths.device)]
+    return list(lengths.argsort(descending=True, stable=True).split(micro_batch_size))
+
+
+def micro_batches(
+    batch: dict[str, Tensor],
+    *,
+    micro_batch_size: int | None = None,
+    token_budget: int | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """The batch in parts of similar row length, without dead columns; see `micro_batch_indices`."""
+    for rows in micro_batch_indices(
+        batch, micro_batch_size=micro_batch_size, token_budget=token_budget
+    ):
+        yield trim(take_rows(batch, rows))
+
+
+def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """The batch with these rows only, in this order."""
+    return {name: column[rows.to(column.device)] for name, column in batch.items()}
+
+
+def restore_rows(parts: list[Tensor], rows: list[Tensor], length: int) -> Tensor:
+    """Per-token results of micro-batches put back in the batch's order, [batch, length, ...].
+
+    `parts[i]` [rows, at most length, ...], right-padded, belongs to the rows `rows[i]`; what was
+    cut off by `trim` is 0.
+    """
+    num_rows = sum(len(index) for index in rows)
+    whole = parts[0].new_zeros((num_rows, length, *parts[0].shape[2:]))
+    for part, index in zip(parts, rows, strict=True):
+        whole[index.to(whole.device), : part.shape[1]] = part
+    return whole
+
+
+def row_lengths(batch: dict[str, Tensor]) -> Tensor:
+    """Number of tokens of each row over all its sequences, int64 [batch]."""
+    masks = [batch[name] for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
+    if not masks:
+        raise ValueError(
+            f"batch with columns {sorted(batch)} must have one of "
+            f"{[*_LEFT_PADDED, *_RIGHT_PADDED]}: they say how long a row is. Add the mask."
+        )
+    return torch.stack([mask.sum(dim=1) for mask in masks]).sum(dim=0)
+
+
+def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch without the padding columns that no row needs; at least one column stays.
+
+    Prompts are cut on the left, completions and texts on the right. Columns that are not in
+    `rllib_llm.columns` are left alone.
+    """
+    trimmed = dict(batch)
+    for mask_name, names in _LEFT_PADDED.items():
+        if mask_name in batch:
+            alive = batch[mask_name].any(dim=0)
+            dead = int(_num_leading_dead(alive))
+            _cut(trimmed, names, slice(dead, None))
+    for mask_name, names in _RIGHT_PADDED.items():
+        if mask_name in batch:
+            alive = batch[mask_name].any(dim=0)
+            dead = int(_num_leading_dead(alive.flip(0)))
+            _cut(trimmed, names, slice(None, len(alive) - dead))
+    return trimmed
+
+
+def _num_leading_dead(alive: Tensor) -> int:
+    """Number of columns before the first live one, one column less than all at most."""
+    if not len(alive):
+        return 0
+    first_alive = int(alive.int().argmax())
+    return first_alive if bool(alive.any()) else len(alive) - 1
+
+
+def _cut(batch: dict[str, Tensor], names: tuple[str, ...], keep: slice) -> None:
+    for name in names:
+        if name in batch:
+            batch[name] = batch[name][:, keep]

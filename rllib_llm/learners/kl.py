@@ -1,0 +1,145 @@
+"""KL of the policy from the reference: estimators, exact, and the coefficient in front of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3", *, ratio: Tensor | None = None
+) -> Tensor:
+    """Per-token estimate of KL(policy || reference), nats [batch, completion_len].
+
+    With d = logprobs - ref_logprobs on tokens sampled from the policy: k1 = d (unbiased, either
+    sign), k2 = d^2/2 (biased, >= 0), k3 = exp(-d) - 1 + d (unbiased, >= 0). Schulman,
+    "Approximating KL divergence" (2020). Zero wherever both log-probs are zero (padding).
+
+    As a loss on the sampler's tokens, the expectation of the gradient is that of the exact KL only
+    with `ratio` = policy/old policy *with its gradient*, [batch, completion_len] or [batch, 1]: the
+    estimate is multiplied by it. That holds off policy, and on policy too, where the ratio is 1 but
+    its gradient is not 0 (DeepSeek-V3.2, section 3.1, "Unbiased KL Estimate").
+
+    Raises ValueError for an unknown estimator.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        kl = log_ratio
+    elif estimator == "k2":
+        kl = 0.5 * log_ratio.square()
+    elif estimator == "k3":
+        kl = torch.expm1(-log_ratio) + log_ratio
+    else:
+        raise ValueError(
+            f"estimator={estimator!r} must be one of {', '.join(KL_ESTIMATORS)}: these are the "
+            "estimates of KL(policy || reference) from sampled tokens. Use 'k1' in the reward, "
+            "'k3' in the loss, or full_kl() where both models' logits are at hand."
+        )
+    return kl if ratio is None else ratio * kl
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Exact KL(policy || reference) of next-token distributions, nats, float32 [...].
+
+    sum_v p(v) (log p(v) - log p_ref(v)) over the last axis of `logits` [..., vocab]; both already
+    divided by the sampling temperature. Tokens of zero probability under the policy add nothing.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    ref_logprobs = torch.log_softmax(ref_logits.float(), dim=-1)
+    probs = logprobs.exp()
+    terms = torch.where(probs > 0, probs * (logprobs - ref_logprobs), torch.zeros_like(probs))
+    return terms.sum(dim=-1)
+
+
+def approx_kl(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, num_tokens: Tensor | float | None = None
+) -> Tensor:
+    """Mean over tokens of (logprobs - old_logprobs)^2 / 2, a scalar: new policy against old.
+
+    `num_tokens` divides instead of the mask's own count where this is one share of a larger batch,
+    so that the shares add up to the whole. 0 when nothing is masked in.
+    """
+    squares = 0.5 * (logprobs - old_logprobs).square()
+    total = torch.where(mask, squares, torch.zeros_like(squares)).sum()
+    if num_tokens is None:
+        num_tokens = mask.sum().clamp(min=1)
+    return total / num_tokens
+
+
+class FixedKLCoefficient:
+    """A KL coefficient that stays what it is."""
+
+    def __init__(self, value: float):
+        _require_non_negative("value", value)
+        self.value = float(value)
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """The same coefficient, whatever the measured KL."""
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a checkpoint's coefficient."""
+        self.value = float(state["value"])
+
+
+class AdaptiveKLCoefficient:
+    """A KL coefficient steered by proportional control to hold the KL at a target.
+
+    value <- value * (1 + clip(kl/target - 1, -0.2, 0.2) * num_samples/horizon)
+    (Ziegler et al. 2019, section 2.2; defaults of its code: target 6 nats, horizon 10 000.)
+
+    `target` in nats per sequence; `horizon` in samples: the coefficient changes by at most a
+    fifth in that many.
+    """
+
+    def __init__(self, init: float = 0.2, target: float = 6.0, horizon: float = 10_000.0):
+        _require_non_negative("init", init)
+        for name, number in (("target", target), ("horizon", horizon)):
+            if not number > 0:
+                raise ValueError(
+                    f"{name}={number!r} must be above 0: the coefficient is steered by "
+                    "kl/target - 1 in steps of num_samples/horizon. "
+                    "Use a fixed coefficient to have no control."
+                )
+        self.value = float(init)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """The new coefficient after `num_samples` completions (all learners) of mean KL `kl`.
+
+        `kl` is the batch mean of each sequence's sum, nats.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(
+                f"kl={kl!r} must be finite: the coefficient would never recover from it. "
+                "Skip the update of a batch with non-finite log-probs."
+            )
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * num_samples / self.horizon
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a checkpoint's coefficient; target and horizon stay the config's."""
+        self.value = float(state["value"])
+
+
+def _require_non_negative(name: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(
+            f"{name}={number!r} must be a finite number >= 0: a negative coefficient rewards "
+            "leaving the reference. Use 0 to switch the penalty off."
+        )

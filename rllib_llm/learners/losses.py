@@ -1,0 +1,260 @@
+"""The losses, per token, and their reduction to one number that no split of the batch changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+POLICY_LOSSES = ("ppo", "gspo", "cispo")
+REDUCTIONS = {
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "sequence_mean": "sequence_mean",
+    "token_mean": "token_mean",
+    "dr_grpo": "dr_grpo",
+}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss before its reduction.
+
+    `per_token` [batch, completion_len] is 0 at masked-out tokens. `stats`, detached and of the same
+    shape: `ratio` (new policy/old policy, 1 where masked out) and `clipped` (bool).
+    """
+
+    per_token: Tensor
+    stats: dict[str, Tensor]
+
+
+def importance_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str = "token"
+) -> Tensor:
+    """New policy's probability over the old one's, [batch, completion_len], 1 where masked out.
+
+    "token": exp(logp_t - old_logp_t). "sequence": s = exp(mean_t (logp_t - old_logp_t)), the same
+    for each token of a row, its gradient flowing through that token's own log-prob:
+    sg[s] exp(logp_t - sg[logp_t]) (GSPO-token, Zheng et al. 2025, eq. 14), which for an advantage
+    that is the same for the whole row is the gradient of s itself (GSPO, eq. 7).
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    if level == "token":
+        return log_ratio.exp()
+    if level != "sequence":
+        raise ValueError(
+            f"level={level!r} must be 'token' or 'sequence': a ratio belongs to one token or to "
+            "the whole completion. Use 'token' for PPO, GRPO and CISPO, 'sequence' for GSPO."
+        )
+    num_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    sequence_ratio = (log_ratio.detach().sum(dim=1, keepdim=True) / num_tokens).exp()
+    through_token = (log_ratio - log_ratio.detach()).exp()
+    return torch.where(mask, sequence_ratio * through_token, torch.ones_like(logprobs))
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kind: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """Clipped policy-gradient loss of each token. All of shape [batch, completion_len];
+    `advantages` may be [batch], `weights` (detached importance weights) may be [batch, 1].
+
+    "ppo":   max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r the token's importance ratio
+             (Schulman et al. 2017, eq. 7; clip_high > clip_low is DAPO's clip-higher).
+    "gspo":  the same with the sequence's ratio (Zheng et al. 2025, eq. 5).
+    "cispo": -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logp: every token keeps its gradient
+             (MiniMax-M1, 2025, eq. 4 and 5; there clip_low is so large, say 1, that nothing is
+             clipped from below).
+    `dual_clip` c > 1 bounds the loss of a token with A < 0 by -c A (Ye et al. 2020, eq. 5).
+    """
+    _check_policy_loss(kind, clip_low, clip_high, dual_clip)
+    if advantages.ndim == 1:
+        advantages = advantages.unsqueeze(1)
+    level = "sequence" if kind == "gspo" else "token"
+    ratio = importance_ratio(logprobs, old_logprobs, mask, level)
+    clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    if kind == "cispo":
+        per_token = -clipped_ratio.detach() * advantages * logprobs
+        clipped = clipped_ratio != ratio
+    else:
+        unclipped_loss = -advantages * ratio
+        clipped_loss = -advantages * clipped_ratio
+        per_token = torch.maximum(unclipped_loss, clipped_loss)
+        clipped = clipped_loss > unclipped_loss
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        beyond = (advantages < 0) & (per_token > bound)
+        per_token = torch.where(beyond, bound, per_token)
+        clipped = clipped | beyond
+    if weights is not None:
+        per_token = per_token * weights
+    per_token = torch.where(mask, per_token, torch.zeros_like(per_token))
+    return PolicyLoss(per_token, {"ratio": ratio.detach(), "clipped": clipped & mask})
+
+
+def _check_policy_loss(
+    kind: str, clip_low: float, clip_high: float, dual_clip: float | None
+) -> None:
+    if kind not in POLICY_LOSSES:
+        raise ValueError(
+            f"kind={kind!r} must be one of {', '.join(POLICY_LOSSES)}: these are the policy losses "
+            "there are. GRPO, Dr. GRPO, DAPO and RLOO use 'ppo'."
+        )
+    for name, number in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not number >= 0:
+            raise ValueError(
+                f"{name}={number!r} must be >= 0: the ratio is held to "
+                "[1 - clip_low, 1 + clip_high]. PPO uses 0.2 for both."
+            )
+    if dual_clip is not None and not (dual_clip > 1 and kind != "cispo"):
+        raise ValueError(
+            f"dual_clip={dual_clip!r} must be above 1, and kind={kind!r} not 'cispo': it bounds "
+            "the ratio of tokens with a negative advantage. Ye et al. use 3; None switches it off."
+        )
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = 0.2
+) -> tuple[Tensor, Tensor]:
+    """Critic's loss of each token (0 where masked out), and where clipping decided (bool).
+
+    max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2, both [batch, completion_len]; `clip=None`
+    leaves V free. (Ziegler et al. 2019's code; vwxyzjn, "The N implementation details of RLHF".)
+    """
+    squared_error = (values - returns).square()
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        near_old = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+        clipped_error = (near_old - returns).square()
+        clipped = (clipped_error > squared_error) & mask
+        squared_error = torch.maximum(squared_error, clipped_error)
+    per_token = torch.where(mask, 0.5 * squared_error, torch.zeros_like(squared_error))
+    return per_token, clipped
+
+
+def truncated_importance_weights(
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    cap: float = 2.0,
+    mode: str = "truncate",
+    *,
+    level: str = "token",
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Detached weight of each token for what the sampler's numerics or age changed, [batch, T].
+
+    w = exp(trainer_logprobs - sampler_logprobs), both of the policy before the update.
+    "truncate": min(w, cap) (Yao et al. 2025, truncated importance sampling); "mask": w, or 0 above
+    `cap`. At level "sequence" w is that of the whole row, exp of the sum over masked-in tokens,
+    [batch, 1], and needs `mask`.
+    """
+    if not cap > 0:
+        raise ValueError(
+            f"cap={cap!r} must be above 0: it is the largest weight a token may have. Usual is 2."
+        )
+    log_weights = (trainer_logprobs - sampler_logprobs).detach()
+    if mask is not None:
+        log_weights = torch.where(mask, log_weights, torch.zeros_like(log_weights))
+    if level == "sequence":
+        if mask is None:
+            raise ValueError(
+                "mask=None must be given at level='sequence': padding has no weight. "
+                "Pass the completion mask."
+            )
+        log_weights = log_weights.sum(dim=1, keepdim=True)
+    elif level != "token":
+        raise ValueError(
+            f"level={level!r} must be 'token' or 'sequence': a weight belongs to one token or to "
+            "the whole completion. Use 'token' unless sequences are short."
+        )
+    weights = log_weights.exp()
+    if mode == "truncate":
+        return weights.clamp(max=cap)
+    if mode == "mask":
+        return torch.where(weights > cap, torch.zeros_like(weights), weights)
+    raise ValueError(
+        f"mode={mode!r} must be 'truncate' or 'mask': a weight above cap is cut down to it or the "
+        "token is left out. Use 'truncate' unless the two policies are far apart."
+    )
+
+
+def cross_entropy_tokens(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """-logp of each target token, nats, 0 where masked out, [batch, length]."""
+    return torch.where(mask, -logprobs, torch.zeros_like(logprobs))
+
+
+def preference_loss(
+    chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Bradley-Terry loss of each pair [pairs], and whether the chosen one scored higher (bool).
+
+    -log sigmoid(chosen - rejected - margin) (Ouyang et al. 2022, eq. 1; the margin is that of
+    Llama 2, eq. 2). The accuracy ignores the margin.
+    """
+    difference = chosen_scores - rejected_scores
+    per_pair = -F.logsigmoid(difference if margin is None else difference - margin)
+    return per_pair, chosen_scores.detach() > rejected_scores.detach()
+
+
+@dataclass(frozen=True)
+class LossDenominators:
+    """What a loss is divided by: counts over the whole global mini-batch.
+
+    They are taken before it is cut into micro-batches or shared among learners, so that the shares'
+    losses, and gradients, add up to those of the whole. Numbers or scalar tensors.
+    """
+
+    num_tokens: float | Tensor
+    num_sequences: float | Tensor
+    max_completion_len: int = 1
+
+    @classmethod
+    def count(cls, mask: Tensor, max_completion_len: int | None = None) -> LossDenominators:
+        """The counts of `mask` [batch, completion_len]; rows without a token are no sequences.
+
+        `max_completion_len` is the configured generation limit (for dr_grpo), by default T.
+        """
+        return cls(
+            num_tokens=mask.sum(),
+            num_sequences=mask.any(dim=1).sum(),
+            max_completion_len=max_completion_len or mask.shape[1],
+        )
+
+
+def reduce_loss(
+    per_token: Tensor, mask: Tensor, reduction: str, denominators: LossDenominators
+) -> Tensor:
+    """This share's part of the loss, a scalar; the parts of all shares add up to the whole loss.
+
+    "token_mean" (dapo): sum / tokens. "sequence_mean" (grpo): each row's mean, sum / sequences.
+    "dr_grpo": sum / (sequences * max_completion_len), so that long wrong answers are not favoured
+    (Liu et al. 2025).
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}: it says what a token "
+            "weighs in the loss. 'dapo' weighs all tokens alike, 'grpo' all completions."
+        )
+    name = REDUCTIONS[reduction]
+    per_token = torch.where(mask, per_token, torch.zeros_like(per_token))
+    if name == "token_mean":
+        return per_token.sum() / _at_least_one(denominators.num_tokens)
+    num_sequences = _at_least_one(denominators.num_sequences)
+    if name == "dr_grpo":
+        return per_token.sum() / (num_sequences * denominators.max_completion_len)
+    row_means = per_token.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return row_means.sum() / num_sequences
+
+
+def _at_least_one(count: float | Tensor) -> float | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
