@@ -1,0 +1,124 @@
+"""Key-value caches of the decode loop: completions share their prompt, rows can be dropped."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+# Layer types whose attention pattern lives in the mask alone, so that keys and values of all
+# positions, in order, are a correct cache for them.
+_MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class SharedPromptLayer(CacheLayerMixin):
+    """Keys and values of one layer in two preallocated buffers [rows, heads, capacity, head_dim].
+
+    The first update is the prefill of `groups` prompts; each is written to the rows of all its
+    completions. Every later update appends one position to the rows in use, which are always the
+    first `num_rows` of the buffers.
+    """
+
+    is_sliding = False
+
+    def __init__(self, num_completions: int, capacity: int) -> None:
+        super().__init__()
+        self.num_completions = num_completions
+        self.capacity = capacity
+        self.num_rows = 0
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the buffers from the prompts' keys and values, [groups, heads, P, head_dim]."""
+        groups = key_states.shape[0]
+        self.num_rows = groups * self.num_completions
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+        self.is_initialized = True
+
+    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+        _, heads, _, head_dim = states.shape
+        return states.new_empty(self.num_rows, heads, self.capacity, head_dim)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the new states and returns all that the new queries may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._write_prompts(self.keys, key_states)
+            self._write_prompts(self.values, value_states)
+            self.length = key_states.shape[2]
+            return key_states, value_states
+        end = self.length + key_states.shape[2]
+        keys = self.keys[: self.num_rows, :, :end]
+        values = self.values[: self.num_rows, :, :end]
+        keys[:, :, self.length :] = key_states
+        values[:, :, self.length :] = value_states
+        self.length = end
+        return keys, values
+
+    def _write_prompts(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
+        groups, _, prompt_len, _ = states.shape
+        per_group = buffer.unflatten(0, (groups, self.num_completions))
+        per_group[:, :, :, :prompt_len] = states.unsqueeze(1)
+
+    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
+        """Copies rows onto rows and keeps the first `num_rows`; index tensors are [moved] int64."""
+        for buffer in (self.keys, self.values):
+            buffer[targets, :, : self.length] = buffer[sources, :, : self.length]
+        self.num_rows = num_rows
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(positions the next queries see, position of the first of them)."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Positions held."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Positions that fit."""
+        return self.capacity
+
+
+class SharedPromptCache(Cache):
+    """One `SharedPromptLayer` per attention layer of the model."""
+
+    def __init__(self, num_layers: int, num_completions: int, capacity: int) -> None:
+        super().__init__(
+            layers=[SharedPromptLayer(num_completions, capacity) for _ in range(num_layers)]
+        )
+
+    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
+        """See `SharedPromptLayer.move_rows`."""
+        for layer in self.layers:
+            layer.move_rows(sources, targets, num_rows)
+
+
+class RepeatedPromptCache(DynamicCache):
+    """transformers' own cache, whatever its layers are (linear attention, shared or indexed keys).
+
+    Slower: prompts are prefilled once per completion, and each step copies what it holds.
+    """
+
+    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
+        """As `SharedPromptLayer.move_rows`."""
+        order = torch.arange(num_rows, device=sources.device)
+        order[targets] = sources
+        self.reorder_cache(order)
+
+
+def make_cache(config: PretrainedConfig, num_completions: int, capacity: int) -> Cache:
+    """The fastest cache that is right for the model's layers.
+
+    Args:
+        config: the model's config.
+        num_completions: completions per prompt.
+        capacity: prompt and completion positions to hold.
+    """
+    decoder_config = config.get_text_config(decoder=True)
+    layer_types, _ = get_layer_types_and_kwargs(decoder_config)
+    if _MASKED_LAYER_TYPES.issuperset(layer_types):
+        return SharedPromptCache(len(layer_types), num_completions, capacity)
+    return RepeatedPromptCache(config=config)

@@ -1,0 +1,87 @@
+"""Logits to token and log-prob: pure functions of tensors, one pass, no host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+
+from rllib_llm.sampling.params import SamplingParams
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    noise: torch.Tensor | None,
+    params: SamplingParams,
+    forbidden: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each row and its log-prob under the untruncated distribution.
+
+    Sampling inverts the distribution function: the token is the first, in vocabulary order, whose
+    cumulative weight passes noise * total. Row i therefore depends on logits[i] and noise[i] only.
+
+    Args:
+        logits: [batch, vocab], any float dtype.
+        noise: [batch] float32 in [0, 1); None when params.greedy.
+        params: temperature, top_k, top_p and greedy are read.
+        forbidden: [k] int64 token ids that must not be chosen, or None.
+
+    Returns:
+        tokens [batch] int64; logprobs [batch] float32, log_softmax(logits / temperature) of the
+        token before anything is forbidden or truncated.
+    """
+    scores = logits.float()
+    if params.temperature != 1.0:
+        scores = scores / params.temperature
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = (scores - top).exp_()
+    log_total = weights.sum(dim=-1, keepdim=True).log_()
+
+    if params.greedy:
+        allowed = scores if forbidden is None else scores.index_fill(-1, forbidden, -torch.inf)
+        tokens = allowed.argmax(dim=-1, keepdim=True)
+    else:
+        assert noise is not None, "sampling needs one uniform per row"
+        if forbidden is not None:
+            weights = weights.index_fill(-1, forbidden, 0.0)
+        tokens = invert_cdf(truncate(weights, params.top_k, params.top_p), noise)
+    logprobs = scores.gather(-1, tokens) - top - log_total
+    return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The token ids at which the cumulative weight passes noise * total weight.
+
+    Args:
+        weights: [batch, vocab] float32, >= 0, not necessarily summing to 1.
+        noise: [batch] float32 in [0, 1).
+
+    Returns:
+        [batch, 1] int64. A token of weight 0 is never chosen: the cumulative weight passes the
+        target only where it grows.
+    """
+    cdf = weights.cumsum(dim=-1)
+    target = noise.unsqueeze(-1) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, target, right=True)
+    # Weights that are not finite give vocab here: kept in range so that the caller can report them.
+    return tokens.clamp_(max=weights.shape[-1] - 1)
+
+
+def truncate(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Weights with everything outside the top-k and then the top-p set put to 0.
+
+    Args:
+        weights: [batch, vocab] float32, >= 0.
+        top_k: tokens kept, 0 = all. Ties with the k-th stay.
+        top_p: the likeliest tokens holding at least this share of what top-k left, 1 = all.
+
+    Returns:
+        [batch, vocab] float32, the same tensor when nothing is cut.
+    """
+    if 0 < top_k < weights.shape[-1]:
+        kth = weights.topk(top_k, dim=-1).values[:, -1:]
+        weights = weights.where(weights >= kth, 0.0)
+    if top_p < 1.0:
+        ordered, order = weights.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        kept = ordered.where(before < top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
+        weights = torch.zeros_like(weights).scatter_(-1, order, kept)
+    return weights
