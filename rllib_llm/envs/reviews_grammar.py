@@ -1,0 +1,253 @@
+"""Product reviews of mixed sentiment: a generator, an exact judge, and the data drawn from them.
+
+    review  = opening body body [body] verdict            all about one kind of thing
+    opening = head tail "."                               "My aunt gave me this tent by mistake."
+    body    = one to two opinions                         "It is roomy but leaky."
+    verdict = a closing line                              "I gave it to my worst enemy."
+
+No two bodies have the same subject; the rules within a sentence are in `reviews_sentences`, spelt
+out as finite tables. The generator draws from these tables and the judge looks up in them, so the
+two cannot disagree about the language.
+
+The sentiment of a review is the sum of its opinions, +1 or -1 each, cut to -3..+3.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rllib_llm.envs import reviews_lexicon as words
+from rllib_llm.envs.reviews_lexicon import KINDS, Kind
+from rllib_llm.envs.reviews_sentences import Sentence, heads_of, tables
+
+MAX_SENTIMENT = 3
+UNGRAMMATICAL_SCORE = -3.0
+MOODS = (0.2, 0.5, 0.8)  # a writer's chance of a good opinion, one mood for a whole review
+NEUTRAL_SHARE = 0.2  # of verdicts, and of sentences that can be neutral
+HELD_OUT = 8  # of the heads of openings, one in so many is kept for evaluation
+SPLITS = ("train", "eval")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the exact judge says of a text."""
+
+    grammatical: bool
+    sentiment: int  # -3..+3; 0 where the text is not grammatical
+
+    @property
+    def score(self) -> float:
+        """The gold score, -3..+3: a review's sentiment; a text that is none scores the lowest."""
+        return float(self.sentiment) if self.grammatical else UNGRAMMATICAL_SCORE
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The beginning of a review: a head alone ("I won this tent") or a whole first sentence."""
+
+    kind: Kind
+    head: str
+    tail: str | None
+
+    @property
+    def text(self) -> str:
+        """The prompt as the policy reads it; what follows begins with a space."""
+        return self.head if self.tail is None else f"{self.head} {self.tail}."
+
+
+@lru_cache(maxsize=len(SPLITS))
+def openings(split: str = "train") -> tuple[Opening, ...]:
+    """Return the openings of a split, in a fixed order; no head is in both splits.
+
+    Raises:
+        ValueError: `split` is neither "train" nor "eval".
+    """
+    if split not in SPLITS:
+        raise ValueError(
+            f"split={split!r} must be one of {SPLITS}: the openings come in these two parts. "
+            'Use "train" to learn from and "eval" to judge with.'
+        )
+    return tuple(
+        Opening(kind, head, tail)
+        for shift, kind in enumerate(KINDS)
+        for place, head in enumerate(heads_of(kind))
+        if ((place + shift) % HELD_OUT == 0) == (split == "eval")
+        for tail in (None, *words.TAILS)
+    )
+
+
+@lru_cache(maxsize=1)
+def _kind_of_first_sentence() -> dict[str, Kind]:
+    both = (opening for split in SPLITS for opening in openings(split))
+    return {opening.text: opening.kind for opening in both if opening.tail is not None}
+
+
+def complete(opening: Opening, rng: random.Random) -> str:
+    """Return the rest of a review that begins so: " on a whim. It is roomy. ... Five stars."."""
+    table = tables(opening.kind)
+    mood = rng.choice(MOODS)
+    num_bodies = rng.choice((2, 2, 3))
+    bodies: dict[str, Sentence] = {}
+    while len(bodies) < num_bodies:
+        (form,) = rng.choices(table.forms, weights=table.weights)
+        sentence = rng.choice(form[_sign(mood, 0 in form, rng)])
+        bodies.setdefault(sentence.subject, sentence)
+    verdict = rng.choice(table.verdicts[_sign(mood, True, rng)])
+    tail = [] if opening.tail else [f"{rng.choice(words.TAILS)}."]
+    return " " + " ".join([*tail, *(s.text for s in bodies.values()), verdict.text])
+
+
+def _sign(mood: float, may_be_neutral: bool, rng: random.Random) -> int:
+    if may_be_neutral and rng.random() < NEUTRAL_SHARE:
+        return 0
+    return +1 if rng.random() < mood else -1
+
+
+def judge(text: str) -> Judgement:
+    """Return whether `text` is a review of the language, and its sentiment.
+
+    Every character counts, but for white space before and after the text. Never raises.
+    """
+    no_review = Judgement(grammatical=False, sentiment=0)
+    first, *rest = re.split(r"(?<=\.) ", text.strip())
+    kind = _kind_of_first_sentence().get(first)
+    if kind is None or len(rest) not in (3, 4):
+        return no_review
+    table = tables(kind)
+    found = [table.by_text.get(sentence) for sentence in rest]
+    subjects = [sentence.subject for sentence in found if sentence is not None]
+    if len(subjects) < len(rest) or len(set(subjects)) < len(rest) or subjects[-1] != "verdict":
+        return no_review
+    total = sum(sentence.sentiment for sentence in found if sentence is not None)
+    return Judgement(grammatical=True, sentiment=max(-MAX_SENTIMENT, min(MAX_SENTIMENT, total)))
+
+
+# --- what goes wrong in a text that is no review -----------------------------------------------
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=\.) ", text)
+
+
+def _drop_word(text: str, rng: random.Random) -> str:
+    parts = text.split(" ")
+    del parts[rng.randrange(len(parts))]
+    return " ".join(parts)
+
+
+def _double_word(text: str, rng: random.Random) -> str:
+    parts = text.split(" ")
+    place = rng.randrange(len(parts))
+    return " ".join([*parts[: place + 1], *parts[place:]])
+
+
+def _swap_words(text: str, rng: random.Random) -> str:
+    parts = text.split(" ")
+    place = rng.randrange(len(parts) - 1)
+    parts[place : place + 2] = reversed(parts[place : place + 2])
+    return " ".join(parts)
+
+
+def _borrow_word(text: str, rng: random.Random) -> str:
+    parts, others = text.split(" "), complete(rng.choice(openings()), rng).split(" ")
+    parts[rng.randrange(len(parts))] = rng.choice(others)
+    return " ".join(parts)
+
+
+def _drop_sentence(text: str, rng: random.Random) -> str:
+    parts = _sentences(text)
+    del parts[rng.randrange(len(parts))]
+    return " ".join(parts)
+
+
+def _repeat_sentence(text: str, rng: random.Random) -> str:
+    parts = _sentences(text)
+    parts.insert(rng.randrange(len(parts)), rng.choice(parts))
+    return " ".join(parts)
+
+
+def _borrow_sentence(text: str, rng: random.Random) -> str:
+    parts, others = _sentences(text), _sentences(complete(rng.choice(openings()), rng).strip())
+    parts[rng.randrange(len(parts))] = rng.choice(others)
+    return " ".join(parts)
+
+
+FAULTS: tuple[Callable[[str, random.Random], str], ...] = (
+    _drop_word,
+    _double_word,
+    _swap_words,
+    _borrow_word,
+    _drop_sentence,
+    _repeat_sentence,
+    _borrow_sentence,
+)
+
+
+def spoil(opening: str, completion: str, rng: random.Random) -> str:
+    """Return the completion with one fault, so that it is no longer grammatical."""
+    while True:
+        spoilt = " " + rng.choice(FAULTS)(completion.strip(), rng)
+        if not judge(opening + spoilt).grammatical:
+            return spoilt
+
+
+# --- data, by dotted path from a configuration -------------------------------------------------
+
+
+def prompts(split: str = "train") -> list[dict[str, str]]:
+    """Return {"prompt"} rows: the openings of a split."""
+    return [{"prompt": opening.text} for opening in openings(split)]
+
+
+def sft_texts(n: int = 8000, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
+    """Return n {"prompt", "completion"} rows of mixed sentiment, all grammatical."""
+    rng = random.Random(f"sft {split} {seed}")
+    choices = openings(split)
+    drawn = (rng.choice(choices) for _ in range(n))
+    return [{"prompt": opening.text, "completion": complete(opening, rng)} for opening in drawn]
+
+
+def pretraining_texts(n: int = 8000, seed: int = 0) -> list[dict[str, str]]:
+    """Return n {"text"} rows: whole reviews, other ones than the `sft_texts` of the same seed."""
+    rng = random.Random(f"pretraining {seed}")
+    choices = openings("train")
+    drawn = (rng.choice(choices) for _ in range(n))
+    return [{"text": opening.text + complete(opening, rng)} for opening in drawn]
+
+
+def preference_pairs(
+    n: int = 4000,
+    seed: int = 0,
+    split: str = "train",
+    noise: float = 0.1,
+    spoilt: float = 0.25,
+) -> list[dict[str, str]]:
+    """Return n {"prompt", "chosen", "rejected"} rows: two completions of one opening.
+
+    The one of higher gold score is chosen, except in exactly round(noise * n) rows, whose labels
+    are the wrong way round. In a share `spoilt` of the rows (each with this chance) one completion
+    has a fault and is no review any more.
+    """
+    rng = random.Random(f"pairs {split} {seed}")
+    choices = openings(split)
+    rows = [_pair(rng.choice(choices), rng.random() < spoilt, rng) for _ in range(n)]
+    for place in rng.sample(range(n), round(noise * n)):
+        row = rows[place]
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    return rows
+
+
+def _pair(opening: Opening, with_fault: bool, rng: random.Random) -> dict[str, str]:
+    text = opening.text
+    while True:
+        one, other = complete(opening, rng), complete(opening, rng)
+        if with_fault:
+            other = spoil(text, other, rng)
+        scores = judge(text + one).score, judge(text + other).score
+        if scores[0] != scores[1]:
+            chosen, rejected = (one, other) if scores[0] > scores[1] else (other, one)
+            return {"prompt": text, "chosen": chosen, "rejected": rejected}
