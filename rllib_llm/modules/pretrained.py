@@ -1,0 +1,257 @@
+"""Models from pretrained weights. `model` is a folder, a hub id, or a dotted path to a function."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.utils import logging as hf_logging
+
+from rllib_llm.modules.model_source import (
+    DOTTED,
+    ModelSourceError,
+    build_from_dotted,
+    load_with_retries,
+    source_kind,
+)
+from rllib_llm.modules.tokenizer import (
+    check_vocabulary,
+    ensure_pad_token,
+    eos_token_ids,
+    load_generation_config,
+    load_tokenizer,
+)
+
+__all__ = [
+    "ModelSourceError",
+    "check_vocabulary",
+    "disable_dropout",
+    "ensure_pad_token",
+    "eos_token_ids",
+    "load_causal_lm",
+    "load_generation_config",
+    "load_sequence_classifier",
+    "load_tokenizer",
+    "resolve_dtype",
+    "score_head",
+]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CLASSIFIER = "ForSequenceClassification"
+_NO_GENERATOR = (_CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+
+
+def load_causal_lm(
+    model: str | os.PathLike,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    quantization_config: Any = None,
+) -> PreTrainedModel:
+    """Returns the causal language model of `model`, in eval mode, every dropout at 0.
+
+    dtype: "float32", "bfloat16", "float16" or a torch dtype, of the weights.
+    quantization_config: handed to `from_pretrained`; see `modules/quantization.py`.
+
+    Raises:
+        ModelSourceError: nothing can be loaded, weights are missing, or it is no causal LM.
+    """
+    kind, value = source_kind(model)
+    dtype = resolve_dtype(dtype)
+    if kind == DOTTED:
+        network = build_from_dotted(value)[0]
+        architectures = [type(network).__name__]
+    else:
+        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        architectures = config.architectures or []
+    if any(name.endswith(_NO_GENERATOR) for name in architectures):
+        raise ModelSourceError(
+            model,
+            f"it holds a {architectures[0]}, and a causal language model is wanted here",
+            "Name a model saved from AutoModelForCausalLM; a classifier can be a reward_model",
+        )
+    if kind != DOTTED:
+        network = _from_pretrained(
+            AutoModelForCausalLM, value, kind, None, dtype, device, quantization_config
+        )
+    return _finish(network, dtype, device, quantization_config)
+
+
+def load_sequence_classifier(
+    model: str | os.PathLike,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    new_head: bool = False,
+    seed: int = 0,
+    quantization_config: Any = None,
+) -> PreTrainedModel:
+    """Returns the sequence classifier (reward model) of `model`, in eval mode, dropout at 0.
+
+    new_head: where `model` is no classifier (a reward model about to be trained), put a head with
+        one output on its trunk: weights N(0, 1/(hidden + 1)) drawn with `seed`, bias 0 (Stiennon
+        et al. 2020, app. C; vwxyzjn, "The N implementation details of RLHF with PPO"). A
+        classifier keeps the head it has.
+
+    Raises:
+        ModelSourceError: nothing can be loaded, weights are missing, or `model` is no classifier
+            and `new_head` is False.
+    """
+    kind, value = source_kind(model)
+    dtype = resolve_dtype(dtype)
+    if kind == DOTTED:
+        network = build_from_dotted(value)[0]
+        architectures, config = [type(network).__name__], network.config
+    else:
+        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        architectures = config.architectures or []
+    needs_head = bool(architectures) and not any(n.endswith(_CLASSIFIER) for n in architectures)
+    if needs_head and not new_head:
+        raise ModelSourceError(
+            model,
+            f"it holds a {architectures[0]}, and a sequence classifier is wanted here",
+            "Name a reward model: a folder saved from AutoModelForSequenceClassification, such "
+            "as the RewardModel stage writes",
+        )
+    if needs_head:
+        config.num_labels = 1
+    if kind != DOTTED:
+        network = _from_pretrained(
+            AutoModelForSequenceClassification, value, kind, config if needs_head else None,
+            dtype, device, quantization_config,
+        )  # fmt: skip
+    elif needs_head:
+        network = _classifier_on_trunk(network, config)
+    if needs_head:
+        _init_head(score_head(network), seed)
+    return _finish(network, dtype, device, quantization_config)
+
+
+def score_head(classifier: nn.Module) -> nn.Linear:
+    """Returns the last linear layer of a sequence classifier, the one that gives the scores."""
+    for name in ("score", "classifier", "classification_head"):
+        head = getattr(classifier, name, None)
+        if isinstance(head, nn.Module):
+            return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1]
+    raise ValueError(
+        f"model={type(classifier).__name__} must have a linear layer called score or classifier: "
+        "it is no sequence classifier this package knows. Load it with "
+        "AutoModelForSequenceClassification, or wrap it as a reward function of your own."
+    )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability in `model` to 0, also in train mode; the config is kept."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def resolve_dtype(dtype: str | torch.dtype, *, name: str = "dtype") -> torch.dtype:
+    """Returns the torch dtype of that name; raises ValueError for one that cannot hold weights."""
+    found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype))
+    if found not in DTYPES.values():
+        raise ValueError(
+            f"{name}={dtype!r} must be one of {', '.join(DTYPES)}: weights are kept in it. "
+            "For fewer bits see the quantization setting."
+        )
+    return found
+
+
+def _from_pretrained(
+    auto_class: Any, value: str, kind: str, config: Any, dtype: torch.dtype, device: Any,
+    quantization_config: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """auto_class.from_pretrained, retried; weights that are missing or misshapen are errors.
+
+    With a `config` (a head is about to be added) the weights outside the trunk may be missing.
+    """
+    kwargs: dict[str, Any] = {"dtype": dtype}
+    if config is not None:
+        kwargs["config"] = config
+    if quantization_config is not None:
+        kwargs.update(quantization_config=quantization_config, device_map={"": device})
+
+    def load() -> tuple[PreTrainedModel, dict]:
+        with _quiet(), torch.random.fork_rng(devices=[]):
+            return auto_class.from_pretrained(
+                value, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+
+    start = time.monotonic()
+    network, report = load_with_retries(load, value, kind)
+    missing = set(report["missing_keys"])
+    if config is not None:
+        trunk = network.base_model_prefix + "."
+        missing = {k for k in missing if k.startswith(trunk) and ".pooler." not in k}
+    wrong = sorted(missing) + sorted(str(k) for k in report["mismatched_keys"])
+    if wrong:
+        raise ModelSourceError(
+            value,
+            f"{len(wrong)} weights of {type(network).__name__} are missing from it or have "
+            f"another shape, the first is {wrong[0]}",
+            "Its config.json and weights do not belong together; save both again with "
+            "save_pretrained",
+        )
+    logger.info(
+        "Loaded %s from %r in %.1f s.", type(network).__name__, value, time.monotonic() - start
+    )
+    return network
+
+
+def _classifier_on_trunk(network: nn.Module, config: Any) -> PreTrainedModel:
+    """A sequence classifier that shares the weights of `network`'s trunk."""
+    with torch.random.fork_rng(devices=[]):
+        classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.base_model.load_state_dict(network.base_model.state_dict(), strict=False)
+    return classifier
+
+
+def _init_head(head: nn.Linear, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def _finish(
+    network: nn.Module, dtype: torch.dtype, device: Any, quantization_config: Any
+) -> PreTrainedModel:
+    disable_dropout(network)
+    if quantization_config is None:
+        network = network.to(device=device, dtype=dtype)
+    return network.eval()
+
+
+@contextlib.contextmanager
+def _quiet():
+    """No progress bars, of which every replica would draw its own, and no report on weights that
+    are missing: those are checked and raised here."""
+    shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if shown:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,144 @@
+"""The tokenizer of a model: loaded, with a pad token, and checked against the embedding."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from rllib_llm.modules.model_source import (
+    DOTTED,
+    FOLDER,
+    ModelSourceError,
+    build_from_dotted,
+    load_with_retries,
+    source_kind,
+)
+
+
+def load_tokenizer(model: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of `model` (folder, hub id or dotted path), with a pad token.
+
+    See `ensure_pad_token` for a missing pad token and one that is EOS too.
+
+    Raises:
+        ModelSourceError: nothing can be loaded from `model`.
+        ValueError: the tokenizer has ids for which the model has no embedding.
+    """
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        network, tokenizer = build_from_dotted(value)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ModelSourceError(
+                value,
+                f"the function returned a {type(tokenizer).__name__} as tokenizer",
+                "Return (model, tokenizer), the tokenizer a transformers tokenizer",
+            )
+        sources: tuple[Any, ...] = (network, tokenizer)
+        num_embeddings = network.get_input_embeddings().num_embeddings
+    else:
+        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        tokenizer = load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
+        sources = (config, tokenizer, load_generation_config(value))
+        num_embeddings = config.get_text_config().vocab_size
+    check_vocabulary(tokenizer, num_embeddings)
+    ensure_pad_token(tokenizer, eos_token_ids(*sources))
+    return tokenizer
+
+
+def load_generation_config(model: str | os.PathLike) -> GenerationConfig | None:
+    """Returns the generation settings beside `model`, or None where it has none."""
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        return getattr(build_from_dotted(value)[0], "generation_config", None)
+    if kind == FOLDER and not os.path.exists(os.path.join(value, "generation_config.json")):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(value)
+    except OSError:
+        # A hub id whose config was just found: the file is optional there.
+        if kind == FOLDER:
+            raise
+        return None
+
+
+def eos_token_ids(*sources: Any) -> tuple[int, ...]:
+    """Returns every end-of-sequence id that `sources` name, ascending; () where there is none.
+
+    sources: models, configs, generation configs and tokenizers; None is skipped. A generation
+    config may list several ids, as chat models do.
+    """
+    found: set[int] = set()
+    for source in sources:
+        for holder in (
+            source,
+            getattr(source, "config", None),
+            getattr(source, "generation_config", None),
+        ):
+            ids = getattr(holder, "eos_token_id", None)
+            if ids is None:
+                continue
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
+
+
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:
+    """Gives `tokenizer` a pad token that is none of `eos_ids`, without growing the vocabulary.
+
+    Pad ids are only filler here: masks say which tokens count, so any id that the embedding knows
+    will do, and EOS inside a mask is learned whatever the pad token is. A distinct one is chosen
+    all the same for tools that compare ids: a token named after padding, a reserved one, the
+    unknown token, the beginning-of-sequence token. Where there is none of them EOS stays.
+
+    Warns when the pad token was EOS.
+    """
+    ends = set(eos_ids) | set(eos_token_ids(tokenizer))
+    old = tokenizer.pad_token
+    if old is not None and tokenizer.pad_token_id not in ends:
+        return
+    choice = _spare_token(tokenizer, ends)
+    if choice is not None:
+        tokenizer.pad_token = choice
+        if old is not None:
+            warnings.warn(
+                f"The pad token {old!r} is an end-of-sequence token; {choice!r} pads instead. "
+                "EOS is learned as usual.",
+                stacklevel=3,
+            )
+        return
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            "tokenizer.pad_token=None must be a token: the vocabulary holds no pad, reserved, "
+            "unknown, BOS or EOS token to pad with. Set tokenizer.pad_token and save it again."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    warnings.warn(
+        f"The pad token is the EOS token {tokenizer.eos_token!r}, for want of another one. "
+        "Batches carry masks, so EOS is still learned and pads never count.",
+        stacklevel=3,
+    )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
+    """Raises ValueError where `tokenizer` has an id without a row in the embedding."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= num_embeddings:
+        raise ValueError(
+            f"len(tokenizer)={len(tokenizer)!r} (largest id {largest}) must be at most the "
+            f"{num_embeddings} rows of the model's embedding: a token beyond them has no vector. "
+            "Call model.resize_token_embeddings(len(tokenizer)) and save the model again, or use "
+            "the tokenizer that belongs to it."
+        )
+
+
+def _spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | None:
+    """A token of the vocabulary that can pad: see `ensure_pad_token` for the order."""
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    vocabulary = tokenizer.get_vocab()
+    plain = [name for name in ("<pad>", "[PAD]", "<|pad|>") if name in vocabulary]
+    named = [name for name in special if "pad" in name.lower()]
+    reserved = [name for name in special if "reserved" in name or "unused" in name]
+    candidates = [*plain, *named, *reserved, tokenizer.unk_token, tokenizer.bos_token]
+    return next((c for c in candidates if c is not None and vocabulary.get(c) not in ends), None)
