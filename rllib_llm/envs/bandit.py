@@ -1,0 +1,372 @@
+"""The one-step bandit: prompts out, whole completions in, rewards back.
+
+    reset / step ──▶ {prompt_ids, prompt_mask} ──▶ sampler ──▶ {completion_ids, completion_mask}
+         ▲                                                                  │ step
+         └── next prompts, rewards, infos ◀── rewards.py, reference ◀───────┘
+
+Everything is a batch of torch tensors on the environment's device. It leaves out generation (the
+sampler's), advantages and any KL beyond the one number per completion (the learner's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from ray.rllib.utils.spaces.repeated import Repeated
+from transformers import PreTrainedTokenizerBase
+
+from rllib_llm import columns
+from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, pad_left
+from rllib_llm.envs.rewards import RewardBatch, RewardSum
+
+RESET_OPTIONS = ("position", "num_prompts", "num_completions")
+
+
+class BanditEnvError(ValueError):
+    """An action, option or setting that does not fit the environment."""
+
+
+class BanditEnv(VectorEnv):
+    """A batch of prompts to be completed, each episode one completion long.
+
+    Observations are {prompt_ids [B, P] int64 left-padded, prompt_mask [B, P] bool}; the rows of a
+    group, the completions of one prompt, are adjacent. Prompts come by position (see
+    `PromptSource`): the same position always gives the same prompts.
+
+    Args:
+        tokenizer: the policy's, with a pad token.
+        prompts: where prompts come from.
+        rewards: what judges the completions.
+        num_envs: prompts in a batch when `reset` gets no options, and in those `step` returns.
+        max_prompt_len, max_completion_len: tokens.
+        reference: frozen model (an object with `logprobs(prompt_ids, prompt_mask, completion_ids,
+            completion_mask, temperature)` [B, T] float32), or None.
+        kl_coeff: share of the KL in the rewards, `rewards = scores - kl_coeff * kl`; at least 0.
+        temperature: of the reference's log-probs, the sampler's own; above 0.
+        prompt_overflow: "truncate_left" keeps the end of a prompt too long, "error" refuses it.
+        return_texts: adds prompt_texts and completion_texts to the infos of `step`.
+        device: of every tensor going out.
+        vocab_size: ids allowed in completions; the tokenizer's unless the model has more.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: PromptSource,
+        rewards: RewardSum,
+        num_envs: int = 8,
+        max_prompt_len: int,
+        max_completion_len: int,
+        reference: Any | None = None,
+        kl_coeff: float = 0.0,
+        temperature: float = 1.0,
+        prompt_overflow: str = "truncate_left",
+        return_texts: bool = False,
+        device: str | torch.device = "cpu",
+        vocab_size: int | None = None,
+    ) -> None:
+        _check_positive_integers(
+            num_envs=num_envs, max_prompt_len=max_prompt_len, max_completion_len=max_completion_len
+        )
+        _check_settings(tokenizer, kl_coeff, temperature, reference)
+        rewards.check_columns(prompts.row(int(prompts.indices(0, 1)[0])).columns)
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.rewards = rewards
+        self.reference = reference
+        self.kl_coeff = float(kl_coeff)
+        self.temperature = float(temperature)
+        self.return_texts = return_texts
+        self.device = torch.device(device)
+        self.max_completion_len = max_completion_len
+        self.pad_token_id = int(tokenizer.pad_token_id)
+        self.vocab_size = int(vocab_size or len(tokenizer))
+        self.position = 0
+        self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
+        self._rows: list[PromptRow] = []
+        self._texts: list[str] = []
+        self._observation: dict[str, torch.Tensor] = {}
+        self.num_envs = num_envs
+        token = spaces.Discrete(self.vocab_size)
+        self.single_observation_space = Repeated(token, max_prompt_len)
+        self.single_action_space = Repeated(token, max_completion_len)
+        # gymnasium's batch_space does not know Repeated; a tuple is what it makes of such spaces.
+        self.observation_space = spaces.Tuple([self.single_observation_space] * num_envs)
+        self.action_space = spaces.Tuple([self.single_action_space] * num_envs)
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Longest prompt [tokens]."""
+        return self._encoder.max_prompt_len
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Prompts at a position, `num_completions` rows for each.
+
+        Args:
+            seed: starts again at position 0. The order of prompts belongs to `PromptSource` and
+                does not change, so samplers with different seeds see the same order.
+            options: "position" (default: where the last batch ended), "num_prompts" (default
+                `num_envs`), "num_completions" (default 1).
+
+        Returns:
+            The observation and infos {"prompt_index" [B] int64, the row in the data set;
+            "position" int}.
+        """
+        super().reset(seed=seed)
+        if seed is not None:
+            self.position = 0
+        chosen = {
+            "position": self.position,
+            "num_prompts": self.num_envs,
+            "num_completions": 1,
+            **_checked_options(options),
+        }
+        return self._deal(**chosen)
+
+    def step(
+        self, actions: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Judges one completion for each prompt handed out last, and hands out the next prompts.
+
+        Args:
+            actions: {completion_ids [B, T] int64 right-padded, completion_mask [B, T] bool, and
+                optionally sampler_logprobs [B, T] float32}.
+
+        Returns:
+            The next observation (`num_envs` prompts), rewards [B] float32, terminations [B] all
+            True, truncations [B] all False, and infos of the judged batch: scores [B] float32,
+            valid [B] bool (False: a reward function failed there; do not learn from the row),
+            components and metrics {name: [B] float32}, num_completion_tokens [B] int64,
+            prompt_index [B]; with a reference ref_logprobs [B, T] and, given sampler_logprobs,
+            kl [B] = sum_t sampler_logprobs - ref_logprobs [nats]; texts when asked for; and of the
+            next prompts next_prompt_index and next_position.
+
+        Raises:
+            BanditEnvError: no prompts handed out, or actions that do not fit them.
+        """
+        actions = self._checked_actions(actions)
+        infos = self._judge(actions)
+        rewards = infos["scores"]
+        if self.kl_coeff:
+            rewards = rewards - self.kl_coeff * infos["kl"]
+        terminations = torch.ones(len(rewards), dtype=torch.bool, device=self.device)
+        observation, dealt = self._deal(self.position, self.num_envs, 1)
+        infos["next_prompt_index"] = dealt["prompt_index"]
+        infos["next_position"] = dealt["position"]
+        return observation, rewards, terminations, ~terminations, infos
+
+    def _deal(
+        self, position: int, num_prompts: int, num_completions: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        rows = self.prompts.rows(position, num_prompts)
+        token_ids, texts = self._encoder.encode(rows)
+        highest = max(max(ids) for ids in token_ids)
+        if highest >= self.vocab_size:
+            raise BanditEnvError(
+                f"prompt token id={highest!r} must be below vocab_size={self.vocab_size}: the "
+                "tokenizer knows more tokens than the model. Take the tokenizer of the model."
+            )
+        ids, mask = pad_left(token_ids, self.pad_token_id)
+        self._rows = [row for row in rows for _ in range(num_completions)]
+        self._texts = [text for text in texts for _ in range(num_completions)]
+        self._observation = {
+            columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
+            columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
+        }
+        self.position = position + num_prompts
+        return dict(self._observation), {
+            columns.PROMPT_INDEX: self._prompt_index(),
+            "position": position,
+        }
+
+    def _prompt_index(self) -> torch.Tensor:
+        return torch.tensor([row.index for row in self._rows], device=self.device)
+
+    def _judge(self, actions: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        ids, mask = actions[columns.COMPLETION_IDS], actions[columns.COMPLETION_MASK]
+        completions: list[str] = []
+        if self.rewards.wants_texts or self.return_texts:
+            completions = self._decode(ids, mask)
+        batch = RewardBatch(
+            prompt_ids=self._observation[columns.PROMPT_IDS],
+            prompt_mask=self._observation[columns.PROMPT_MASK],
+            completion_ids=ids,
+            completion_mask=mask,
+            prompts=self._texts,
+            completions=completions,
+            columns={k: [row.columns[k] for row in self._rows] for k in self._rows[0].columns},
+        )
+        judged = self.rewards(batch)
+        infos: dict[str, Any] = {
+            columns.SCORES: judged.scores,
+            columns.VALID: judged.valid,
+            "components": judged.components,
+            "metrics": judged.metrics,
+            "num_completion_tokens": mask.sum(-1),
+            columns.PROMPT_INDEX: self._prompt_index(),
+        }
+        if self.return_texts:
+            infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
+        if self.reference is not None:
+            ref_logprobs = self.reference.logprobs(
+                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature
+            ).to(self.device)
+            infos[columns.REF_LOGPROBS] = ref_logprobs
+            sampler_logprobs = actions.get(columns.SAMPLER_LOGPROBS)
+            if sampler_logprobs is not None:
+                infos["kl"] = ((sampler_logprobs - ref_logprobs) * mask).sum(-1)
+        return infos
+
+    def _decode(self, ids: torch.Tensor, mask: torch.Tensor) -> list[str]:
+        last_prompt_ids = self._observation[columns.PROMPT_IDS][:, -1].tolist()
+        rows, keep = ids.tolist(), mask.sum(-1).tolist()
+        completions = [row[:length] for row, length in zip(rows, keep, strict=True)]
+        return decode_completions(self.tokenizer, last_prompt_ids, completions)
+
+    def _checked_actions(self, actions: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self._rows:
+            raise BanditEnvError(
+                "step() must follow reset(): no prompts are handed out yet. Call reset() first."
+            )
+        return check_actions(
+            actions,
+            batch_size=len(self._rows),
+            max_len=self.max_completion_len,
+            vocab_size=self.vocab_size,
+            needs_logprobs=self.kl_coeff > 0,
+            device=self.device,
+        )
+
+
+def decode_completions(
+    tokenizer: PreTrainedTokenizerBase,
+    last_prompt_ids: Sequence[int],
+    completions: Sequence[Sequence[int]],
+) -> list[str]:
+    """Text of each completion as it follows its prompt, special tokens left out.
+
+    Many tokenizers drop the space before the first word they decode. Decoding behind the prompt's
+    last token keeps it, so that prompt + completion reads as one text.
+    """
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    heads = tokenizer.batch_decode([[last] for last in last_prompt_ids], **options)
+    joined = [[last, *ids] for last, ids in zip(last_prompt_ids, completions, strict=True)]
+    texts = tokenizer.batch_decode(joined, **options)
+    alone = [i for i, text in enumerate(texts) if not text.startswith(heads[i])]
+    cut = [text.removeprefix(head) for text, head in zip(texts, heads, strict=True)]
+    for i in alone:  # the two tokens are parts of one character
+        cut[i] = tokenizer.decode(list(completions[i]), **options)
+    return cut
+
+
+def check_actions(
+    actions: Mapping[str, torch.Tensor],
+    *,
+    batch_size: int,
+    max_len: int,
+    vocab_size: int,
+    needs_logprobs: bool = False,
+    device: torch.device | str = "cpu",
+) -> dict[str, torch.Tensor]:
+    """The actions on `device`, after checks of names, types, shapes, masks and ids.
+
+    Raises:
+        BanditEnvError: says what arrived, what is allowed and what to do.
+    """
+    wanted = [columns.COMPLETION_IDS, columns.COMPLETION_MASK]
+    if needs_logprobs or (isinstance(actions, Mapping) and columns.SAMPLER_LOGPROBS in actions):
+        wanted.append(columns.SAMPLER_LOGPROBS)
+    for name in wanted:
+        if not isinstance(actions, Mapping) or name not in actions:
+            arrived = list(actions) if isinstance(actions, Mapping) else type(actions).__name__
+            raise BanditEnvError(
+                f"actions={arrived!r} must be a dict with {name!r}: it is missing. Pass {wanted}."
+            )
+    dtypes = (torch.int64, torch.bool, torch.float32)
+    shape = getattr(actions[columns.COMPLETION_IDS], "shape", ())
+    num_tokens = shape[1] if len(shape) == 2 else max_len
+    for name, dtype in zip(wanted, dtypes, strict=False):
+        _check_tensor(name, actions[name], dtype, (batch_size, num_tokens), max_len)
+    checked = {name: actions[name].to(device) for name in wanted}
+    ids, mask = checked[columns.COMPLETION_IDS], checked[columns.COMPLETION_MASK]
+    ragged = (mask[:, 1:] & ~mask[:, :-1]).any(-1) | ~mask[:, 0]
+    outside = ((ids < 0) | (ids >= vocab_size)).any(-1)
+    if not bool((ragged | outside).any()):  # one synchronisation with the device
+        return checked
+    if bool(ragged.any()):
+        row = int(ragged.nonzero()[0])
+        raise BanditEnvError(
+            f"completion_mask[{row}]={mask[row].int().tolist()} must be True for the first tokens "
+            "(at least one) and False after them: completions are right-padded. Move the padding "
+            "to the right."
+        )
+    row = int(outside.nonzero()[0])
+    bad = [token for token in ids[row].tolist() if not 0 <= token < vocab_size]
+    raise BanditEnvError(
+        f"completion_ids[{row}] with id {bad[0]} must lie in 0..{vocab_size - 1}: the vocabulary "
+        f"has {vocab_size} tokens. Sample from it, or set vocab_size to the model's."
+    )
+
+
+def _check_tensor(
+    name: str, value: Any, dtype: torch.dtype, shape: tuple[int, int], max_len: int
+) -> None:
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype:
+        arrived = getattr(value, "dtype", type(value).__name__)
+        raise BanditEnvError(
+            f"{name} of {arrived} must be a torch tensor of {dtype}: nothing is converted behind "
+            "your back. Convert it."
+        )
+    if tuple(value.shape) != shape or not 1 <= value.shape[1] <= max_len:
+        raise BanditEnvError(
+            f"{name} of shape {list(value.shape)} must be [{shape[0]}, T], 1 <= T <= {max_len}, "
+            f"the same for all: one completion for each of the {shape[0]} prompt rows handed out "
+            "last. Answer the last observation, and stop at max_completion_len."
+        )
+
+
+def _check_positive_integers(**settings: int) -> None:
+    for name, value in settings.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BanditEnvError(
+                f"{name}={value!r} must be an integer of at least 1: it counts rows or tokens. "
+                "Set it higher."
+            )
+
+
+def _check_settings(tokenizer: Any, kl_coeff: float, temperature: float, reference: Any) -> None:
+    if tokenizer.pad_token_id is None:
+        raise BanditEnvError(
+            "tokenizer.pad_token_id=None must be a token id: prompts of unequal length are padded. "
+            "Set tokenizer.pad_token, to one that is not the EOS token."
+        )
+    if not temperature > 0:
+        raise BanditEnvError(
+            f"temperature={temperature!r} must be above 0: logits are divided by it. "
+            "Use the sampler's temperature (1.0 where it is greedy)."
+        )
+    if not kl_coeff >= 0 or (kl_coeff > 0 and reference is None):
+        raise BanditEnvError(
+            f"kl_coeff={kl_coeff!r} must be at least 0, and 0 without a reference: it weighs the "
+            "KL to the reference model. Give a reference or set it to 0."
+        )
+
+
+def _checked_options(options: Mapping[str, int] | None) -> dict[str, int]:
+    for name, value in (options or {}).items():
+        lowest = 0 if name == "position" else 1
+        if name not in RESET_OPTIONS or not isinstance(value, int) or value < lowest:
+            raise BanditEnvError(
+                f"options[{name!r}]={value!r} must be an integer of at least {lowest} under one of "
+                f"{list(RESET_OPTIONS)}: these choose the prompts. Correct it."
+            )
+    return dict(options or {})

@@ -1,0 +1,298 @@
+"""Prompts: which one stands at a position, and how it becomes token ids."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rllib_llm.data.sources import Rows, Source, load_rows, require_columns
+
+PROMPT_OVERFLOWS = ("truncate_left", "error")
+SPLITS = ("train", "eval")
+
+_SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
+
+
+class PromptError(ValueError):
+    """A prompt, or a data set of prompts, that cannot be used."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt: its row in the data set, its text or chat messages, its other columns."""
+
+    index: int
+    prompt: str | list[dict[str, Any]]
+    columns: Mapping[str, Any]
+
+
+def permutation(size: int, seed: int, stream: int) -> np.ndarray:
+    """A permutation of `range(size)` [size] int64, the same in every process and NumPy version.
+
+    The raw Philox bits are sorted, because NumPy fixes those bits for good (NEP 19), unlike
+    `Generator.permutation`.
+    """
+    bits = np.random.Philox(key=np.array([seed % 2**64, stream % 2**64], dtype=np.uint64))
+    return np.argsort(bits.random_raw(size), kind="stable").astype(np.int64)
+
+
+class PromptSource:
+    """Prompts of a data set in a fixed order that goes on for ever, addressed by position.
+
+    Position p is row `order(p // N)[p % N]` of the N rows of this split, where `order(epoch)` is a
+    permutation seeded by (seed, epoch). Nothing is stored but the position, so nothing is skipped
+    or repeated across a restart, nor by the number of samplers.
+
+    Args:
+        data: any source of `load_rows`.
+        seed: of the order; with `shuffle=False` the order is the data set's.
+        prompt_column: column of text, or of chat messages ([{"role", "content"}, ...]); None
+            takes "prompt", else "messages", else the only column.
+        split: "train" or "eval". The eval rows are `eval_data` where given, else `eval_fraction`
+            of `data`, chosen by `split_seed` alone, so they are the same for every `seed`.
+
+    Raises:
+        PromptError: no rows in the split, a prompt of another type, a setting out of range.
+        DataSourceError: the source cannot be read or lacks the column.
+    """
+
+    def __init__(
+        self,
+        data: Source,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        prompt_column: str | None = None,
+        split: str = "train",
+        eval_fraction: float = 0.0,
+        split_seed: int = 0,
+        eval_data: Source | None = None,
+    ) -> None:
+        _check_split(split, eval_fraction, eval_data)
+        from_eval_data = split == "eval" and eval_data is not None
+        self._rows = (
+            load_rows(eval_data, name="eval_prompts")
+            if from_eval_data
+            else load_rows(data, name="prompts")
+        )
+        self.seed = int(seed)
+        self.shuffle = bool(shuffle)
+        self.split = split
+        self.prompt_column = _choose_column(self._rows, prompt_column)
+        whole = from_eval_data or eval_fraction == 0.0
+        self._members = (
+            np.arange(len(self._rows), dtype=np.int64)
+            if whole
+            else _split_members(len(self._rows), split, eval_fraction, split_seed)
+        )
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Number of prompts in one epoch."""
+        return len(self._members)
+
+    @property
+    def description(self) -> str:
+        """Where the prompts come from, for messages."""
+        return self._rows.description
+
+    def indices(self, position: int, num_prompts: int) -> np.ndarray:
+        """Data-set rows [num_prompts] int64 at positions `position, position + 1, ...`."""
+        if position < 0 or num_prompts < 1:
+            raise PromptError(
+                f"position={position!r}, num_prompts={num_prompts!r} must be at least 0 and 1: "
+                "they address prompts from the start of the first epoch. Pass counts."
+            )
+        size = len(self._members)
+        places = range(position, position + num_prompts)
+        return np.array([self._order(p // size)[p % size] for p in places], dtype=np.int64)
+
+    def rows(self, position: int, num_prompts: int) -> list[PromptRow]:
+        """The prompts at positions `position, position + 1, ...`, across epochs."""
+        return [self.row(int(index)) for index in self.indices(position, num_prompts)]
+
+    def row(self, index: int) -> PromptRow:
+        """The prompt in row `index` of the data set."""
+        columns = dict(self._rows[index])
+        prompt = columns[self.prompt_column]
+        if not isinstance(prompt, str):
+            _check_messages(prompt, index, self)
+        if self.prompt_column != "messages":
+            del columns[self.prompt_column]
+        return PromptRow(index, prompt, columns)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return self._members
+        if epoch not in self._orders:
+            while len(self._orders) >= 2:  # a batch touches two epochs at most, in turn
+                self._orders.pop(next(iter(self._orders)))
+            order = permutation(len(self._members), self.seed, epoch)
+            self._orders[epoch] = self._members[order]
+        return self._orders[epoch]
+
+
+class PromptEncoder:
+    """Turns prompt rows into token ids, each row once (cached by its row in the data set).
+
+    Text is encoded as the tokenizer does by itself (a BOS where it adds one, but never an EOS at
+    the end); chat messages go through its chat template with the generation prompt added. A prompt
+    longer than `max_prompt_len` is an error, or keeps its BOS and its end; the first batch with
+    such prompts warns, and `num_truncated` counts them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_len: int,
+        overflow: str = "truncate_left",
+    ) -> None:
+        if overflow not in PROMPT_OVERFLOWS:
+            raise PromptError(
+                f"prompt_overflow={overflow!r} must be one of {list(PROMPT_OVERFLOWS)}: it says "
+                "what becomes of prompts that are too long. Choose one."
+            )
+        self.tokenizer = tokenizer
+        self.max_prompt_len = max_prompt_len
+        self.overflow = overflow
+        self.num_truncated = 0
+        self._cache: dict[int, tuple[list[int], str]] = {}
+
+    def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
+        """Token ids and text of each prompt; the text is what the ids say, truncated or not."""
+        truncated_before = self.num_truncated
+        for row in rows:
+            if row.index not in self._cache:
+                self._cache[row.index] = self._encode_row(row)
+        if truncated_before == 0 and self.num_truncated:
+            warnings.warn(
+                f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
+                f"max_prompt_len={self.max_prompt_len} tokens and lost their beginning. Raise "
+                "max_prompt_len, or set prompt_overflow='error' to refuse them.",
+                stacklevel=2,
+            )
+        encoded = [self._cache[row.index] for row in rows]
+        return [ids for ids, _ in encoded], [text for _, text in encoded]
+
+    def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
+        tokenizer = self.tokenizer
+        if isinstance(row.prompt, str):
+            text = row.prompt
+            ids = tokenizer(text)["input_ids"]
+            if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+                ids = ids[:-1]  # added by the tokenizer: the completion would follow an end
+        else:
+            text = self._render_chat(row)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids and tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                f"prompt in row {row.index} must have at least one token: it is {row.prompt!r} and "
+                "the tokenizer has no BOS. Remove the row or write a prompt."
+            )
+        if len(ids) <= self.max_prompt_len:
+            return ids, text
+        if self.overflow == "error":
+            raise PromptError(
+                f"prompt in row {row.index} must have at most max_prompt_len={self.max_prompt_len} "
+                f"tokens: it has {len(ids)} ({text[:60]!r}...). Raise max_prompt_len, shorten "
+                "it, or set prompt_overflow='truncate_left'."
+            )
+        self.num_truncated += 1
+        ids = keep_end(ids, self.max_prompt_len, tokenizer.bos_token_id)
+        return ids, tokenizer.decode(ids, skip_special_tokens=isinstance(row.prompt, str))
+
+    def _render_chat(self, row: PromptRow) -> str:
+        if not self.tokenizer.chat_template:
+            raise PromptError(
+                f"prompt in row {row.index} must be text: it is a list of chat messages and the "
+                "tokenizer has no chat template. Take an instruction-tuned model, set "
+                "tokenizer.chat_template, or write the prompts as text."
+            )
+        return self.tokenizer.apply_chat_template(
+            row.prompt, tokenize=False, add_generation_prompt=True
+        )
+
+
+def keep_end(ids: list[int], max_len: int, bos_token_id: int | None) -> list[int]:
+    """The last `max_len` ids; a BOS at the start is kept, since models read all else after it."""
+    if bos_token_id is not None and ids[0] == bos_token_id and max_len > 1:
+        return [bos_token_id, *ids[len(ids) - max_len + 1 :]]
+    return ids[len(ids) - max_len :]
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [B, P] int64 padded at the left, mask [B, P] bool), P the longest row."""
+    length = max(len(row) for row in rows)
+    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((len(rows), length), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :] = torch.tensor(row, dtype=torch.int64)
+        mask[i, length - len(row) :] = True
+    return ids, mask
+
+
+def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:
+    if split not in SPLITS:
+        raise PromptError(
+            f"split={split!r} must be one of {list(SPLITS)}: prompts are for training or held out. "
+            "Choose one."
+        )
+    if not 0.0 <= eval_fraction < 1.0:
+        raise PromptError(
+            f"eval_fraction={eval_fraction!r} must be at least 0 and less than 1: it is the share "
+            "of prompts held out. Take 0.1 for a tenth."
+        )
+    if split == "eval" and eval_fraction == 0.0 and eval_data is None:
+        raise PromptError(
+            "split='eval' must have prompts of its own: eval_fraction is 0 and there are no "
+            "eval_prompts. Set eval_fraction (0.1 holds out a tenth) or eval_prompts."
+        )
+    if eval_fraction > 0.0 and eval_data is not None:
+        raise PromptError(
+            f"eval_fraction={eval_fraction!r} must be 0: eval_prompts are given, and no prompt "
+            "needs to be held out of the others. Remove one of the two."
+        )
+
+
+def _split_members(size: int, split: str, eval_fraction: float, split_seed: int) -> np.ndarray:
+    num_eval = max(1, round(size * eval_fraction))
+    if num_eval >= size:
+        raise PromptError(
+            f"eval_fraction={eval_fraction!r} must leave prompts to train on: of {size} rows "
+            f"{num_eval} would be held out. Lower it or add prompts."
+        )
+    order = permutation(size, split_seed, _SPLIT_STREAM)
+    return np.sort(order[:num_eval] if split == "eval" else order[num_eval:])
+
+
+def _choose_column(rows: Rows, prompt_column: str | None) -> str:
+    if prompt_column is not None:
+        require_columns(rows, [prompt_column])
+        return prompt_column
+    for column in ("prompt", "messages"):
+        if column in rows.columns:
+            return column
+    if len(rows.columns) == 1:
+        return rows.columns[0]
+    raise PromptError(
+        f"prompt_column=None must be set: {rows.description} has no column 'prompt' but "
+        f"{rows.columns}. Name the one that holds the prompts."
+    )
+
+
+def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
+    messages = prompt if isinstance(prompt, list) else [None]
+    if messages and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+        return
+    raise PromptError(
+        f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text or "
+        "a list of chat messages {'role', 'content'}: it is neither. Correct the row."
+    )

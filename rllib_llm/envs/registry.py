@@ -1,0 +1,105 @@
+"""Names of environments: the same id in gymnasium, in RLlib and here.
+
+A creator is a function `creator(env_config: dict) -> BanditEnv`. Its module is imported when an
+environment is made, not when its name is registered.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+
+from rllib_llm.dotted import import_dotted, looks_dotted
+
+ENVIRONMENTS: dict[str, str] = {
+    "rllib_llm/Reviews-v0": "rllib_llm.envs.reviews:create",
+    "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
+    "rllib_llm/Arithmetic-v0": "rllib_llm.envs.arithmetic:create",
+}
+
+_CONFIG_PARAMETERS = ("env_config", "config")
+
+
+class UnknownEnvError(ValueError):
+    """An environment name that is neither registered nor a dotted path."""
+
+
+def env_ids() -> list[str]:
+    """Ids of the environments of this package, sorted."""
+    return sorted(ENVIRONMENTS)
+
+
+def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = None) -> Any:
+    """Makes an environment by id, dotted path or callable.
+
+    Args:
+        env: an id of `env_ids()`, any name registered with RLlib's `tune.register_env`, a dotted
+            path, or a callable. A callable (a class, too) whose first parameter is called
+            `env_config` or `config` gets the settings as one dict, any other as keyword arguments.
+        env_config: its settings. RLlib's EnvContext is taken as the plain dict it holds: the
+            index of a worker changes nothing, since prompts are handed out by position.
+
+    Raises:
+        UnknownEnvError: with the nearest names.
+    """
+    return creator(env)(dict(env_config or {}))
+
+
+def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """The function of one dict that makes `env` (see `make`)."""
+    if isinstance(env, str):
+        if env in ENVIRONMENTS:
+            return import_dotted(ENVIRONMENTS[env])
+        registered = _registered_with_rllib(env)
+        if registered is not None:
+            return registered
+        if not looks_dotted(env):
+            raise UnknownEnvError(_unknown(env))
+        env = import_dotted(env, name="env")
+    if not callable(env):
+        raise UnknownEnvError(
+            f"env={env!r} must be an environment's name, dotted path, class or creator function: "
+            f"it is {type(env).__name__}. Pass one of these."
+        )
+    parameters = list(inspect.signature(env).parameters)
+    if parameters and parameters[0] in _CONFIG_PARAMETERS:
+        return env
+    return lambda env_config: env(**env_config)
+
+
+def register_envs() -> None:
+    """Registers every id with gymnasium and RLlib; calling it again changes nothing."""
+    from ray import tune
+
+    for env_id in ENVIRONMENTS:
+        if env_id not in gymnasium.registry:
+            entry_point = functools.partial(_make_vec, env_id)
+            gymnasium.register(env_id, vector_entry_point=entry_point)
+        if _registered_with_rllib(env_id) is None:
+            tune.register_env(env_id, functools.partial(make, env_id))
+
+
+def _make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
+    return make(env_id, {"num_envs": num_envs, **env_config})
+
+
+def _registered_with_rllib(env_id: str) -> Callable[[dict[str, Any]], Any] | None:
+    from ray.tune.registry import ENV_CREATOR, _global_registry
+
+    if not _global_registry.contains(ENV_CREATOR, env_id):
+        return None
+    return _global_registry.get(ENV_CREATOR, env_id)
+
+
+def _unknown(env: str) -> str:
+    near = difflib.get_close_matches(env, ENVIRONMENTS, n=2, cutoff=0.4)
+    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
+    return (
+        f"env={env!r} must be one of {env_ids()}, a name registered with ray.tune.register_env, or "
+        f"a dotted path to an environment: it is none of these. {hint}."
+    )
