@@ -1,0 +1,203 @@
+"""A causal language model taken apart, so that the head runs only where it is needed.
+
+The head of most models is a linear layer; some scale or soft-cap its logits in their own forward.
+Taking a model apart is therefore checked against the model itself, once per instance; a model that
+cannot be taken apart is run whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+# Largest difference between our logits and the model's own, as a share of the largest logit.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# The check is made at logits of this size: a soft-cap does not show on small ones.
+_PROBE_LOGIT = 100.0
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the logits of its linear head: logits * multiplier / divisor, soft-cap.
+
+    The soft-cap c is c tanh(logits / c) (Gemma 2); the scales are Cohere's and Granite's. Computed
+    in the logits' own dtype, as the models do.
+    """
+
+    multiplier: float = 1.0
+    divisor: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@dataclass(frozen=True)
+class TrunkAndHead:
+    """The two halves of a causal language model: head(trunk(ids)) is what the model computes."""
+
+    trunk: nn.Module
+    head: nn.Module
+    transform: LogitTransform
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """Last hidden state [batch, length, hidden] of right-padded ids [batch, length]."""
+        return trunk_hidden(self.trunk, input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] of hidden states [..., hidden], in the model's dtype."""
+        return self.transform(self.head(hidden))
+
+
+# What the check of a model, with this head, found. A head put in later is checked again.
+_verdicts: WeakKeyDictionary[nn.Module, tuple[nn.Module | None, TrunkAndHead | None]] = (
+    WeakKeyDictionary()
+)
+
+
+def trunk_hidden(trunk: nn.Module, input_ids: Tensor) -> Tensor:
+    """Last hidden state [batch, length, hidden] of a Hugging Face trunk on right-padded ids.
+
+    No attention mask is passed: attention is causal, so what follows a token cannot change it, and
+    attention without a mask takes the faster kernels.
+    """
+    return trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+
+
+def take_apart(model: nn.Module) -> TrunkAndHead | None:
+    """Trunk and head of an `AutoModelForCausalLM`, or None (and a warning) if they do not add up.
+
+    They do when head(trunk(ids)) equals the model's own logits on three tokens, both as the model
+    is and with hidden states blown up until logits reach 100. Adapters that peft put into the
+    layers are part of the trunk; those that prepend virtual tokens are refused.
+    """
+    model = _without_peft_shell(model)
+    head = model.get_output_embeddings()
+    known = _verdicts.get(model)
+    if known is not None and known[0] is head:
+        return known[1]
+    halves = _matching_halves(model, head)
+    _verdicts[model] = (head, halves)
+    if halves is None:
+        warnings.warn(
+            f"{type(model).__name__} is run whole for log-probs: its logits are not those of its "
+            "trunk and output embedding. The numbers are the model's own, but logits are computed "
+            "at every position, which costs time and memory.",
+            stacklevel=3,
+        )
+    return halves
+
+
+def _without_peft_shell(model: nn.Module) -> nn.Module:
+    if not hasattr(model, "get_base_model"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"model={type(model).__name__} must not prepend virtual tokens: log-probs are computed "
+            "at the positions of real ones. Use LoRA or another adapter inside the layers."
+        )
+    return model.get_base_model()
+
+
+def _matching_halves(model: nn.Module, head: nn.Module | None) -> TrunkAndHead | None:
+    """The halves that reproduce the model's own logits, if there are such."""
+    trunks = dict.fromkeys((model.base_model, model.get_decoder()))
+    for trunk in trunks:
+        if head is not None and trunk is not None and trunk is not model:
+            transform = _matching_transform(model, trunk, head)
+            if transform is not None:
+                return TrunkAndHead(trunk, head, transform)
+    return None
+
+
+def _matching_transform(
+    model: nn.Module, trunk: nn.Module, head: nn.Module
+) -> LogitTransform | None:
+    """The transform with which this trunk and head reproduce the model's own logits."""
+    input_ids = torch.arange(3, device=model.get_input_embeddings().weight.device).unsqueeze(0)
+    with torch.no_grad(), _eval_mode(model):
+        own_logits, seen = _logits_of_hidden(model, trunk, input_ids, None)
+        if seen is None:
+            return None
+        hidden = trunk_hidden(trunk, input_ids)
+        if not _same(hidden, seen):
+            return None
+        raw_logits = head(hidden)
+        blown_up = hidden * (_PROBE_LOGIT / raw_logits.float().abs().max().clamp(min=1e-6))
+        own_blown_up, _ = _logits_of_hidden(model, trunk, input_ids, blown_up)
+        for transform in _declared_transforms(model.config):
+            if _same(transform(raw_logits), own_logits) and _same(
+                transform(head(blown_up)), own_blown_up
+            ):
+                return transform
+    return None
+
+
+def _logits_of_hidden(
+    model: nn.Module, trunk: nn.Module, input_ids: Tensor, replacement: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The model's own logits, with `replacement` as its trunk's result; and the trunk's result."""
+    seen: list[Tensor] = []
+
+    def swap(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, ModelOutput):
+            seen.append(output.last_hidden_state)
+            if replacement is not None:
+                output.last_hidden_state = replacement
+        return output
+
+    handle = trunk.register_forward_hook(swap)
+    try:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    return logits, (seen[0] if len(seen) == 1 else None)
+
+
+def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
+    """The transforms that a model's config may mean, the plain one last."""
+    text_config = config.get_text_config()
+
+    def declared(name: str) -> float | None:
+        number = getattr(text_config, name, None)
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        return float(number) if is_number else None
+
+    softcap = declared("final_logit_softcapping")
+    for cap in dict.fromkeys((softcap, None)):
+        for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+            number = declared(name)
+            if number:
+                yield LogitTransform(multiplier=number, softcap=cap)
+                yield LogitTransform(divisor=number, softcap=cap)
+        yield LogitTransform(softcap=cap)
+
+
+def _same(ours: Tensor, own: Tensor) -> bool:
+    scale = own.float().abs().max().clamp(min=1e-6)
+    return bool((ours.float() - own.float()).abs().max() <= _TOLERANCE[own.dtype] * scale)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
