@@ -18,7 +18,7 @@ from rllib_llm.dotted import import_dotted
 
 RewardFunction = Callable[..., Any]
 _SPEC_KEYS = ("function", "weight", "name", "kwargs")
-_RESERVED = ("prompts", "completions")
+_RESERVED = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(ValueError):
@@ -45,6 +45,13 @@ class RewardBatch:
 
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
+
+    @functools.cached_property
+    def completion_id_lists(self) -> list[list[int]]:
+        """The ids of each completion without its padding."""
+        lengths = self.completion_mask.sum(-1).tolist()
+        rows = self.completion_ids.tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def row(self, i: int) -> RewardBatch:
         """The batch of row i alone."""
@@ -88,11 +95,12 @@ class _Result:
 class RewardTerm:
     """One reward function with its name and weight.
 
-    The function is called as `function(prompts, completions, **columns)`, all lists of B (a column
-    it does not take is not passed), or, where it has an attribute `wants_tokens = True`, as
-    `function(prompt_ids, prompt_mask, completion_ids, completion_mask)`. It may be a coroutine
-    function. It returns B numbers (list, NumPy array or tensor [B]) or a pair of them and
-    {metric name: B numbers}.
+    The function is called by keyword with prompts, completions (texts), completion_ids (ids
+    without padding) and the data set's other columns, all lists of B; what it does not take is not
+    passed. Where it has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
+    prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
+    returns B numbers (list, NumPy array or tensor [B]), or a pair of them and
+    {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward functions, extended.)
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
@@ -142,8 +150,12 @@ class RewardTerm:
             return self.function(
                 batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
             )
-        given: dict[str, Any] = {"prompts": batch.prompts, "completions": batch.completions}
-        given.update(batch.columns)
+        given: dict[str, Any] = {
+            **batch.columns,
+            "prompts": batch.prompts,
+            "completions": batch.completions,
+            "completion_ids": batch.completion_id_lists,
+        }
         return self.function(**{k: list(v) for k, v in given.items() if self._names.takes(k)})
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -154,7 +166,7 @@ class RewardTerm:
             if column in _RESERVED:
                 raise RewardError(
                     f"column={column!r} must have another name: reward functions get the prompts "
-                    "and completions under it. Rename the column of the data set."
+                    "or completions under it. Rename the column of the data set."
                 )
         missing = sorted(self._names.required - set(columns) - set(_RESERVED))
         if missing:
@@ -261,26 +273,32 @@ class RewardSum:
 
 def _judge(term: RewardTerm, batch: RewardBatch) -> _Result:
     # Whatever a user's function raises costs its rows, hence the breadth of the excepts here.
+    answer, failure = None, ""
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
             answer = asyncio.run_coroutine_threadsafe(_awaited(answer), _loop()).result()
     except Exception:
-        if len(batch) == 1:
-            return _failed(batch, traceback.format_exc())
-        return _join([_judge(term, batch.row(i)) for i in range(len(batch))])
-    return _read_answer(term, answer, batch)
+        failure = traceback.format_exc()
+    if not failure:
+        return _read_answer(term, answer, batch)
+    if len(batch) == 1:
+        return _failed(batch, failure)
+    return _join([_judge(term, batch.row(i)) for i in range(len(batch))])
 
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> _Result:
+    answer, failure = None, ""
     try:
         answer = await term.call(batch)
     except Exception:
-        if len(batch) == 1:
-            return _failed(batch, traceback.format_exc())
-        rows = [_judge_async(term, batch.row(i)) for i in range(len(batch))]
-        return _join(await asyncio.gather(*rows))
-    return _read_answer(term, answer, batch)
+        failure = traceback.format_exc()
+    if not failure:
+        return _read_answer(term, answer, batch)
+    if len(batch) == 1:
+        return _failed(batch, failure)
+    rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
+    return _join(await asyncio.gather(*rows))
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,215 @@
+"""rllib_llm/RLHF-v0: prompts of your own, judged by a reward model, reward functions, or both."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from rllib_llm.data.sources import Source
+from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.rewards import RewardSum, RewardTerm
+from rllib_llm.modules.model_source import (
+    DOTTED,
+    build_from_dotted,
+    load_with_retries,
+    source_kind,
+)
+from rllib_llm.modules.pretrained import load_tokenizer
+
+COMMON_DEFAULTS: dict[str, Any] = {
+    "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
+    "tokenizer": None,  # where it is not the model's: an object, folder, hub id or dotted path
+    "split": "train",  # "train" | "eval"
+    "eval_fraction": 0.0,  # share of the prompts held out for split "eval"
+    "split_seed": 0,  # chooses the held-out prompts and their order, whatever the seed
+    "shuffle": True,
+    "seed": 0,  # of the order of training prompts
+    "num_envs": 8,  # prompts in a batch where the sampler does not say
+    "max_prompt_len": 128,  # tokens
+    "max_completion_len": 128,  # tokens
+    "prompt_overflow": "truncate_left",  # | "error"
+    "temperature": 1.0,  # the sampler's, for the reference's log-probs
+    "reference": None,  # {model, quantization, dtype, device}; without a model, the policy's
+    "kl_coeff": 0.0,  # share of the KL inside the environment's reward (the learner has its own)
+    "device": "cpu",
+    "return_texts": False,
+    "vocab_size": None,  # ids allowed in completions; None takes the model's
+}
+DEFAULTS: dict[str, Any] = {
+    **COMMON_DEFAULTS,
+    "prompts": None,  # any source of data/sources.py
+    "prompt_column": None,  # "prompt", "messages" or the only column
+    "eval_prompts": None,  # a source of held-out prompts, instead of eval_fraction
+    "reward_model": None,  # {model, quantization, weight, name, ...} or just the model
+    "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
+}
+
+
+class EnvConfigError(ValueError):
+    """An env_config that names no environment which can be made."""
+
+
+def create(env_config: Mapping[str, Any]) -> BanditEnv:
+    """The environment that `env_config` describes; its keys and their defaults are `DEFAULTS`.
+
+    Raises:
+        EnvConfigError: an unknown key, no prompts, nothing that judges, no tokenizer.
+    """
+    settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/RLHF-v0")
+    if settings["prompts"] is None and not (settings["eval_prompts"] and _is_eval(settings)):
+        raise EnvConfigError(
+            "env_config['prompts']=None must be a data source: there is nothing to complete. Set "
+            "it to a file (JSONL, Parquet, text), a data set or a function."
+        )
+    if not settings["reward_model"] and not settings["reward_functions"]:
+        raise EnvConfigError(
+            "env_config must have 'reward_model' or 'reward_functions': nothing judges the "
+            "completions. Set reward_model to a sequence-classification model, or "
+            "reward_functions to the dotted path of a function."
+        )
+    tokenizer = policy_tokenizer(settings)
+    functions = settings["reward_functions"] or []
+    if isinstance(functions, (str, Mapping)) or callable(functions):
+        functions = [functions]
+    rewards: list[Any] = list(functions)
+    if settings["reward_model"]:
+        rewards.insert(0, _reward_model_term(settings, tokenizer))
+    return build_bandit(
+        settings,
+        tokenizer=tokenizer,
+        prompts=settings["prompts"],
+        eval_prompts=settings["eval_prompts"],
+        prompt_column=settings["prompt_column"],
+        rewards=rewards,
+    )
+
+
+def build_bandit(
+    settings: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Source,
+    rewards: Sequence[Any],
+    eval_prompts: Source | None = None,
+    prompt_column: str | None = None,
+) -> BanditEnv:
+    """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
+    only_eval = prompts is None
+    return BanditEnv(
+        tokenizer=tokenizer,
+        prompts=PromptSource(
+            eval_prompts if only_eval else prompts,
+            seed=settings["split_seed"] if _is_eval(settings) else settings["seed"],
+            shuffle=settings["shuffle"],
+            prompt_column=prompt_column,
+            split=settings["split"],
+            eval_fraction=settings["eval_fraction"],
+            split_seed=settings["split_seed"],
+            eval_data=eval_prompts,
+        ),
+        rewards=RewardSum(rewards),
+        num_envs=settings["num_envs"],
+        max_prompt_len=settings["max_prompt_len"],
+        max_completion_len=settings["max_completion_len"],
+        reference=_reference(settings),
+        kl_coeff=settings["kl_coeff"],
+        temperature=settings["temperature"],
+        prompt_overflow=settings["prompt_overflow"],
+        return_texts=settings["return_texts"],
+        device=settings["device"],
+        vocab_size=settings["vocab_size"] or _model_vocab_size(settings["model"]),
+    )
+
+
+def with_defaults(
+    env_config: Mapping[str, Any], defaults: Mapping[str, Any], *, env_id: str
+) -> dict[str, Any]:
+    """`defaults` overridden by `env_config`.
+
+    Raises:
+        EnvConfigError: a key that is not one of `defaults`, with the nearest that is.
+    """
+    for key in env_config:
+        if key not in defaults:
+            near = difflib.get_close_matches(str(key), defaults, n=1)
+            hint = f"Did you mean {near[0]!r}" if near else "Remove it"
+            raise EnvConfigError(
+                f"env_config[{key!r}] must be a setting of {env_id}, one of {sorted(defaults)}: "
+                f"unknown key. {hint}."
+            )
+    return {**defaults, **env_config}
+
+
+def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer that `settings["tokenizer"]`, else `settings["model"]`, names."""
+    chosen = settings["tokenizer"] if settings["tokenizer"] is not None else settings["model"]
+    if chosen is None:
+        raise EnvConfigError(
+            "env_config must have 'model' (or 'tokenizer'): prompts are handed out as the policy's "
+            "token ids. Set it to the policy's folder, hub id or dotted path."
+        )
+    return chosen if isinstance(chosen, PreTrainedTokenizerBase) else load_tokenizer(chosen)
+
+
+def _is_eval(settings: Mapping[str, Any]) -> bool:
+    return settings["split"] == "eval"
+
+
+def _model_vocab_size(model: str | None) -> int | None:
+    """Rows of the policy's embedding, all of which it may sample; often more than tokens."""
+    if model is None:
+        return None
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        return build_from_dotted(value)[0].get_input_embeddings().num_embeddings
+    config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+    return config.get_text_config().vocab_size
+
+
+def _as_model_settings(given: Any, key: str) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, str):
+        return {"model": given}
+    raise EnvConfigError(
+        f"env_config[{key!r}]={given!r} must be a model (folder, hub id, dotted path) or a dict "
+        f"with 'model': it is {type(given).__name__}. Name the model."
+    )
+
+
+def _reference(settings: Mapping[str, Any]) -> Any | None:
+    if settings["reference"] is None:
+        return None
+    from rllib_llm.envs.reference import FrozenReference
+
+    chosen = _as_model_settings(settings["reference"], "reference")
+    model = chosen.pop("model", None) or settings["model"]
+    if model is None:
+        raise EnvConfigError(
+            f"env_config['reference']={settings['reference']!r} must name a model: there is no "
+            "'model' of the policy either. Set reference.model."
+        )
+    return FrozenReference(model, **{"device": settings["device"], **chosen})
+
+
+def _reward_model_term(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> RewardTerm:
+    from rllib_llm.envs.reward_model import RewardModelScorer
+
+    chosen = _as_model_settings(settings["reward_model"], "reward_model")
+    if not chosen.get("model"):
+        raise EnvConfigError(
+            f"env_config['reward_model']={settings['reward_model']!r} must have 'model': it says "
+            "which one judges. Set reward_model.model."
+        )
+    weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
+    model = chosen.pop("model")
+    scorer = RewardModelScorer(
+        model, **{"device": settings["device"], "tokenizer": tokenizer, **chosen}
+    )
+    return RewardTerm(scorer, weight, name)
