@@ -1,0 +1,47 @@
+# make demo    a language model trained with reinforcement learning from feedback, in minutes
+# make test    the test suite          make check   lint, types, tests: what CI runs
+# make bench   the benchmarks          make clean   remove .venv, results and caches
+#
+# Everything is installed into .venv on first use. PIP_FLAGS goes to pip, for example
+#   make demo PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+VENV ?= .venv
+RESULTS ?= results
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check lint types bench clean install
+
+demo: $(STAMP)
+	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+check: lint types test
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@for script in benchmarks/*.py; do \
+	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+install: $(STAMP)
+
+$(STAMP): setup.py constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'Python 3.10 or later is needed: $(PYTHON) is older. make PYTHON=/path/to/python3'; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV) (once; a few minutes) ...'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(RESULTS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

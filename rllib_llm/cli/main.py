@@ -1,0 +1,20 @@
+"""The console script `rllib` (and `rllib-llm`, the same)."""
+
+from __future__ import annotations
+
+import typer
+
+from rllib_llm.cli import train
+
+app = typer.Typer(
+    name="rllib",
+    help="Reinforcement learning from feedback for language models, on Ray RLlib.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+)
+app.add_typer(train.app, name="train")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,105 @@
+"""Which results a person wants to see, by what names, in what form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One result as it is shown: `key` in the flat result, column title, number format."""
+
+    key: str
+    title: str
+    form: str = ".3f"
+
+
+# In the order of columns. A table shows those that its results hold.
+METRICS = (
+    Metric("episode", "episodes", ",.0f"),
+    Metric("loss/sft", "loss"),
+    Metric("loss/reward_model", "loss"),
+    Metric("train/accuracy", "accuracy"),
+    Metric("eval/accuracy", "eval accuracy"),
+    Metric("eval/loss", "eval loss"),
+    Metric("objective/scores", "reward"),
+    Metric("env/gold_score", "gold"),
+    Metric("env/grammatical", "grammatical"),
+    Metric("objective/kl", "KL"),
+    Metric("loss/ptx_avg", "ptx loss"),
+    Metric("env_runners/episode_return_mean", "return", ".1f"),
+    Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
+    Metric("perf/tokens_per_s", "tokens/s", ",.0f"),
+)
+# What a summary adds to METRICS, first against last.
+SUMMARY_METRICS = (
+    *METRICS,
+    Metric("eval/scores", "eval reward"),
+    Metric("eval/gold_score", "eval gold"),
+    Metric("eval/grammatical", "eval grammatical"),
+    Metric("env/distinct", "distinct"),
+    Metric("objective/entropy", "entropy"),
+    Metric("policy/entropy_avg", "entropy per token"),
+    Metric("policy/approxkl_avg", "approx. KL of the update", ".5f"),
+    Metric("train/output_length", "completion tokens", ".1f"),
+)
+# Which way is up, to mark the best of several trials where the experiment does not say.
+BEST = (
+    ("objective/scores", "max"),
+    ("eval/accuracy", "max"),
+    ("eval/loss", "min"),
+    ("loss/reward_model", "min"),
+    ("loss/sft", "min"),
+    ("env_runners/episode_return_mean", "max"),
+)
+
+
+def flatten(result: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the nested result with keys joined by '/'."""
+    flat: dict[str, Any] = {}
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}/"))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def number(value: Any) -> float | None:
+    """Return `value` as a finite float, or None."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        return None
+    return result if math.isfinite(result) else None
+
+
+def present(results: list[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS) -> list[Metric]:
+    """Return those `metrics` that at least one of the flat `results` holds as a number."""
+    return [m for m in metrics if any(number(r.get(m.key)) is not None for r in results)]
+
+
+def progress(flat: Mapping[str, Any], stop: Mapping[str, Any]) -> float:
+    """Return how far a trial is, 0 to 1, by the criterion of `stop` that is nearest.
+
+    Only counters tell progress: a reward to be reached does not.
+    """
+    shares = [0.0]
+    for key, limit in stop.items():
+        value, bound = number(flat.get(key)), number(limit)
+        if value is None or not bound or not _is_counter(key):
+            continue
+        shares.append(min(1.0, max(0.0, value / bound)))
+    return max(shares)
+
+
+def _is_counter(key: str) -> bool:
+    name = key.rpartition("/")[2]
+    return name in ("training_iteration", "time_total_s", "episode", "iterations_since_restore") or (
+        name.startswith("num_") or name.endswith(("_total", "_lifetime"))
+    )

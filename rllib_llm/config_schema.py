@@ -1,0 +1,152 @@
+"""From a dictionary, as YAML holds it, to a validated `AlgorithmConfig`.
+
+RLlib's `AlgorithmConfig.update_from_dict` takes any key in silence and drops values equal to -1,
+its mark for "deprecated". Here both are errors, before Ray starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.rllib.algorithms import Algorithm
+    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
+# YAML names -> the attributes in which RLlib keeps them.
+RENAMED = {
+    "callbacks": "callbacks_class",
+    "custom_eval_function": "custom_evaluation_function",
+    "framework": "framework_str",
+    "input": "input_",
+    "lambda": "lambda_",
+    "learner_class": "_learner_class",
+    "model_config": "_model_config",
+    "rl_module_spec": "_rl_module_spec",
+    "train_batch_size_per_learner": "_train_batch_size_per_learner",
+}
+# Names of Ray 2.40 and before, and what replaced them.
+RETIRED = {
+    "num_workers": "num_env_runners",
+    "num_rollout_workers": "num_env_runners",
+    "num_sgd_iter": "num_epochs",
+    "sgd_minibatch_size": "minibatch_size",
+    "evaluation_num_workers": "evaluation_num_env_runners",
+    "num_envs_per_worker": "num_envs_per_env_runner",
+    "num_learner_workers": "num_learners",
+}
+# Properties without a setter: here the attribute behind them is set.
+READ_ONLY = ("learner_class", "model_config")
+CLASS_SUFFIXES = ("_class", "_cls", "_fn", "_function")
+
+
+def build_config(
+    algo_class: type[Algorithm], settings: Mapping[str, Any], where: str = "config"
+) -> AlgorithmConfig:
+    """Return the algorithm's default config with `settings` applied, checked by `validate()`.
+
+    Args:
+        algo_class: the algorithm; the attributes of its default config are the allowed keys.
+        settings: plain values, no search spaces.
+        where: how an error names the place, e.g. "ppo.config".
+
+    Raises:
+        ValueError: unknown key, -1, text where a number belongs, or what `validate()` refuses.
+    """
+    config = algo_class.get_default_config()
+    check_keys(config, settings, where)
+    check_values(config, settings, where)
+    config = config.update_from_dict(resolve_classes(settings, where))
+    config.validate()
+    return config
+
+
+def allowed_keys(config: AlgorithmConfig) -> set[str]:
+    """Return every key a user may set on `config`: its public attributes, by their YAML names."""
+    retired = {name for name in RETIRED if name not in RETIRED.values()}
+    public = {name for name in vars(config) if not name.startswith("_")}
+    internal = {"algo_class", "in_evaluation", "local_gpu_idx"}
+    return (public | set(RENAMED) | {"multiagent"}) - internal - retired
+
+
+def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for the first key of `settings` that `config` does not have."""
+    allowed = allowed_keys(config)
+    for key, value in settings.items():
+        if key in RETIRED and key not in allowed:
+            raise ValueError(f"{where}: unknown key {key!r}. It is {RETIRED[key]!r} now.")
+        if key not in allowed:
+            raise ValueError(f"{where}: unknown key {key!r}. {suggestion(key, allowed)}")
+        if key == "evaluation_config" and isinstance(value, Mapping):
+            check_keys(config, value, f"{where}.{key}")
+
+
+def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for values that RLlib would drop or misread in silence."""
+    for key, value in settings.items():
+        if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
+            raise ValueError(
+                f"{where}.{key}={value!r} must not be -1: RLlib reads -1 as 'not set' and drops it. "
+                "Leave the key out for its default, or use null or 0 where it means 'off'."
+            )
+        default = getattr(config, RENAMED.get(key, key), None)
+        if isinstance(default, int | float) and isinstance(value, str) and value != "auto":
+            kind = "true or false" if isinstance(default, bool) else "a number"
+            raise ValueError(
+                f"{where}.{key}={value!r} must be {kind}: its default is {default!r}. "
+                f"Write it without quotes."
+            )
+
+
+def suggestion(name: str, allowed: Iterable[str]) -> str:
+    """Return a sentence with the names of `allowed` nearest to `name`."""
+    allowed = sorted(set(allowed))
+    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.6)
+    if close:
+        return f"Did you mean {' or '.join(repr(match) for match in close)}?"
+    if len(allowed) <= 40:
+        return f"Allowed: {', '.join(allowed)}."
+    return "Nothing similar is known."
+
+
+def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `settings` with dotted paths of classes and functions replaced by the objects.
+
+    Keys that hold a class or function are known by their ending (`_class`, `_cls`, `_fn`,
+    `_function`), and `callbacks`, `callbacks_on_*`.
+    """
+    resolved = {}
+    for key, value in settings.items():
+        takes_object = key.endswith(CLASS_SUFFIXES) or key.startswith("callbacks")
+        if takes_object and isinstance(value, str):
+            value = import_object(value, f"{where}.{key}")
+        resolved[RENAMED[key] if key in READ_ONLY else key] = value
+    return resolved
+
+
+def import_object(path: str, where: str) -> Any:
+    """Return the object at the dotted path `package.module.name` or `package.module:name`.
+
+    Raises:
+        ValueError: the module cannot be imported or has no such name.
+    """
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"{where}={path!r} must be a dotted path: a class or function is looked up by its "
+            "module. Write package.module.Name."
+        )
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        raise ValueError(
+            f"{where}={path!r} must be importable: {error}. "
+            "Install the package or start the command in the folder that holds the module."
+        ) from error
+    except AttributeError as error:
+        raise ValueError(
+            f"{where}={path!r} must name something in {module_name}: it has no {name!r}. "
+            "Check the spelling."
+        ) from error
