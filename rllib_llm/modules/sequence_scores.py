@@ -1,0 +1,69 @@
+"""Scores of texts by a sequence classifier, read at each text's last token by its mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
+
+
+def sequence_scores(
+    classifier: nn.Module, ids: Tensor, mask: Tensor, *, label: int | str | None = None
+) -> Tensor:
+    """Score [N] float32 of each right-padded text, `ids` [N, L] int64, `mask` [N, L] bool.
+
+    transformers looks for the last token that is not the pad token, which is wrong where the pad
+    token is the EOS token; the mask knows. Encoders (BERT's kind) pool as they do by themselves.
+    With one output it is the score. With several the score is the log-odds of `label`, for two
+    logit(positive) - logit(negative); see `label_index`.
+
+    Raises:
+        ValueError: an encoder-decoder, or a label that the classifier does not have.
+    """
+    if classifier.config.is_encoder_decoder:
+        raise ValueError(
+            f"model={type(classifier).__name__} must be a decoder or an encoder: this one is both, "
+            "and pools at EOS tokens that a cut completion lacks. Take a reward model of one kind."
+        )
+    head = getattr(classifier, "score", None)
+    if isinstance(head, nn.Module):
+        hidden = classifier.base_model(
+            input_ids=ids, attention_mask=mask.long(), use_cache=False
+        ).last_hidden_state
+        last = (mask.sum(dim=1) - 1).clamp(min=0)
+        logits = head(hidden[torch.arange(len(ids), device=ids.device), last])
+    else:
+        logits = classifier(input_ids=ids, attention_mask=mask.long()).logits
+    logits = logits.float()
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+    index = label_index(classifier.config, label)
+    others = torch.cat([logits[:, :index], logits[:, index + 1 :]], dim=1)
+    return logits[:, index] - others.logsumexp(dim=1)
+
+
+def label_index(config, label: int | str | None = None) -> int:
+    """Returns the output whose log-odds are the score, in a classifier with several.
+
+    label: its number or its name in `config.label2id`. None: the one named positive, pos, good or
+    chosen, else of two labels the second, as in most sentiment and preference models.
+
+    Raises:
+        ValueError: no such label, or None with three labels or more and no such name.
+    """
+    names = {index: str(name) for index, name in config.id2label.items()}
+    if label is None:
+        named = [i for i, name in names.items() if name.lower() in POSITIVE_NAMES]
+        if len(named) == 1 or len(names) == 2:
+            return int(named[0]) if len(named) == 1 else 1
+    elif label in names:
+        return int(label)
+    else:
+        same_name = [i for i, name in names.items() if name.lower() == str(label).lower()]
+        if same_name:
+            return int(same_name[0])
+    raise ValueError(
+        f"label={label!r} must be one of the classifier's labels {names}, by number or name: its "
+        "log-odds are the score. Name the label that good completions should get."
+    )
