@@ -7,6 +7,7 @@ cannot be taken apart is run whole.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
-# Largest difference between our logits and the model's own, as a share of the largest logit.
+# Largest difference between our numbers and the model's own, as a share of the largest number.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# The check is made at logits of this size: a soft-cap does not show on small ones.
+# The check uses logits up to this size: a soft-cap does not show on small ones.
 _PROBE_LOGIT = 100.0
 
 
@@ -48,7 +48,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class TrunkAndHead:
-    """The two halves of a causal language model: head(trunk(ids)) is what the model computes."""
+    """The two halves of a causal language model: logits(hidden(ids)) is what the model computes."""
 
     trunk: nn.Module
     head: nn.Module
@@ -59,7 +59,7 @@ class TrunkAndHead:
         return trunk_hidden(self.trunk, input_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., vocab] of hidden states [..., hidden], in the model's dtype."""
+        """Logits [..., vocab] of hidden states [..., hidden], in the head's dtype."""
         return self.transform(self.head(hidden))
 
 
@@ -81,9 +81,10 @@ def trunk_hidden(trunk: nn.Module, input_ids: Tensor) -> Tensor:
 def take_apart(model: nn.Module) -> TrunkAndHead | None:
     """Trunk and head of an `AutoModelForCausalLM`, or None (and a warning) if they do not add up.
 
-    They do when head(trunk(ids)) equals the model's own logits on three tokens, both as the model
-    is and with hidden states blown up until logits reach 100. Adapters that peft put into the
-    layers are part of the trunk; those that prepend virtual tokens are refused.
+    They do when, in the model's own forward, the head is called once, on exactly what the trunk
+    alone computes, and its logits go through a transform that the config declares: seen by handing
+    the model logits from -100 to 100 in the head's place. Adapters that peft put into the layers
+    are part of the trunk; those that prepend virtual tokens are refused with ValueError.
     """
     model = _without_peft_shell(model)
     head = model.get_output_embeddings()
@@ -114,62 +115,62 @@ def _without_peft_shell(model: nn.Module) -> nn.Module:
 
 
 def _matching_halves(model: nn.Module, head: nn.Module | None) -> TrunkAndHead | None:
-    """The halves that reproduce the model's own logits, if there are such."""
-    trunks = dict.fromkeys((model.base_model, model.get_decoder()))
-    for trunk in trunks:
-        if head is not None and trunk is not None and trunk is not model:
-            transform = _matching_transform(model, trunk, head)
-            if transform is not None:
+    if head is None:
+        return None
+    input_ids = torch.arange(3, device=model.get_input_embeddings().weight.device).unsqueeze(0)
+    with torch.no_grad(), _eval_mode(model):
+        seen = _run_with_probe(model, head, input_ids)
+        if seen is None:
+            return None
+        transform = _matching_transform(seen, model.config)
+        # Most models call their base_model, OPT its inner decoder.
+        for trunk in dict.fromkeys((model.base_model, model.get_decoder())):
+            if transform is None or trunk is None or trunk is model:
+                continue
+            hidden = trunk_hidden(trunk, input_ids)
+            if hidden.dtype == seen.head_input.dtype and _same(hidden, seen.head_input):
                 return TrunkAndHead(trunk, head, transform)
     return None
 
 
-def _matching_transform(
-    model: nn.Module, trunk: nn.Module, head: nn.Module
-) -> LogitTransform | None:
-    """The transform with which this trunk and head reproduce the model's own logits."""
-    input_ids = torch.arange(3, device=model.get_input_embeddings().weight.device).unsqueeze(0)
-    with torch.no_grad(), _eval_mode(model):
-        own_logits, seen = _logits_of_hidden(model, trunk, input_ids, None)
-        if seen is None:
-            return None
-        hidden = trunk_hidden(trunk, input_ids)
-        if not _same(hidden, seen):
-            return None
-        raw_logits = head(hidden)
-        blown_up = hidden * (_PROBE_LOGIT / raw_logits.float().abs().max().clamp(min=1e-6))
-        own_blown_up, _ = _logits_of_hidden(model, trunk, input_ids, blown_up)
-        for transform in _declared_transforms(model.config):
-            if _same(transform(raw_logits), own_logits) and _same(
-                transform(head(blown_up)), own_blown_up
-            ):
-                return transform
-    return None
+@dataclass(frozen=True)
+class _Seen:
+    head_input: Tensor
+    probe: Tensor  # handed on in the place of the head's logits
+    logits: Tensor  # what the model made of it
 
 
-def _logits_of_hidden(
-    model: nn.Module, trunk: nn.Module, input_ids: Tensor, replacement: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The model's own logits, with `replacement` as its trunk's result; and the trunk's result."""
-    seen: list[Tensor] = []
+def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Seen | None:
+    """One forward of the model with a probe in the place of its head's logits."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    this_thread = threading.get_ident()
 
-    def swap(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, ModelOutput):
-            seen.append(output.last_hidden_state)
-            if replacement is not None:
-                output.last_hidden_state = replacement
-        return output
+    def swap(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if threading.get_ident() != this_thread:
+            return output
+        steps = torch.linspace(-_PROBE_LOGIT, _PROBE_LOGIT, output.numel(), device=output.device)
+        calls.append((args[0], steps.to(output.dtype).view_as(output)))
+        return calls[-1][1]
 
-    handle = trunk.register_forward_hook(swap)
+    handle = head.register_forward_hook(swap)
     try:
         logits = model(input_ids=input_ids, use_cache=False).logits
     finally:
         handle.remove()
-    return logits, (seen[0] if len(seen) == 1 else None)
+    if len(calls) != 1 or calls[0][1].shape != logits.shape:
+        return None
+    return _Seen(calls[0][0], calls[0][1], logits)
+
+
+def _matching_transform(seen: _Seen, config: Any) -> LogitTransform | None:
+    for transform in _declared_transforms(config):
+        if _same(transform(seen.probe), seen.logits):
+            return transform
+    return None
 
 
 def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
-    """The transforms that a model's config may mean, the plain one last."""
+    """The transforms that a model's config may mean."""
     text_config = config.get_text_config()
 
     def declared(name: str) -> float | None:
@@ -177,19 +178,19 @@ def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         return float(number) if is_number else None
 
-    softcap = declared("final_logit_softcapping")
-    for cap in dict.fromkeys((softcap, None)):
+    for softcap in dict.fromkeys((None, declared("final_logit_softcapping"))):
+        yield LogitTransform(softcap=softcap)
         for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
             number = declared(name)
             if number:
-                yield LogitTransform(multiplier=number, softcap=cap)
-                yield LogitTransform(divisor=number, softcap=cap)
-        yield LogitTransform(softcap=cap)
+                yield LogitTransform(multiplier=number, softcap=softcap)
+                yield LogitTransform(divisor=number, softcap=softcap)
 
 
 def _same(ours: Tensor, own: Tensor) -> bool:
     scale = own.float().abs().max().clamp(min=1e-6)
-    return bool((ours.float() - own.float()).abs().max() <= _TOLERANCE[own.dtype] * scale)
+    difference = (ours.float() - own.float()).abs().max()
+    return bool(difference <= _TOLERANCE[ours.dtype] * scale)
 
 
 @contextmanager
