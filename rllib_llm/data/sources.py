@@ -88,7 +88,7 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
         )
 
 
-def load_rows(source: Source, *, name: str = "data") -> Rows:
+def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     """Returns the rows of `source`, at least one; `name` is the setting to blame in messages.
 
     Args:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rllib_llm.data.order import EpochOrder, permutation
 from rllib_llm.data.sources import Rows, Source, load_rows, require_columns
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
@@ -28,29 +29,18 @@ class PromptRow:
     """One prompt: its row in the data set, its text or chat messages, its other columns."""
 
     index: int
-    prompt: str | list[dict[str, Any]]
+    prompt: Any  # str, or list of {"role", "content"}
     columns: Mapping[str, Any]
-
-
-def permutation(size: int, seed: int, stream: int) -> np.ndarray:
-    """A permutation of `range(size)` [size] int64, the same in every process and NumPy version.
-
-    The raw Philox bits are sorted, because NumPy fixes those bits for good (NEP 19), unlike
-    `Generator.permutation`.
-    """
-    bits = np.random.Philox(key=np.array([seed % 2**64, stream % 2**64], dtype=np.uint64))
-    return np.argsort(bits.random_raw(size), kind="stable").astype(np.int64)
 
 
 class PromptSource:
     """Prompts of a data set in a fixed order that goes on for ever, addressed by position.
 
-    Position p is row `order(p // N)[p % N]` of the N rows of this split, where `order(epoch)` is a
-    permutation seeded by (seed, epoch). Nothing is stored but the position, so nothing is skipped
-    or repeated across a restart, nor by the number of samplers.
+    The order is `EpochOrder`'s over the rows of this split: a pure function of seed and position,
+    so nothing is skipped or repeated across a restart, nor by the number of samplers.
 
     Args:
-        data: any source of `load_rows`.
+        data: any source of `load_rows`; it is not read for split "eval" with `eval_data`.
         seed: of the order; with `shuffle=False` the order is the data set's.
         prompt_column: column of text, or of chat messages ([{"role", "content"}, ...]); None
             takes "prompt", else "messages", else the only column.
@@ -64,7 +54,7 @@ class PromptSource:
 
     def __init__(
         self,
-        data: Source,
+        data: Source | None,
         *,
         seed: int = 0,
         shuffle: bool = True,
@@ -76,11 +66,8 @@ class PromptSource:
     ) -> None:
         _check_split(split, eval_fraction, eval_data)
         from_eval_data = split == "eval" and eval_data is not None
-        self._rows = (
-            load_rows(eval_data, name="eval_prompts")
-            if from_eval_data
-            else load_rows(data, name="prompts")
-        )
+        chosen, name = (eval_data, "eval_prompts") if from_eval_data else (data, "prompts")
+        self._rows = load_rows(chosen, name=name)
         self.seed = int(seed)
         self.shuffle = bool(shuffle)
         self.split = split
@@ -91,7 +78,7 @@ class PromptSource:
             if whole
             else _split_members(len(self._rows), split, eval_fraction, split_seed)
         )
-        self._orders: dict[int, np.ndarray] = {}
+        self._order = EpochOrder(len(self._members), self.seed, shuffle=self.shuffle)
 
     def __len__(self) -> int:
         """Number of prompts in one epoch."""
@@ -109,9 +96,7 @@ class PromptSource:
                 f"position={position!r}, num_prompts={num_prompts!r} must be at least 0 and 1: "
                 "they address prompts from the start of the first epoch. Pass counts."
             )
-        size = len(self._members)
-        places = range(position, position + num_prompts)
-        return np.array([self._order(p // size)[p % size] for p in places], dtype=np.int64)
+        return self._members[self._order.indices(position, num_prompts)]
 
     def rows(self, position: int, num_prompts: int) -> list[PromptRow]:
         """The prompts at positions `position, position + 1, ...`, across epochs."""
@@ -126,16 +111,6 @@ class PromptSource:
         if self.prompt_column != "messages":
             del columns[self.prompt_column]
         return PromptRow(index, prompt, columns)
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return self._members
-        if epoch not in self._orders:
-            while len(self._orders) >= 2:  # a batch touches two epochs at most, in turn
-                self._orders.pop(next(iter(self._orders)))
-            order = permutation(len(self._members), self.seed, epoch)
-            self._orders[epoch] = self._members[order]
-        return self._orders[epoch]
 
 
 class PromptEncoder:
@@ -207,7 +182,8 @@ class PromptEncoder:
             )
         self.num_truncated += 1
         ids = keep_end(ids, self.max_prompt_len, tokenizer.bos_token_id)
-        return ids, tokenizer.decode(ids, skip_special_tokens=isinstance(row.prompt, str))
+        is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
+        return ids, str(tokenizer.decode(ids, skip_special_tokens=is_text))
 
     def _render_chat(self, row: PromptRow) -> str:
         if not self.tokenizer.chat_template:
@@ -216,9 +192,10 @@ class PromptEncoder:
                 "tokenizer has no chat template. Take an instruction-tuned model, set "
                 "tokenizer.chat_template, or write the prompts as text."
             )
-        return self.tokenizer.apply_chat_template(
+        rendered = self.tokenizer.apply_chat_template(
             row.prompt, tokenize=False, add_generation_prompt=True
         )
+        return str(rendered)
 
 
 def keep_end(ids: list[int], max_len: int, bos_token_id: int | None) -> list[int]:

@@ -22,6 +22,11 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Arithmetic-v0": "rllib_llm.envs.arithmetic:create",
 }
 
+# What the sampler adds to env_config where the user did not set it.
+SAMPLER_SETTINGS = (
+    "model", "split", "seed", "device", "temperature", "max_completion_len", "reference",
+)  # fmt: skip
+
 _CONFIG_PARAMETERS = ("env_config", "config")
 
 
@@ -40,7 +45,8 @@ def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = N
     Args:
         env: an id of `env_ids()`, any name registered with RLlib's `tune.register_env`, a dotted
             path, or a callable. A callable (a class, too) whose first parameter is called
-            `env_config` or `config` gets the settings as one dict, any other as keyword arguments.
+            `env_config` or `config` gets the settings as one dict, any other as keyword arguments
+            (those of `SAMPLER_SETTINGS` only where it takes them).
         env_config: its settings. RLlib's EnvContext is taken as the plain dict it holds: the
             index of a worker changes nothing, since prompts are handed out by position.
 
@@ -66,10 +72,22 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
             f"env={env!r} must be an environment's name, dotted path, class or creator function: "
             f"it is {type(env).__name__}. Pass one of these."
         )
-    parameters = list(inspect.signature(env).parameters)
-    if parameters and parameters[0] in _CONFIG_PARAMETERS:
+    if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
-    return lambda env_config: env(**env_config)
+    return functools.partial(_make_from_keywords, env)
+
+
+def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> Any:
+    """`env(**env_config)` without those settings of the sampler that `env` does not take."""
+    parameters = inspect.signature(env).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return env(
+        **{
+            key: value
+            for key, value in env_config.items()
+            if takes_any or key in parameters or key not in SAMPLER_SETTINGS
+        }
+    )
 
 
 def register_envs() -> None:

@@ -92,17 +92,16 @@ def build_bandit(
     settings: Mapping[str, Any],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Source,
+    prompts: Source | None,
     rewards: Sequence[Any],
     eval_prompts: Source | None = None,
     prompt_column: str | None = None,
 ) -> BanditEnv:
     """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
-    only_eval = prompts is None
     return BanditEnv(
         tokenizer=tokenizer,
         prompts=PromptSource(
-            eval_prompts if only_eval else prompts,
+            prompts,
             seed=settings["split_seed"] if _is_eval(settings) else settings["seed"],
             shuffle=settings["shuffle"],
             prompt_column=prompt_column,
@@ -165,8 +164,9 @@ def _model_vocab_size(model: str | None) -> int | None:
         return None
     kind, value = source_kind(model)
     if kind == DOTTED:
-        return build_from_dotted(value)[0].get_input_embeddings().num_embeddings
-    config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        network: Any = build_from_dotted(value)[0]
+        return network.get_input_embeddings().num_embeddings
+    config: Any = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
     return config.get_text_config().vocab_size
 
 

@@ -1,0 +1,193 @@
+"""One reward function: where it comes from, what it may take, how it is called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rllib_llm.dotted import import_dotted
+
+RewardFunction = Callable[..., Any]
+_SPEC_KEYS = ("function", "weight", "name", "kwargs")
+_RESERVED = ("prompts", "completions", "completion_ids")
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be used, or that failed on a whole batch."""
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """What reward functions may look at: B completions with their prompts.
+
+    prompt_ids [B, P] int64 left-padded, prompt_mask [B, P] bool, completion_ids [B, T] int64
+    right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
+    once for all functions, special tokens left out); `columns` hold the data set's other columns,
+    B values each.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    prompts: Sequence[str] = ()
+    completions: Sequence[str] = ()
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.completion_ids.shape[0]
+
+    @functools.cached_property
+    def completion_id_lists(self) -> list[list[int]]:
+        """The ids of each completion without its padding."""
+        lengths = self.completion_mask.sum(-1).tolist()
+        rows = self.completion_ids.tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def row(self, i: int) -> RewardBatch:
+        """The batch of row i alone."""
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[i : i + 1],
+            prompt_mask=self.prompt_mask[i : i + 1],
+            completion_ids=self.completion_ids[i : i + 1],
+            completion_mask=self.completion_mask[i : i + 1],
+            prompts=self.prompts[i : i + 1],
+            completions=self.completions[i : i + 1],
+            columns={key: values[i : i + 1] for key, values in self.columns.items()},
+        )
+
+
+class RewardTerm:
+    """One reward function with its name and weight.
+
+    The function is called by keyword with prompts, completions (texts), completion_ids (ids
+    without padding) and the data set's other columns, all lists of B; what it does not take is not
+    passed. Where it has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
+    prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
+    returns B numbers (list, NumPy array or tensor [B]), or a pair of them and
+    {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward functions, extended.)
+    """
+
+    def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
+        self.function = function
+        self.weight = float(weight)
+        self.name = name
+        self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        )
+        self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
+
+    @classmethod
+    def from_spec(cls, spec: RewardFunction | str | Mapping[str, Any]) -> RewardTerm:
+        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs"}.
+
+        A class is called with `kwargs` to make the function; a function gets `kwargs` each time.
+        """
+        if not isinstance(spec, Mapping):
+            spec = {"function": spec}
+        unknown = [key for key in spec if key not in _SPEC_KEYS]
+        if unknown or "function" not in spec:
+            raise RewardError(
+                f"reward_functions={dict(spec)!r} must have 'function' and may have 'weight', "
+                f"'name', 'kwargs': {'unknown ' + repr(unknown) if unknown else 'no function'}. "
+                "Correct the keys."
+            )
+        function = spec["function"]
+        if isinstance(function, str):
+            function = import_dotted(function, name="reward_functions")
+        if not callable(function):
+            raise RewardError(
+                f"reward_functions={spec['function']!r} must be a callable or the dotted path of "
+                f"one: it is {type(function).__name__}. Point it at a function."
+            )
+        name = spec.get("name") or _default_name(function)
+        kwargs = dict(spec.get("kwargs") or {})
+        if inspect.isclass(function):
+            function = function(**kwargs)
+        elif kwargs:
+            function = functools.partial(function, **kwargs)
+        return cls(function, spec.get("weight", 1.0), name)
+
+    def call(self, batch: RewardBatch) -> Any:
+        """What the function returns for `batch` (an awaitable where it is async)."""
+        if self.wants_tokens:
+            return self.function(
+                batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+            )
+        given: dict[str, Any] = {
+            **batch.columns,
+            "prompts": batch.prompts,
+            "completions": batch.completions,
+            "completion_ids": batch.completion_id_lists,
+        }
+        return self.function(**{k: list(v) for k, v in given.items() if self._names.takes(k)})
+
+    def metrics(self) -> dict[str, float]:
+        """What the function reports by a `metrics()` method of its own, as "<name>/<metric>"."""
+        report = _attribute(self.function, "metrics", None)
+        return {f"{self.name}/{key}": value for key, value in report().items()} if report else {}
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises `RewardError` where the data set's columns do not suit the function."""
+        if self.wants_tokens:
+            return
+        for column in columns:
+            if column in _RESERVED:
+                raise RewardError(
+                    f"column={column!r} must have another name: reward functions get the prompts "
+                    "or completions under it. Rename the column of the data set."
+                )
+        missing = sorted(self._names.required - set(columns) - set(_RESERVED))
+        if missing:
+            raise RewardError(
+                f"reward function {self.name!r} must find its arguments {missing} among the "
+                f"columns of the prompts: there are {sorted(columns)}. Add the columns, or give "
+                "the arguments defaults or 'kwargs'."
+            )
+
+
+def _attribute(function: Any, name: str, default: Any) -> Any:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, name, default)
+
+
+def _default_name(function: Any) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(inner, "name", None) or getattr(inner, "__name__", type(inner).__name__))
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Names of a reward function's parameters, those bound by `kwargs` left out."""
+
+    named: frozenset[str]
+    required: frozenset[str]
+    bound: frozenset[str]
+    takes_any: bool
+
+    def takes(self, name: str) -> bool:
+        return name not in self.bound and (self.takes_any or name in self.named)
+
+
+def _parameters(function: RewardFunction, name: str, *, needs_completions: bool) -> _Parameters:
+    bound = set(function.keywords) if isinstance(function, functools.partial) else set()
+    parameters = list(inspect.signature(function).parameters.values())
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in parameters if p.name in named and p.default is p.empty}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if needs_completions and not takes_any and "completions" not in named:
+        raise RewardError(
+            f"reward function {name!r} must take 'completions' (and may take 'prompts', columns of "
+            f"the data set, **columns): it takes {[p.name for p in parameters]}. Change its "
+            "signature."
+        )
+    return _Parameters(
+        frozenset(named - bound), frozenset(required - bound), frozenset(bound), takes_any
+    )
