@@ -1,0 +1,39 @@
+"""Reinforcement learning from feedback for language models, as ordinary parts of Ray RLlib.
+
+Importing it registers the environments `rllib_llm/...` with gymnasium and RLlib, and the
+algorithms with Tune, in this process; Ray's workers import it when they unpickle a config.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rllib_llm.algorithms.registry import register_algorithms
+from rllib_llm.envs.registry import register_envs
+
+__version__ = "0.1.0"
+
+# Public names, each imported from its module when it is first used: importing this package costs
+# little more than importing Ray.
+_PUBLIC = {
+    "PPOPtxConfig": "rllib_llm.algorithms.ppo_ptx",
+    "GRPOConfig": "rllib_llm.algorithms.critic_free",
+    "RLOOConfig": "rllib_llm.algorithms.critic_free",
+    "ReinforcePPConfig": "rllib_llm.algorithms.critic_free",
+    "SFTConfig": "rllib_llm.algorithms.sft",
+    "RewardModelConfig": "rllib_llm.algorithms.reward_model",
+    "BanditEnv": "rllib_llm.envs.bandit",
+    "check_env": "rllib_llm.envs.check_env",
+}
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register_envs()
+register_algorithms()

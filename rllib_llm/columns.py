@@ -34,8 +34,9 @@ VALUES = "values"  # [B, T] float32
 
 # --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
 INPUT_IDS = "input_ids"  # [N, L] int64, right-padded
-LOSS_MASK = "loss_mask"  # [N, L] bool, True where the token is a target
+LOSS_MASK = "loss_mask"  # [N, L] bool, True where the token is a target; never the first
 ATTENTION_MASK = "attention_mask"  # [N, L] bool
+TEXT_LOGPROBS = "text_logprobs"  # [N, L] float32, 0 where the loss mask is False
 
 # --- preference pairs ------------------------------------------------------------------------
 CHOSEN_IDS = "chosen_ids"  # [N, L] int64, right-padded

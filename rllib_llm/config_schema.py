@@ -7,9 +7,10 @@ its mark for "deprecated". Here both are errors, before Ray starts.
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from rllib_llm.dotted import import_dotted
 
 if TYPE_CHECKING:
     from ray.rllib.algorithms import Algorithm
@@ -100,10 +101,17 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
             )
 
 
+def nearest(name: str, allowed: Iterable[str], num: int = 3) -> list[str]:
+    """Return up to `num` of `allowed` that look like `name`, whatever the case, the best first."""
+    by_lower = {candidate.lower(): candidate for candidate in sorted(set(allowed))}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=num, cutoff=0.6)
+    return [by_lower[match] for match in close]
+
+
 def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """Return a sentence with the names of `allowed` nearest to `name`."""
+    """Return a sentence with the names of `allowed` nearest to `name`, or all if they are few."""
     allowed = sorted(set(allowed))
-    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.6)
+    close = nearest(name, allowed)
     if close:
         return f"Did you mean {' or '.join(repr(match) for match in close)}?"
     if len(allowed) <= 40:
@@ -121,32 +129,6 @@ def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in settings.items():
         takes_object = key.endswith(CLASS_SUFFIXES) or key.startswith("callbacks")
         if takes_object and isinstance(value, str):
-            value = import_object(value, f"{where}.{key}")
+            value = import_dotted(value, name=f"{where}.{key}")
         resolved[RENAMED[key] if key in READ_ONLY else key] = value
     return resolved
-
-
-def import_object(path: str, where: str) -> Any:
-    """Return the object at the dotted path `package.module.name` or `package.module:name`.
-
-    Raises:
-        ValueError: the module cannot be imported or has no such name.
-    """
-    module_name, _, name = path.replace(":", ".").rpartition(".")
-    if not module_name:
-        raise ValueError(
-            f"{where}={path!r} must be a dotted path: a class or function is looked up by its "
-            "module. Write package.module.Name."
-        )
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except ImportError as error:
-        raise ValueError(
-            f"{where}={path!r} must be importable: {error}. "
-            "Install the package or start the command in the folder that holds the module."
-        ) from error
-    except AttributeError as error:
-        raise ValueError(
-            f"{where}={path!r} must name something in {module_name}: it has no {name!r}. "
-            "Check the spelling."
-        ) from error

@@ -19,11 +19,11 @@ def algorithm_class(name: str, where: str) -> type[Algorithm]:
     from ray.rllib.algorithms import Algorithm
 
     from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
-    from rllib_llm.config_schema import import_object
+    from rllib_llm.dotted import import_dotted
 
     if name in ALGORITHMS or "." not in name:
         return get_algorithm_class(name)
-    found = import_object(name, f"{where}.run")
+    found = import_dotted(name, name=f"{where}.run")
     if not isinstance(found, type) or not issubclass(found, Algorithm):
         raise UserError(
             f"{where}.run={name!r} must be a subclass of ray.rllib.algorithms.Algorithm: "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Iterator
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+
+from rllib_llm.config_schema import suggestion
 
 stderr = Console(stderr=True)
 
@@ -18,26 +19,9 @@ class UserError(ValueError):
     """Something the user wrote that cannot work; the message says what to do instead."""
 
 
-def nearest(name: str, allowed: Iterable[str], num: int = 3) -> list[str]:
-    """Return up to `num` of `allowed` that look like `name`, the best first."""
-    candidates = sorted(set(allowed))
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=num, cutoff=0.6)
-    return [by_lower[match] for match in close]
-
-
 def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """Return the error for a key that is not in `allowed`, naming the nearest valid ones."""
-    allowed = sorted(set(allowed))
-    if not hint:
-        close = nearest(key, allowed)
-        if close:
-            hint = f"Did you mean {' or '.join(repr(name) for name in close)}?"
-        elif len(allowed) <= 40:
-            hint = f"Allowed: {', '.join(allowed)}."
-        else:
-            hint = "Nothing similar is known."
-    return UserError(f"{where}: unknown key {key!r}. {hint}")
+    return UserError(f"{where}: unknown key {key!r}. {hint or suggestion(str(key), allowed)}")
 
 
 def show(message: str, title: str = "error") -> None:

@@ -64,13 +64,22 @@ class LiveTable(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles the run's callbacks next to its state; threads and terminals stay out.
-        return {"_title": self._title, "_stop": self._stop, "_console": None, "_live": None,
-                "_rows": {}, "_started": 0.0, "_last_line": 0.0}
+        return {
+            "_title": self._title,
+            "_stop": self._stop,
+            "_console": None,
+            "_live": None,
+            "_rows": {},
+            "_started": 0.0,
+            "_last_line": 0.0,
+        }
 
     def __enter__(self) -> LiveTable:
         self._started = time.monotonic()
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self.table)
+            self._live = Live(
+                console=self._console, refresh_per_second=4, get_renderable=self.table
+            )
             self._live.start()
         return self
 
@@ -108,15 +117,24 @@ class LiveTable(Callback):
         rows = list(self._rows.values())
         columns = self._columns()
         elapsed = _clock(time.monotonic() - self._started)
-        table = Table(title=f"{self._title}   {elapsed}", title_justify="left",
-                      title_style="bold", expand=False)
+        table = Table(
+            title=f"{self._title}   {elapsed}",
+            title_justify="left",
+            title_style="bold",
+            expand=False,
+        )
         table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
         table.add_column("progress", width=16)
         for heading in ("ETA", "iteration", *(metric.title for metric in columns)):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(row.name, _bar(row), _eta(row), _iteration(row),
-                          *(_cell(row.result, metric) for metric in columns))
+            table.add_row(
+                row.name,
+                _bar(row),
+                _eta(row),
+                _iteration(row),
+                *(_cell(row.result, metric) for metric in columns),
+            )
         return table
 
     def _columns(self) -> list[Metric]:
@@ -147,8 +165,9 @@ def sparkline(values: list[float], width: int = 24) -> str:
     if not values:
         return ""
     step = max(1, -(-len(values) // width))
-    means = [sum(values[i : i + step]) / len(values[i : i + step])
-             for i in range(0, len(values), step)]
+    means = [
+        sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)
+    ]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(SPARKS[int((value - low) / span * (len(SPARKS) - 1))] for value in means)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rllib_llm.cli import train
+from rllib_llm.cli import env, evaluate, examples, generate, train
 
 app = typer.Typer(
     name="rllib",
@@ -15,6 +15,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(train.app, name="train")
+app.command("evaluate")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.add_typer(examples.app, name="example")
+app.add_typer(env.app, name="env")
 
 if __name__ == "__main__":
     app()

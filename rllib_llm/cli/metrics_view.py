@@ -79,7 +79,9 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def present(results: list[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS) -> list[Metric]:
+def present(
+    results: list[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS
+) -> list[Metric]:
     """Return those `metrics` that at least one of the flat `results` holds as a number."""
     return [m for m in metrics if any(number(r.get(m.key)) is not None for r in results)]
 
@@ -100,6 +102,9 @@ def progress(flat: Mapping[str, Any], stop: Mapping[str, Any]) -> float:
 
 def _is_counter(key: str) -> bool:
     name = key.rpartition("/")[2]
-    return name in ("training_iteration", "time_total_s", "episode", "iterations_since_restore") or (
-        name.startswith("num_") or name.endswith(("_total", "_lifetime"))
-    )
+    return name in (
+        "training_iteration",
+        "time_total_s",
+        "episode",
+        "iterations_since_restore",
+    ) or (name.startswith("num_") or name.endswith(("_total", "_lifetime")))

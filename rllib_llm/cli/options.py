@@ -1,113 +1,178 @@
-"""Command-line options that several commands share, with the names of Ray 2.40's `rllib`."""
+"""Command-line options of a run, with the names of Ray 2.40's `rllib train`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from rllib_llm.cli.overrides import HELP as SET_HELP
 
-Algo = Annotated[
-    str | None,
-    typer.Option("--algo", "--run", "-a", "-r", help="Algorithm: PPOPtx, SFT, RewardModel, ..., any "
-                 "of RLlib's (PPO, ...), or a dotted path to a class."),
-]
-Env = Annotated[
-    str | None,
-    typer.Option("--env", "-e", help="Environment: a name of `rllib env list`, a gymnasium id, or a "
-                 "dotted path to a class."),
-]
-Config = Annotated[
-    str,
-    typer.Option("--config", "-c", help="Settings of the algorithm as JSON or YAML, or a file."),
-]
-Stop = Annotated[
-    str,
-    typer.Option("--stop", "-s", help='When a trial ends, as JSON or YAML: \'{"episode": 4000}\'. '
-                 "Merged over what the file says."),
-]
-ExperimentName = Annotated[
-    str | None,
-    typer.Option("--experiment-name", "-n", help="Folder of the run under --storage-path. "
-                 "Default: the file's name and the time."),
-]
-StoragePath = Annotated[
-    str | None,
-    typer.Option("--storage-path", "--local-dir", help="Folder for all results. "
-                 "Default: ~/ray_results."),
-]
-NumSamples = Annotated[
-    int | None,
-    typer.Option("--num-samples", help="How often the search space is sampled."),
-]
-CheckpointFreq = Annotated[
-    int | None,
-    typer.Option("--checkpoint-freq", help="Iterations between checkpoints, 0 for none on the way."),
-]
-CheckpointAtEnd = Annotated[
-    bool | None,
-    typer.Option("--checkpoint-at-end/--no-checkpoint-at-end", help="Save a checkpoint at the end. "
-                 "On by default."),
-]
-KeepCheckpointsNum = Annotated[
-    int | None,
-    typer.Option("--keep-checkpoints-num", help="Checkpoints kept per trial. Default: all."),
-]
-CheckpointScoreAttr = Annotated[
-    str | None,
-    typer.Option("--checkpoint-score-attr", help="Keep the checkpoints with the highest of this "
-                 "result, with `min-` before it the lowest. Default: the newest."),
-]
-Restore = Annotated[
-    str | None,
-    typer.Option("--restore", help="Checkpoint from which the trials start."),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Continue the run of --experiment-name, or the newest run of this "
-                 "file: finished stages are kept, the others go on from their last checkpoint."),
-]
-Scheduler = Annotated[
-    str | None,
-    typer.Option("--scheduler", help="Tune scheduler: fifo, asha, hyperband, median_stopping, pbt."),
-]
-SchedulerConfig = Annotated[
-    str,
-    typer.Option("--scheduler-config", help="Arguments of the scheduler as JSON or YAML."),
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option("--ray-address", help="Run on this Ray cluster (`auto` finds a local one) instead "
-                 "of starting Ray here."),
-]
-RayNumCpus = Annotated[
-    int | None, typer.Option("--ray-num-cpus", help="CPUs of the Ray that is started here.")
-]
-RayNumGpus = Annotated[
-    int | None, typer.Option("--ray-num-gpus", help="GPUs of the Ray that is started here.")
-]
-RayObjectStoreMemory = Annotated[
-    int | None,
-    typer.Option("--ray-object-store-memory", help="Bytes of the object store started here."),
-]
-WandbKey = Annotated[
-    str | None,
-    typer.Option("--wandb-key", help="Log to Weights & Biases with this API key. Without a key, "
-                 "--wandb-project uses your login, or no account with WANDB_MODE=offline."),
-]
-WandbProject = Annotated[
-    str | None, typer.Option("--wandb-project", help="Weights & Biases project; switches it on.")
-]
-WandbRunName = Annotated[
-    str | None, typer.Option("--wandb-run-name", help="Name of the Weights & Biases run.")
-]
-Set = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
-AsTest = Annotated[
-    bool, typer.Option("--as-test", help="Exit with 1 where a pass criterion is not met.")
-]
-Verbose = Annotated[
-    int,
-    typer.Option("--verbose", "-v", count=True, help="Show what Ray's workers print; twice: also "
-                 "debugging output."),
-]
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What the command line says about Ray; None leaves the choice to Ray."""
+
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address",
+            help="Run on this Ray cluster ('auto' finds a local one) instead of starting Ray here.",
+        ),
+    ] = None
+    ray_num_cpus: Annotated[
+        int | None, typer.Option("--ray-num-cpus", help="CPUs of the Ray that is started here.")
+    ] = None
+    ray_num_gpus: Annotated[
+        int | None, typer.Option("--ray-num-gpus", help="GPUs of the Ray that is started here.")
+    ] = None
+    ray_object_store_memory: Annotated[
+        int | None,
+        typer.Option("--ray-object-store-memory", help="Bytes of the object store started here."),
+    ] = None
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "--verbose",
+            "-v",
+            count=True,
+            help="Show what Ray's workers print; twice: also debugging output.",
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True)
+class RunOptions(RayOptions):
+    """Everything that `rllib train` and `rllib train file` have in common."""
+
+    stop: Annotated[
+        str,
+        typer.Option(
+            "--stop",
+            "-s",
+            help="When a trial ends, as JSON or YAML: '{\"episode\": 4000}'. Laid over what the "
+            "file says, for every experiment.",
+        ),
+    ] = "{}"
+    experiment_name: Annotated[
+        str | None,
+        typer.Option(
+            "--experiment-name",
+            "-n",
+            help="Folder of the run under --storage-path. Default: the file's name and the time.",
+        ),
+    ] = None
+    storage_path: Annotated[
+        str | None,
+        typer.Option(
+            "--storage-path",
+            "--local-dir",
+            help="Folder for all results. Default: what the file says, else ~/ray_results.",
+        ),
+    ] = None
+    num_samples: Annotated[
+        int | None, typer.Option("--num-samples", help="How often the search space is sampled.")
+    ] = None
+    checkpoint_freq: Annotated[
+        int | None,
+        typer.Option("--checkpoint-freq", help="Iterations between checkpoints; 0: none between."),
+    ] = None
+    checkpoint_at_end: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpoint-at-end/--no-checkpoint-at-end",
+            help="Save a checkpoint at the end. On by default.",
+        ),
+    ] = None
+    keep_checkpoints_num: Annotated[
+        int | None,
+        typer.Option("--keep-checkpoints-num", help="Checkpoints kept per trial. Default: all."),
+    ] = None
+    checkpoint_score_attr: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint-score-attr",
+            help="Keep the checkpoints with the highest of this result, with 'min-' before it the "
+            "lowest. Default: the newest.",
+        ),
+    ] = None
+    restore: Annotated[
+        str | None,
+        typer.Option("--restore", help="Checkpoint from which the trials of one experiment start."),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run of --experiment-name, or the newest run of this file: finished "
+            "experiments are kept, the others go on from their last checkpoint.",
+        ),
+    ] = False
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler", help="Tune scheduler: fifo, asha, hyperband, median_stopping, pbt, ..."
+        ),
+    ] = None
+    scheduler_config: Annotated[
+        str,
+        typer.Option("--scheduler-config", help="Arguments of the scheduler, as JSON or YAML."),
+    ] = "{}"
+    wandb_key: Annotated[
+        str | None,
+        typer.Option(
+            "--wandb-key",
+            help="Log to Weights & Biases with this API key. Without it --wandb-project uses your "
+            "login, or, with WANDB_MODE=offline, no account at all.",
+        ),
+    ] = None
+    wandb_project: Annotated[
+        str | None,
+        typer.Option("--wandb-project", help="Weights & Biases project; switches it on."),
+    ] = None
+    wandb_run_name: Annotated[
+        str | None, typer.Option("--wandb-run-name", help="Name of the Weights & Biases run.")
+    ] = None
+    overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None
+    as_test: Annotated[
+        bool, typer.Option("--as-test", help="Exit with 1 where a pass criterion is not met.")
+    ] = False
+
+
+def takes(options_class: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command `f(..., options)` one command-line option per field of `options_class`.
+
+    The fields are declared once, here, however many commands share them.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        fields = {f.name: f.default for f in dataclasses.fields(options_class)}
+        field_hints = get_type_hints(options_class, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != "options"
+        ]
+        added = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[name]
+            )
+            for name, default in fields.items()
+        ]
+
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            options = options_class(**{name: arguments.pop(name) for name in fields})
+            command(**arguments, options=options)
+
+        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
+        return run
+
+    return decorate

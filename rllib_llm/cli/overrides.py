@@ -17,7 +17,9 @@ HELP = (
 )
 
 
-def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...], source: str) -> dict[str, Any]:
+def apply_overrides(
+    data: dict[str, Any], overrides: tuple[str, ...], source: str
+) -> dict[str, Any]:
     """Return a copy of the parsed YAML file `data` with the `--set` texts applied in order.
 
     Raises:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rllib_llm.cli.errors import UserError, nearest, unknown_key
+from rllib_llm.cli.errors import UserError, unknown_key
 from rllib_llm.cli.search_space import to_tune
 from rllib_llm.cli.yaml_experiments import Experiment
+from rllib_llm.config_schema import suggestion
 
 SHORT_NAMES = {"asha": "async_hyperband"}
 
@@ -61,7 +62,7 @@ def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
     if value not in known:
         raise UserError(
             f"{experiment.name}.{key}={value!r} must be one of {', '.join(sorted(known))}: Ray Tune "
-            f"has no other. {'Nearest: ' + ', '.join(nearest(value, known)) + '.'}"
+            f"has no other. {suggestion(value, known)}"
         )
     return value
 

@@ -44,13 +44,6 @@ def to_tune(value: Any, where: str) -> Any:
     return {key: to_tune(item, f"{where}.{key}") for key, item in value.items()}
 
 
-def has_search_space(value: Any) -> bool:
-    """True where Tune would have something to vary."""
-    from ray.tune.search.variant_generator import _is_resolved
-
-    return not _is_resolved(value)
-
-
 def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
     """Return concrete configs of the space: every grid point up to `limit`, samplers drawn once."""
     import itertools
@@ -99,4 +92,6 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
     try:
         return getattr(tune, name)(*(arguments[key] for key in names))
     except ValueError as error:
-        raise UserError(f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}") from error
+        raise UserError(
+            f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}"
+        ) from error

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.console import Console
 from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.metrics_view import BEST, flatten, number
-from rllib_llm.cli.search_space import examples, has_search_space, to_tune
+from rllib_llm.cli.search_space import examples, to_tune
 from rllib_llm.cli.yaml_experiments import Experiment, references, substitute
 from rllib_llm.config_schema import build_config, resolve_classes
 
@@ -35,6 +34,7 @@ class StageResult:
     algorithm: str
     folder: Path
     trial_folders: list[Path]
+    labels: list[str]
     best: int
     model: Path | None
     checkpoint: Path | None
@@ -103,8 +103,15 @@ def search_space(experiment: Experiment) -> dict[str, Any]:
 # --- running --------------------------------------------------------------------------------
 
 
-def run_stage(experiment: Experiment, run_folder: Path, console: Console, *, resume: bool = False,
-              callbacks: list | None = None, verbosity: int = 0) -> StageResult:
+def run_stage(
+    experiment: Experiment,
+    run_folder: Path,
+    console: Console,
+    *,
+    resume: bool = False,
+    callbacks: list | None = None,
+    verbosity: int = 0,
+) -> StageResult:
     """Run one experiment to its end and return what it left behind.
 
     Args:
@@ -148,8 +155,11 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list, resume: bo
     )
     if resume:
         tuner = tune.Tuner.restore(
-            str(run_folder / experiment.name), algo_class, param_space=space,
-            resume_unfinished=True, resume_errored=True,
+            str(run_folder / experiment.name),
+            algo_class,
+            param_space=space,
+            resume_unfinished=True,
+            resume_errored=True,
         )
         tuner._local_tuner._run_config.callbacks = callbacks
         return tuner
@@ -166,7 +176,10 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list, resume: bo
     # Tuner has no public way to start trials from a checkpoint; `tune.run`, which it calls, has.
     extra = {"restore": str(Path(experiment.restore).resolve())} if experiment.restore else None
     return tune.Tuner(
-        algo_class, param_space=space, tune_config=tune_config, run_config=run_config,
+        algo_class,
+        param_space=space,
+        tune_config=tune_config,
+        run_config=run_config,
         _tuner_kwargs=extra,
     )
 
@@ -196,6 +209,7 @@ def _stage_result(experiment: Experiment, folder: Path, grid: ResultGrid) -> Sta
         algorithm=experiment.run,
         folder=folder,
         trial_folders=trial_folders,
+        labels=trial_labels([result.config or {} for result in grid]),
         best=best,
         model=None,
         checkpoint=Path(checkpoint.path) if checkpoint else None,
@@ -207,6 +221,21 @@ def _stage_result(experiment: Experiment, folder: Path, grid: ResultGrid) -> Sta
             result.model = model
     save_stage(result)
     return result
+
+
+def trial_labels(configs: list[Mapping[str, Any]]) -> list[str]:
+    """Return a label for each trial: the settings in which the trials differ, else its number."""
+    flats = [flatten(config) for config in configs]
+    keys = sorted({key for flat in flats for key in flat})
+    varied = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    labels = [", ".join(setting(key, flat.get(key)) for key in varied) for flat in flats]
+    return [label or f"trial {index + 1}" for index, label in enumerate(labels)]
+
+
+def setting(key: str, value: Any) -> str:
+    """Return "name=value", short: the last part of the key, numbers to four digits."""
+    number_text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{key.rpartition('/')[2]}={number_text}"
 
 
 def best_trial(experiment: Experiment, flats: list[Mapping[str, Any]]) -> int:

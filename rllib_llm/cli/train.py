@@ -3,118 +3,76 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from rllib_llm.cli import options as opt
 from rllib_llm.cli.errors import UserError, show, user_errors
-from rllib_llm.cli.ray_session import RayOptions, quiet_environment, ray_session
+from rllib_llm.cli.options import RunOptions, takes
+from rllib_llm.cli.session import prepare, ray_session
 from rllib_llm.cli.yaml_experiments import Experiment, load, substitute
 from rllib_llm.cli.yaml_loader import parse_mapping, read
 
-app = typer.Typer(help="Train: from a YAML file, or with --algo and --env.",
-                  invoke_without_command=True, no_args_is_help=False)
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command line says about a run, whatever the experiments are."""
-
-    storage_path: str | None
-    experiment_name: str | None
-    resume: bool
-    as_test: bool
-    wandb_key: str | None
-    wandb_project: str | None
-    wandb_run_name: str | None
-    ray: RayOptions
+app = typer.Typer(
+    help="Train: from a YAML file, or with --algo and --env.", invoke_without_command=True
+)
 
 
 @app.command("file")
+@takes(RunOptions)
 def train_file(
     file: Annotated[Path, typer.Argument(help="YAML file with experiments.")],
-    overrides: opt.Set = None,
-    stop: opt.Stop = "{}",
-    experiment_name: opt.ExperimentName = None,
-    storage_path: opt.StoragePath = None,
-    num_samples: opt.NumSamples = None,
-    checkpoint_freq: opt.CheckpointFreq = None,
-    checkpoint_at_end: opt.CheckpointAtEnd = None,
-    keep_checkpoints_num: opt.KeepCheckpointsNum = None,
-    checkpoint_score_attr: opt.CheckpointScoreAttr = None,
-    restore: opt.Restore = None,
-    resume: opt.Resume = False,
-    scheduler: opt.Scheduler = None,
-    scheduler_config: opt.SchedulerConfig = "{}",
-    ray_address: opt.RayAddress = None,
-    ray_num_cpus: opt.RayNumCpus = None,
-    ray_num_gpus: opt.RayNumGpus = None,
-    ray_object_store_memory: opt.RayObjectStoreMemory = None,
-    wandb_key: opt.WandbKey = None,
-    wandb_project: opt.WandbProject = None,
-    wandb_run_name: opt.WandbRunName = None,
-    as_test: opt.AsTest = False,
-    verbose: opt.Verbose = 0,
+    *,
+    options: RunOptions,
 ) -> None:
     """Run the experiments of a YAML file in order.
 
     Relative paths in the file are relative to the folder where you run this; ${here} is the
     folder of the file.
     """
-    prepare(verbose)
-    with user_errors():
-        experiments = load(read(file), str(file), tuple(overrides or ()), file.resolve().parent)
-        experiments = with_options(
-            experiments, stop=stop, num_samples=num_samples, checkpoint_freq=checkpoint_freq,
-            checkpoint_at_end=checkpoint_at_end, keep_checkpoints_num=keep_checkpoints_num,
-            checkpoint_score_attr=checkpoint_score_attr, restore=restore, scheduler=scheduler,
-            scheduler_config=scheduler_config,
-        )
-    ray = RayOptions(ray_address, ray_num_cpus, ray_num_gpus, ray_object_store_memory, verbose)
-    execute(experiments, file.stem, RunOptions(
-        storage_path, experiment_name, resume, as_test, wandb_key, wandb_project, wandb_run_name,
-        ray))
+    run_file(file, options)
 
 
 @app.callback()
+@takes(RunOptions)
 def train(
     context: typer.Context,
-    algo: opt.Algo = None,
-    env: opt.Env = None,
-    config: opt.Config = "{}",
-    stop: opt.Stop = "{}",
-    experiment_name: opt.ExperimentName = None,
-    storage_path: opt.StoragePath = None,
-    num_samples: opt.NumSamples = None,
-    checkpoint_freq: opt.CheckpointFreq = None,
-    checkpoint_at_end: opt.CheckpointAtEnd = None,
-    keep_checkpoints_num: opt.KeepCheckpointsNum = None,
-    checkpoint_score_attr: opt.CheckpointScoreAttr = None,
-    restore: opt.Restore = None,
-    resume: opt.Resume = False,
-    scheduler: opt.Scheduler = None,
-    scheduler_config: opt.SchedulerConfig = "{}",
-    ray_address: opt.RayAddress = None,
-    ray_num_cpus: opt.RayNumCpus = None,
-    ray_num_gpus: opt.RayNumGpus = None,
-    ray_object_store_memory: opt.RayObjectStoreMemory = None,
-    wandb_key: opt.WandbKey = None,
-    wandb_project: opt.WandbProject = None,
-    wandb_run_name: opt.WandbRunName = None,
-    as_test: opt.AsTest = False,
-    verbose: opt.Verbose = 0,
+    algo: Annotated[
+        str | None,
+        typer.Option(
+            "--algo",
+            "--run",
+            "-a",
+            "-r",
+            help="Algorithm: PPOPtx, SFT, RewardModel, "
+            "GRPO, ..., any of RLlib's (PPO, ...), or a dotted path to a class.",
+        ),
+    ] = None,
+    env: Annotated[
+        str | None,
+        typer.Option(
+            "--env",
+            "-e",
+            help="Environment: a name of `rllib env list`, a gymnasium id, "
+            "or a dotted path to a class.",
+        ),
+    ] = None,
+    config: Annotated[
+        str,
+        typer.Option(
+            "--config", "-c", help="Settings of the algorithm as JSON or YAML, or a file with them."
+        ),
+    ] = "{}",
+    *,
+    options: RunOptions,
 ) -> None:
     """Train one algorithm named on the command line, or a file: `rllib train file --help`."""
     if context.invoked_subcommand is not None:
         return
-    prepare(verbose)
+    prepare(options.verbose)
     with user_errors():
         if not algo:
             raise UserError(
@@ -122,63 +80,54 @@ def train(
                 "rllib_llm/Reviews-v0, or run a file: rllib train file FILE."
             )
         spec = {"run": algo, "env": env, "config": parse_mapping(config, "--config")}
-        experiments = with_options(
-            load({algo.rpartition(".")[2].lower(): spec}, "the command line"),
-            stop=stop, num_samples=num_samples, checkpoint_freq=checkpoint_freq,
-            checkpoint_at_end=checkpoint_at_end, keep_checkpoints_num=keep_checkpoints_num,
-            checkpoint_score_attr=checkpoint_score_attr, restore=restore, scheduler=scheduler,
-            scheduler_config=scheduler_config,
-        )
-    ray = RayOptions(ray_address, ray_num_cpus, ray_num_gpus, ray_object_store_memory, verbose)
-    execute(experiments, "default", RunOptions(
-        storage_path, experiment_name, resume, as_test, wandb_key, wandb_project, wandb_run_name,
-        ray))
+        name = algo.rpartition(".")[2].lower()
+        experiments = load({name: spec}, "the command line", tuple(options.overrides or ()))
+    execute(experiments, "default", options)
 
 
-def prepare(verbosity: int) -> None:
-    """Make this process ready to load algorithms: quiet, and able to import from its folder."""
-    quiet_environment(verbosity)
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder not in paths:  # Ray's workers inherit it
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, paths)])
+def run_file(file: Path, options: RunOptions) -> None:
+    """Run the experiments of the YAML file in order, and report."""
+    prepare(options.verbose)
+    with user_errors():
+        here = file.resolve().parent
+        experiments = load(read(file), str(file), tuple(options.overrides or ()), here)
+    execute(experiments, file.stem, options)
 
 
-def with_options(experiments: list[Experiment], *, stop: str, num_samples: int | None,
-                 checkpoint_freq: int | None, checkpoint_at_end: bool | None,
-                 keep_checkpoints_num: int | None, checkpoint_score_attr: str | None,
-                 restore: str | None, scheduler: str | None, scheduler_config: str,
-                 ) -> list[Experiment]:
-    """Return the experiments with the command line's options laid over them."""
-    score, order = checkpoint_score_attr, None
+def with_options(experiments: list[Experiment], options: RunOptions) -> list[Experiment]:
+    """Return the experiments with the command line's options laid over them.
+
+    Raises:
+        UserError: an option that cannot be used.
+    """
+    score, order = options.checkpoint_score_attr, None
     if score:
         order = "min" if score.startswith("min-") else "max"
         score = score.removeprefix("min-")
     checkpoints: dict[str, Any] = {
-        "checkpoint_frequency": checkpoint_freq,
-        "checkpoint_at_end": checkpoint_at_end,
-        "num_to_keep": keep_checkpoints_num,
+        "checkpoint_frequency": options.checkpoint_freq,
+        "checkpoint_at_end": options.checkpoint_at_end,
+        "num_to_keep": options.keep_checkpoints_num,
         "checkpoint_score_attribute": score,
         "checkpoint_score_order": order,
     }
     checkpoints = {key: value for key, value in checkpoints.items() if value is not None}
-    stops = parse_mapping(stop, "--stop")
-    arguments = parse_mapping(scheduler_config, "--scheduler-config")
-    if restore is not None and not Path(restore).is_dir():
+    stops = parse_mapping(options.stop, "--stop")
+    arguments = parse_mapping(options.scheduler_config, "--scheduler-config")
+    if options.restore is not None and len(experiments) > 1:
+        names = ", ".join(experiment.name for experiment in experiments)
         raise UserError(
-            f"--restore={restore!r} must be a checkpoint folder: there is none. "
-            "`rllib train` prints the checkpoints it wrote."
+            f"--restore={options.restore!r} must be for one experiment: there are {names}. Write "
+            "--set NAME.restore=CHECKPOINT."
         )
     return [
         dataclasses.replace(
             experiment,
             stop={**experiment.stop, **stops},
-            num_samples=num_samples or experiment.num_samples,
+            num_samples=options.num_samples or experiment.num_samples,
             checkpoint_config={**experiment.checkpoint_config, **checkpoints},
-            restore=restore or experiment.restore,
-            scheduler=scheduler or experiment.scheduler,
+            restore=options.restore or experiment.restore,
+            scheduler=options.scheduler or experiment.scheduler,
             scheduler_config={**experiment.scheduler_config, **arguments},
         )
         for experiment in experiments
@@ -189,13 +138,14 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
     """Check the experiments, run them in order, and report. Exits with 1 where one fails."""
     console = Console()
     with user_errors():
+        experiments = with_options(experiments, options)
         import rllib_llm  # noqa: F401 - registers environments and algorithms
         from rllib_llm.cli.stages import StageFailed, check_experiments
 
         cpus = check_experiments(experiments)
         folder = run_folder(name, options, experiments)
     try:
-        with ray_session(options.ray, cpus):
+        with ray_session(options, cpus):
             results = run_all(experiments, folder, console, options)
     except StageFailed as error:
         show(str(error), title="training failed")
@@ -207,25 +157,34 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         raise typer.Exit(1)
 
 
-def run_all(experiments: list[Experiment], folder: Path, console: Console, options: RunOptions
-            ) -> list[Any]:
+def run_all(
+    experiments: list[Experiment], folder: Path, console: Console, options: RunOptions
+) -> list[Any]:
     """Run the experiments in order, each with what the earlier ones produced."""
     from rllib_llm.cli.stages import load_stage, run_stage
 
     products: dict[str, Any] = {}
     results = []
     for experiment in experiments:
-        resolved = dataclasses.replace(experiment, **{
-            field.name: substitute(
-                getattr(experiment, field.name), lambda ref, where: products[ref], experiment.name)
-            for field in dataclasses.fields(experiment)
-        })
+        resolved = dataclasses.replace(
+            experiment,
+            **{
+                field.name: substitute(
+                    getattr(experiment, field.name),
+                    lambda ref, where: products[ref],
+                    experiment.name,
+                )
+                for field in dataclasses.fields(experiment)
+            },
+        )
         result = load_stage(folder / experiment.name) if options.resume else None
         if result is None:
             result = run_stage(
-                resolved, folder, console,
+                resolved,
+                folder,
+                console,
                 resume=options.resume and (folder / experiment.name).is_dir(),
-                verbosity=options.ray.verbosity,
+                verbosity=options.verbose,
             )
         products[f"{experiment.name}.model"] = str(result.model)
         products[f"{experiment.name}.checkpoint"] = str(result.checkpoint)
@@ -239,8 +198,11 @@ def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) ->
     Raises:
         UserError: nothing to resume.
     """
-    storage = options.storage_path or next(
-        (e.storage_path for e in experiments if e.storage_path), None) or "~/ray_results"
+    storage = (
+        options.storage_path
+        or next((e.storage_path for e in experiments if e.storage_path), None)
+        or "~/ray_results"
+    )
     root = Path(storage).expanduser().resolve()
     if options.experiment_name:
         folder = root / options.experiment_name

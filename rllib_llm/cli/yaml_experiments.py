@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.cli.errors import UserError, nearest, unknown_key
+from rllib_llm.cli.errors import UserError, unknown_key
+from rllib_llm.config_schema import nearest
 
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
 NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
@@ -176,7 +177,9 @@ def _known(ref: str, where: str, values: Mapping[str, Any], names: list[str], in
     if ref in values:
         if values[ref] is None:
             name = ref.removeprefix("vars.")
-            raise UserError(f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=...")
+            raise UserError(
+                f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=..."
+            )
         return values[ref]
     name, _, product = ref.rpartition(".")
     if name in names and product not in PRODUCTS:

@@ -51,8 +51,12 @@ def read(path: Path) -> Any:
         UserError: no such file, or not YAML.
     """
     if not path.is_file():
-        near = sorted(str(p) for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
-        hint = f"Files there: {', '.join(near)}." if near else "`rllib example list` names ready ones."
+        near = (
+            sorted(str(p) for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
+        )
+        hint = (
+            f"Files there: {', '.join(near)}." if near else "`rllib example list` names ready ones."
+        )
         raise UserError(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
     return parse(path.read_text(encoding="utf-8"), str(path))
 

@@ -15,6 +15,7 @@ REDUCTIONS = {
     "sequence_mean": "sequence_mean",
     "token_mean": "token_mean",
     "dr_grpo": "dr_grpo",
+    "sequence_sum": "sequence_sum",
 }
 
 
@@ -118,7 +119,7 @@ def _check_policy_loss(
             )
     if dual_clip is not None and not (dual_clip > 1 and kind != "cispo"):
         raise ValueError(
-            f"dual_clip={dual_clip!r} must be above 1, and kind={kind!r} not 'cispo': it bounds "
+            f"dual_clip={dual_clip!r} must be above 1 and kind={kind!r} not 'cispo': it bounds "
             "the ratio of tokens with a negative advantage. Ye et al. use 3; None switches it off."
         )
 
@@ -238,7 +239,7 @@ def reduce_loss(
 
     "token_mean" (dapo): sum / tokens. "sequence_mean" (grpo): each row's mean, sum / sequences.
     "dr_grpo": sum / (sequences * max_completion_len), so that long wrong answers are not favoured
-    (Liu et al. 2025).
+    (Liu et al. 2025). "sequence_sum": sum / sequences, the likelihood of whole completions (RLOO).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -252,6 +253,8 @@ def reduce_loss(
     num_sequences = _at_least_one(denominators.num_sequences)
     if name == "dr_grpo":
         return per_token.sum() / (num_sequences * denominators.max_completion_len)
+    if name == "sequence_sum":
+        return per_token.sum() / num_sequences
     row_means = per_token.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     return row_means.sum() / num_sequences
 

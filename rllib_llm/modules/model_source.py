@@ -119,8 +119,15 @@ def build_from_dotted(path: str, *, name: str = "model") -> tuple[torch.nn.Modul
     return built[0], built[1]
 
 
-def load_with_retries(load: Callable[[], T], model: str, kind: str, *, name: str = "model") -> T:
-    """Returns load(), called again (with a growing delay) where the failure may pass.
+def load_with_retries(
+    load: Callable[[], T],
+    model: str,
+    kind: str,
+    *,
+    name: str = "model",
+    first_delay_s: float = FIRST_DELAY_S,
+) -> T:
+    """Returns load(), called again where the failure may pass, after a delay that doubles.
 
     Raises:
         ModelSourceError: it failed for good; the cause is chained.
@@ -137,7 +144,7 @@ def load_with_retries(load: Callable[[], T], model: str, kind: str, *, name: str
             if not transient or attempt == NUM_ATTEMPTS or waited > RETRY_BUDGET_S:
                 reason, remedy = _explain(error, model, kind, transient, attempt)
                 raise ModelSourceError(model, reason, remedy, name=name) from error
-            delay = FIRST_DELAY_S * 2 ** (attempt - 1)
+            delay = first_delay_s * 2 ** (attempt - 1)
             logger.warning(
                 "Loading %s=%r failed (attempt %d of %d): %s. Trying again in %.0f s.",
                 name, model, attempt, NUM_ATTEMPTS, _first_line(error), delay,

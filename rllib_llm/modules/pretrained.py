@@ -85,10 +85,9 @@ def load_causal_lm(
             "Name a model saved from AutoModelForCausalLM; a classifier can be a reward_model",
         )
     if kind != DOTTED:
-        network = _from_pretrained(
-            AutoModelForCausalLM, value, kind, None, dtype, device, quantization_config
-        )
-    return _finish(network, dtype, device, quantization_config)
+        placement = _placement(config, device, quantization_config)
+        network = _from_pretrained(AutoModelForCausalLM, value, kind, dtype=dtype, **placement)
+    return _finish(network, dtype, device)
 
 
 def load_sequence_classifier(
@@ -130,15 +129,17 @@ def load_sequence_classifier(
     if needs_head:
         config.num_labels = 1
     if kind != DOTTED:
+        placement = _placement(config, device, quantization_config)
+        if needs_head:
+            placement["config"] = config
         network = _from_pretrained(
-            AutoModelForSequenceClassification, value, kind, config if needs_head else None,
-            dtype, device, quantization_config,
-        )  # fmt: skip
+            AutoModelForSequenceClassification, value, kind, dtype=dtype, **placement
+        )
     elif needs_head:
         network = _classifier_on_trunk(network, config)
     if needs_head:
         _init_head(score_head(network), seed)
-    return _finish(network, dtype, device, quantization_config)
+    return _finish(network, dtype, device)
 
 
 def score_head(classifier: nn.Module) -> nn.Linear:
@@ -175,19 +176,21 @@ def resolve_dtype(dtype: str | torch.dtype, *, name: str = "dtype") -> torch.dty
     return found
 
 
-def _from_pretrained(
-    auto_class: Any, value: str, kind: str, config: Any, dtype: torch.dtype, device: Any,
-    quantization_config: Any,
-) -> PreTrainedModel:  # fmt: skip
+def _placement(config: Any, device: Any, quantization_config: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for weights that are quantised while they are read, or were
+    saved so: they must be put on their device then and there."""
+    if quantization_config is not None:
+        return {"quantization_config": quantization_config, "device_map": {"": device}}
+    if getattr(config, "quantization_config", None) is not None:
+        return {"device_map": {"": device}}
+    return {}
+
+
+def _from_pretrained(auto_class: Any, value: str, kind: str, **kwargs: Any) -> PreTrainedModel:
     """auto_class.from_pretrained, retried; weights that are missing or misshapen are errors.
 
     With a `config` (a head is about to be added) the weights outside the trunk may be missing.
     """
-    kwargs: dict[str, Any] = {"dtype": dtype}
-    if config is not None:
-        kwargs["config"] = config
-    if quantization_config is not None:
-        kwargs.update(quantization_config=quantization_config, device_map={"": device})
 
     def load() -> tuple[PreTrainedModel, dict]:
         with _quiet(), torch.random.fork_rng(devices=[]):
@@ -198,7 +201,7 @@ def _from_pretrained(
     start = time.monotonic()
     network, report = load_with_retries(load, value, kind)
     missing = set(report["missing_keys"])
-    if config is not None:
+    if "config" in kwargs:
         trunk = network.base_model_prefix + "."
         missing = {k for k in missing if k.startswith(trunk) and ".pooler." not in k}
     wrong = sorted(missing) + sorted(str(k) for k in report["mismatched_keys"])
@@ -233,11 +236,9 @@ def _init_head(head: nn.Linear, seed: int) -> None:
             head.bias.zero_()
 
 
-def _finish(
-    network: nn.Module, dtype: torch.dtype, device: Any, quantization_config: Any
-) -> PreTrainedModel:
+def _finish(network: nn.Module, dtype: torch.dtype, device: Any) -> PreTrainedModel:
     disable_dropout(network)
-    if quantization_config is None:
+    if not getattr(network, "is_quantized", False):
         network = network.to(device=device, dtype=dtype)
     return network.eval()
 

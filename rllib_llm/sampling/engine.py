@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rllib_llm.sampling.decode_weights import decode_layout
 from rllib_llm.sampling.kv_cache import SharedPromptCache, make_cache
 from rllib_llm.sampling.params import SamplingParams
 from rllib_llm.sampling.token_sampling import choose_tokens
@@ -70,7 +71,8 @@ def generate(
     decoder = _Decoder(
         model, prompt_ids[:, dead:], prompt_mask[:, dead:], params, num_completions, noise
     )
-    return decoder.run()
+    with decode_layout(model, params.max_new_tokens):
+        return decoder.run()
 
 
 class _Decoder:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.cli.errors import UserError
+from rllib_llm.cli.options import RayOptions
 
 OBJECT_STORE_BYTES = 512 * 1024**2
 MAX_OBJECT_STORE_SHARE = 0.3  # of the machine's memory, Ray's own default
 
 
-@dataclass(frozen=True)
-class RayOptions:
-    """What the command line says about Ray; None leaves the choice to Ray."""
+def prepare(verbosity: int = 0) -> None:
+    """Make this process ready to load algorithms: quiet, and able to import from its folder.
 
-    address: str | None = None
-    num_cpus: int | None = None
-    num_gpus: int | None = None
-    object_store_memory: int | None = None
-    verbosity: int = 0
+    Ray's workers inherit both. Call it before Ray is imported.
+    """
+    quiet_environment(verbosity)
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
 
 
 def quiet_environment(verbosity: int = 0) -> None:
@@ -44,11 +49,12 @@ def quiet_environment(verbosity: int = 0) -> None:
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
     }
     if verbosity == 0:
-        defaults["RAY_BACKEND_LOG_LEVEL"] = "fatal"
         defaults["TRANSFORMERS_VERBOSITY"] = "error"
         defaults["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    for name in ("ray", "ray.tune", "ray.rllib", "ray.train"):
+        logging.getLogger(name).setLevel(log_level(verbosity))
 
 
 @contextlib.contextmanager
@@ -67,41 +73,45 @@ def ray_session(options: RayOptions, needed_cpus: float = 1) -> Iterator[dict[st
     if ray.is_initialized():
         yield ray.cluster_resources()
         return
-    level = (logging.ERROR, logging.INFO, logging.DEBUG)[min(options.verbosity, 2)]
-    for name in ("ray", "ray.tune", "ray.rllib", "ray.train"):
-        logging.getLogger(name).setLevel(level)
-    arguments: dict[str, Any] = {
-        "include_dashboard": False,
-        "log_to_driver": options.verbosity > 0,
-        "logging_level": level,
-        "configure_logging": True,
-    }
-    if options.address:
-        arguments = {k: v for k, v in arguments.items() if k != "include_dashboard"}
-        arguments["address"] = options.address
-        if options.num_cpus is not None or options.num_gpus is not None:
-            raise UserError(
-                f"--ray-num-cpus and --ray-num-gpus must be left out with --ray-address="
-                f"{options.address!r}: a running cluster has its resources already. Drop them."
-            )
-    else:
-        arguments |= {
-            "address": "local",
-            "num_cpus": options.num_cpus or max(os.cpu_count() or 1, int(-(-needed_cpus // 1))),
-            "num_gpus": options.num_gpus,
-            "object_store_memory": options.object_store_memory or _object_store_bytes(),
-        }
     try:
-        ray.init(**arguments)
+        ray.init(**_init_arguments(options, needed_cpus))
     except ConnectionError as error:
         raise UserError(
-            f"--ray-address={options.address!r} must be a running Ray cluster: {error}. "
+            f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
             "Start one with `ray start --head`, or leave the option out."
         ) from error
     try:
         yield ray.cluster_resources()
     finally:
         ray.shutdown()
+
+
+def _init_arguments(options: RayOptions, needed_cpus: float) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "log_to_driver": options.verbose > 0,
+        "logging_level": log_level(options.verbose),
+    }
+    if options.ray_address:
+        for name in ("ray_num_cpus", "ray_num_gpus", "ray_object_store_memory"):
+            if getattr(options, name) is not None:
+                raise UserError(
+                    f"--{name.replace('_', '-')}={getattr(options, name)} must be left out with "
+                    f"--ray-address={options.ray_address!r}: a running cluster has its resources "
+                    "already. Drop it."
+                )
+        return arguments | {"address": options.ray_address}
+    return arguments | {
+        "address": "local",
+        "include_dashboard": False,
+        "num_cpus": options.ray_num_cpus or max(os.cpu_count() or 1, math.ceil(needed_cpus)),
+        "num_gpus": options.ray_num_gpus,
+        "object_store_memory": options.ray_object_store_memory or _object_store_bytes(),
+    }
+
+
+def log_level(verbosity: int) -> int:
+    """Return the level of Ray's loggers: errors, information, debugging."""
+    return (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
 
 
 def _object_store_bytes() -> int:

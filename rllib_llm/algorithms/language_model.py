@@ -1,0 +1,233 @@
+"""What the configs and algorithms of all stages share: the model, the optimiser, micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig, NotProvided
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
+from ray.rllib.utils.metrics import LEARNER_RESULTS
+
+from ray.util.debug import log_once
+
+from rllib_llm.algorithms.checks import require
+from rllib_llm.learners.schedule import learning_rate_factor
+
+# Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
+MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", DEFAULT_MODULE_ID)
+
+
+class LanguageModelConfig(AlgorithmConfig):
+    """Settings of every stage; subclasses add their own in `.training(...)`."""
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class)
+        self.enable_rl_module_and_learner = True
+        self.enable_env_runner_and_connector_v2 = True
+        self.pretrained_model: str | None = None
+        self.dtype = "float32"
+        self.lr = 1e-5
+        self.lr_schedule = "constant"
+        self.lr_num_warmup_updates = 0
+        self.lr_num_updates: int | None = None
+        self.adam_betas = (0.9, 0.999)
+        self.adam_epsilon = 1e-5
+        self.weight_decay = 0.0
+        self.grad_clip = 1.0
+        self.grad_clip_by = "global_norm"
+        self.num_epochs = 1
+        self.minibatch_size: int | None = None
+        self.micro_batch_size: int | None = None
+        self.micro_batch_tokens: int | None = 16_384
+        self.refused_batch_dir: str | None = None
+        self.seed = 0
+        # The local learner and sampler share one process with the driver.
+        self.num_cpus_for_main_process = 1
+
+    def language_model(self, *, model: str = NotProvided, dtype: str = NotProvided):
+        """Sets what the model starts from.
+
+        Args:
+            model: a Hugging Face folder, a hub id, or the dotted path of a function that returns
+                (model, tokenizer). It gives tokenizer and weights. In YAML simply `model:`.
+            dtype: of the weights being trained: "float32" (default; optimiser steps below about
+                1e-3 of a weight are lost in bfloat16), "bfloat16" or "float16".
+        """
+        if model is not NotProvided:
+            self.pretrained_model = model
+        if dtype is not NotProvided:
+            self.dtype = dtype
+        return self
+
+    def training(
+        self,
+        *,
+        lr_schedule: str = NotProvided,
+        lr_num_warmup_updates: int = NotProvided,
+        lr_num_updates: int | None = NotProvided,
+        adam_betas: tuple[float, float] = NotProvided,
+        adam_epsilon: float = NotProvided,
+        weight_decay: float = NotProvided,
+        micro_batch_size: int | None = NotProvided,
+        micro_batch_tokens: int | None = NotProvided,
+        refused_batch_dir: str | None = NotProvided,
+        **kwargs,
+    ):
+        """Settings of the optimiser and of how a batch is cut; RLlib's own are passed on.
+
+        `lr` is the peak learning rate, `train_batch_size_per_learner` the rows (completions,
+        texts or pairs) of one iteration, `minibatch_size` the rows of one optimiser step per
+        learner (None: all), `num_epochs` the passes over them, `grad_clip` the largest global
+        gradient norm.
+
+        Args:
+            lr_schedule: "constant" (default), "linear" or "cosine" decay to 0, after warm-up.
+            lr_num_warmup_updates: optimiser steps of linear warm-up.
+            lr_num_updates: optimiser steps at which the decay reaches 0.
+            adam_betas, adam_epsilon, weight_decay: of AdamW; epsilon 1e-5 as in the original
+                RLHF code (vwxyzjn, "The N implementation details of RLHF with PPO").
+            micro_batch_size: rows whose activations are held at a time; gradients are the same.
+            micro_batch_tokens: the same as a budget of tokens, padding included (default 16384;
+                rows of like length go together). Set None to use micro_batch_size.
+            refused_batch_dir: where a mini-batch with a non-finite loss is written; None: the
+                system's folder for temporary files.
+        """
+        if micro_batch_size is not NotProvided and micro_batch_size is not None:
+            self.micro_batch_tokens = None
+        super().training(**kwargs)
+        self._assign(locals(), LanguageModelConfig.training)
+        return self
+
+    def _assign(self, values: dict[str, Any], method) -> None:
+        """Sets the keyword arguments of `method` that were given as attributes."""
+        for name in method.__kwdefaults__ or {}:
+            if values[name] is not NotProvided:
+                setattr(self, name, values[name])
+
+    def update_from_dict(self, config_dict: dict[str, Any]):
+        """As RLlib's; `model: <folder, hub id or dotted path>` is what `language_model` sets."""
+        config_dict = dict(config_dict)
+        if "model" in config_dict and not isinstance(config_dict["model"], dict):
+            config_dict["pretrained_model"] = config_dict.pop("model")
+        if config_dict.get("micro_batch_size") is not None:
+            config_dict.setdefault("micro_batch_tokens", None)
+        return super().update_from_dict(config_dict)
+
+    def module_class(self) -> type:
+        """The RLModule class that this stage trains."""
+        raise NotImplementedError(f"{type(self).__name__} must define module_class.")
+
+    def get_default_rl_module_spec(self) -> RLModuleSpec:
+        return RLModuleSpec(module_class=self.module_class())
+
+    @property
+    def _model_config_auto_includes(self) -> dict[str, Any]:
+        return super()._model_config_auto_includes | {
+            "pretrained_model": self.pretrained_model,
+            "dtype": self.dtype,
+            "seed": self.seed or 0,
+        }
+
+    def validate(self) -> None:
+        """Checks every setting that can be checked without loading a model.
+
+        Raises:
+            ValueError: naming the setting, the rule, the reason and a remedy.
+        """
+        # RLlib greets every algorithm on its new API stack; there is no other stack here.
+        log_once(f"{self.algo_class.__name__}_on_new_api_stack")
+        super().validate()
+        require(
+            self.pretrained_model is not None,
+            "model",
+            self.pretrained_model,
+            "a Hugging Face folder, a hub id or the dotted path of a function",
+            "the policy starts from pretrained weights",
+            "Set model: in YAML or .language_model(model=...)",
+        )
+        require(
+            self.lr is not None and not isinstance(self.lr, (list, tuple)) and self.lr >= 0,
+            "lr",
+            self.lr,
+            "a number of at least 0",
+            "schedules here count optimiser updates, not environment steps",
+            "Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
+        )
+        learning_rate_factor(
+            self.lr_num_warmup_updates,
+            schedule=self.lr_schedule,
+            num_warmup_updates=self.lr_num_warmup_updates,
+            num_total_updates=self.lr_num_updates,
+        )
+        require(
+            self.micro_batch_size is None or self.micro_batch_tokens is None,
+            "micro_batch_size",
+            self.micro_batch_size,
+            f"None while micro_batch_tokens={self.micro_batch_tokens}",
+            "each says alone where a batch is cut",
+            "Set one of them to None",
+        )
+        for name in ("num_epochs", "train_batch_size_per_learner"):
+            value = getattr(self, name)
+            require(
+                value is not None and value >= 1, name, value, "at least 1",
+                "an iteration without rows or passes learns nothing", "Raise it",
+            )  # fmt: skip
+
+
+class LanguageModelAlgorithm(Algorithm):
+    """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
+    carry the field's known metric names at the top."""
+
+    def setup(self, config) -> None:
+        self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
+        self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
+        self.eval_env_runner_group = None
+        super().setup(config)
+
+    def learner_metrics(self) -> dict[str, dict[str, float]]:
+        """The learners' latest means, `group/name` nested by group; the rest under ''."""
+        groups: dict[str, dict[str, float]] = {}
+        for name, value in self.metrics.peek((LEARNER_RESULTS, DEFAULT_MODULE_ID)).items():
+            group, _, leaf = name.rpartition("/")
+            groups.setdefault(group, {})[leaf] = float(value)
+        return groups
+
+    def update_learners(self, columns: dict[str, Any], num_rows: int) -> None:
+        """Gives every learner the whole batch; each takes its share of every mini-batch."""
+        batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
+        if self.learner_group.is_local:
+            results = self.learner_group.update(batch=batch)
+        else:
+            refs = [ray.put(batch)] * self.config.num_learners
+            results = self.learner_group.update(batch_refs=refs)
+        self.metrics.aggregate(results, key=LEARNER_RESULTS)
+
+    def step(self) -> dict[str, Any]:
+        """RLlib's result plus the known names, and the latest held-out results under `eval`."""
+        results = super().step()
+        for name, value in self.known_metrics.items():
+            if isinstance(value, dict):
+                results[name] = {**results.get(name, {}), **value}
+            else:
+                results[name] = value
+        if self.eval_metrics is not None:
+            results["eval"] = dict(self.eval_metrics)
+        return results
+
+    def export_model(self, folder: str | Path) -> Path:
+        """Writes the model as it is now to `folder`, as `from_pretrained` reads it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = str(folder.resolve())
+        self.learner_group.foreach_learner(
+            lambda learner: learner.module[DEFAULT_MODULE_ID].unwrapped().save_pretrained(path)
+            if learner.rank == 0
+            else None
+        )
+        return folder

@@ -1,0 +1,76 @@
+"""PPO-ptx (Ouyang et al. 2022): PPO with a KL to the SFT model and a pretraining loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import NotProvided
+
+from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.rlhf import RLHF, RLHFConfig
+
+
+class PPOPtxConfig(RLHFConfig):
+    """`ptx_coeff=0` (the default) is plain PPO for language models."""
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or PPOPtx)
+        self.critic = "shared"
+        self.num_epochs = 4
+        self.minibatch_size = 32
+        self.ptx_coeff = 0.0
+        self.ptx_data: Any = None
+        self.ptx_batch_size = 8
+        self.ptx_max_length = 128
+
+    def training(
+        self,
+        *,
+        ptx_coeff: float = NotProvided,
+        ptx_data: Any = NotProvided,
+        ptx_batch_size: int = NotProvided,
+        ptx_max_length: int = NotProvided,
+        **kwargs,
+    ):
+        """Settings of the pretraining loss; others are passed on to `RLHFConfig`.
+
+        Args:
+            ptx_coeff: γ, weight of the mean cross-entropy of pretraining tokens (InstructGPT: 27.8
+                against a loss summed differently; here 0.1 to 1 is a start). 0: only measured.
+            ptx_data: file, data set, hub id or dotted path of texts; None: no pretraining loss.
+            ptx_batch_size: texts per optimiser step and learner.
+            ptx_max_length: tokens kept of each text.
+        """
+        super().training(**kwargs)
+        self._assign(locals(), PPOPtxConfig.training)
+        return self
+
+    def get_default_learner_class(self) -> type:
+        from rllib_llm.learners.ppo_ptx_learner import PPOPtxLearner
+
+        return PPOPtxLearner
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.critic in ("shared", "separate"), "critic", self.critic,
+            "'shared' or 'separate'", "PPO's advantages come from a critic",
+            "Use GRPO or RLOO to train without one",
+        )  # fmt: skip
+        require(
+            self.ptx_coeff >= 0, "ptx_coeff", self.ptx_coeff, "at least 0", "it weighs a loss",
+            "Use 0 to switch it off",
+        )  # fmt: skip
+        require(
+            self.ptx_coeff == 0 or self.ptx_data is not None, "ptx_data", self.ptx_data,
+            f"given with ptx_coeff={self.ptx_coeff}", "the pretraining loss needs text",
+            "Name a text file, or set ptx_coeff=0",
+        )  # fmt: skip
+
+
+class PPOPtx(RLHF):
+    """RLlib Algorithm; see `PPOPtxConfig`."""
+
+    @classmethod
+    def get_default_config(cls) -> PPOPtxConfig:
+        return PPOPtxConfig(algo_class=cls)

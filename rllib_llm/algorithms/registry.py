@@ -1,0 +1,59 @@
+"""Names of algorithms: the same in `Tuner("PPOPtx", ...)`, in YAML and on the command line."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from rllib_llm.dotted import import_dotted, looks_dotted
+
+ALGORITHMS: dict[str, str] = {
+    "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",
+    "GRPO": "rllib_llm.algorithms.critic_free:GRPO",
+    "RLOO": "rllib_llm.algorithms.critic_free:RLOO",
+    "ReinforcePP": "rllib_llm.algorithms.critic_free:ReinforcePP",
+    "SFT": "rllib_llm.algorithms.sft:SFT",
+    "RewardModel": "rllib_llm.algorithms.reward_model:RewardModel",
+}
+
+
+class UnknownAlgorithmError(ValueError):
+    """A name that neither this package nor RLlib knows."""
+
+
+def get_algorithm_class(name: str) -> type:
+    """The Algorithm class called `name`: ours, RLlib's own, or a dotted path.
+
+    Raises:
+        UnknownAlgorithmError: with the nearest names.
+    """
+    if name in ALGORITHMS:
+        return import_dotted(ALGORITHMS[name])
+    if looks_dotted(name):
+        return import_dotted(name, name="run")
+    from ray.rllib.algorithms.registry import ALGORITHMS as RLLIB_ALGORITHMS
+    from ray.rllib.algorithms.registry import get_algorithm_class as get_rllib_class
+
+    if name in RLLIB_ALGORITHMS:
+        return get_rllib_class(name)
+    known = [*ALGORITHMS, *RLLIB_ALGORITHMS]
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
+    raise UnknownAlgorithmError(
+        f"run={name!r} must be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path: "
+        f"it is none of these. {hint}."
+    )
+
+
+def register_algorithms() -> None:
+    """Registers every name with Tune; the class is imported when a trial is made of it."""
+    from ray.tune import register_trainable
+    from ray.tune.registry import TRAINABLE_CLASS, _global_registry
+
+    for name in ALGORITHMS:
+        if not _global_registry.contains(TRAINABLE_CLASS, name):
+            register_trainable(name, _lazy(name))
+
+
+def _lazy(name: str) -> Any:
+    return get_algorithm_class(name)

@@ -1,0 +1,95 @@
+"""Reward-model training on preference pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import NotProvided
+
+from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.data.texts import PairSource
+
+
+class RewardModelConfig(SupervisedConfig):
+    """A classifier with one output, or a causal LM whose trunk gets one, on (chosen, rejected)."""
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or RewardModel)
+        self.center_rewards_coeff = 0.0
+
+    def training(self, *, center_rewards_coeff: float = NotProvided, **kwargs):
+        """Others are passed on to `SupervisedConfig`.
+
+        Args:
+            center_rewards_coeff: weight of the squared scores, which holds their mean near 0
+                (Eisenstein et al. 2023, "Helping or Herding?"); 0: off, 0.01 is usual.
+        """
+        super().training(**kwargs)
+        self._assign(locals(), RewardModelConfig.training)
+        return self
+
+    def module_class(self) -> type:
+        from rllib_llm.modules.reward_model import RewardModelModule
+
+        return RewardModelModule
+
+    def get_default_learner_class(self) -> type:
+        from rllib_llm.learners.reward_model_learner import RewardModelLearner
+
+        return RewardModelLearner
+
+
+class RewardModel(Supervised):
+    """RLlib Algorithm; see `RewardModelConfig`. Results: loss/reward_model, train/accuracy,
+    eval/{accuracy, loss, score_mean, score_std}.
+
+    The mean and standard deviation of held-out scores go into the saved model's config, so that
+    an environment that loads it gives scores of mean 0 and standard deviation 1 (Ziegler 2019).
+    """
+
+    config: RewardModelConfig
+
+    @classmethod
+    def get_default_config(cls) -> RewardModelConfig:
+        return RewardModelConfig(algo_class=cls)
+
+    def make_source(self, data: Any, *, shuffle: bool) -> PairSource:
+        from rllib_llm.modules.pretrained import load_tokenizer
+
+        return PairSource(
+            data,
+            tokenizer=load_tokenizer(self.config.pretrained_model),
+            max_length=self.config.max_length,
+            seed=self.config.seed or 0,
+            shuffle=shuffle,
+        )
+
+    def summarize(self, totals: Counter[str]) -> dict[str, float]:
+        means = super().summarize(totals)
+        square = totals["score_square_sum"] / totals["score_count"]
+        means.pop("score_square", None)
+        means["score_mean"] = means.pop("score")
+        means["score_std"] = max(0.0, square - means["score_mean"] ** 2) ** 0.5
+        return means
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        super().save_checkpoint(checkpoint_dir)
+        self._write_normalization(Path(checkpoint_dir) / MODEL_IN_CHECKPOINT)
+
+    def export_model(self, folder: str | Path) -> Path:
+        folder = super().export_model(folder)
+        self._write_normalization(folder)
+        return folder
+
+    def _write_normalization(self, folder: Path) -> None:
+        """Scores the held-out pairs with the model as it is, and notes their mean and std."""
+        from rllib_llm.modules.score_normalization import write_score_normalization
+
+        if self._eval_source is None:
+            return
+        results = self.evaluate()
+        if results["score_std"] > 0:
+            write_score_normalization(folder, results["score_mean"], results["score_std"])

@@ -1,0 +1,156 @@
+"""Stages that learn from a data set instead of an environment: SFT and reward models.
+
+Their batches are drawn by the driver: rows `position .. position + batch - 1` of the data set in
+its seeded order, epoch after epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from gymnasium.spaces import Discrete
+from ray.rllib.algorithms.algorithm_config import NotProvided
+from ray.rllib.utils.spaces.repeated import Repeated
+
+from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
+
+PIPELINE_STATE = "rllib_llm"
+EVALUATION_BATCH = 64  # rows scored at once
+
+
+class SupervisedConfig(LanguageModelConfig):
+    """Settings of a data set beside those of the optimiser."""
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class)
+        self._is_online = False  # no environment, no samplers
+        self.data: Any = None
+        self.eval_data: Any = None
+        self.max_length = 256
+        self.shuffle = True
+        self.train_batch_size_per_learner = 64
+        self.evaluation_duration = 256
+        self.evaluation_interval = None
+        # No environment gives spaces; nothing here depends on them.
+        texts = Repeated(Discrete(2), 1)
+        self.observation_space, self.action_space = texts, texts
+
+    def training(
+        self,
+        *,
+        data: Any = NotProvided,
+        eval_data: Any = NotProvided,
+        max_length: int = NotProvided,
+        shuffle: bool = NotProvided,
+        **kwargs,
+    ):
+        """Settings of the data; others are passed on to `LanguageModelConfig`.
+
+        Args:
+            data: file (JSONL, Parquet, text), data-set folder, hub id, or dotted path of a
+                function returning rows; or {path: ..., split: ..., limit: ..., kwargs: ...}.
+            eval_data: held-out rows, the same way; None: no evaluation.
+            max_length: tokens kept of each text.
+            shuffle: draw rows in a seeded order, new in every epoch.
+        """
+        super().training(**kwargs)
+        self._assign(locals(), SupervisedConfig.training)
+        return self
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.data is not None, "data", self.data, "a data set", "it is what is learnt from",
+            "Name a file, a hub id or a dotted path",
+        )  # fmt: skip
+        require(
+            not self.evaluation_interval or self.eval_data is not None, "eval_data", self.eval_data,
+            f"given with evaluation_interval={self.evaluation_interval}",
+            "evaluation needs held-out rows", "Name a data set, or set evaluation_interval: null",
+        )  # fmt: skip
+
+
+class Supervised(LanguageModelAlgorithm):
+    """Subclasses define `make_source(data)` and the learner's `evaluate_batch`."""
+
+    config: SupervisedConfig
+
+    def make_source(self, data: Any, *, shuffle: bool) -> Any:
+        """An object with `batch(position, count)` and `len()`."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_source.")
+
+    def setup(self, config) -> None:
+        self.position = 0  # rows handed out so far
+        super().setup(config)
+        self._source = self.make_source(self.config.data, shuffle=self.config.shuffle)
+        self._eval_source = None
+        if self.config.eval_data is not None:
+            self._eval_source = self.make_source(self.config.eval_data, shuffle=False)
+
+    @classmethod
+    def _should_create_evaluation_env_runners(cls, eval_config) -> bool:
+        return False
+
+    def training_step(self) -> None:
+        if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
+            self.evaluate()
+        start = time.perf_counter()
+        num_rows = self.config.total_train_batch_size
+        rows = self._source.batch(self.position, num_rows)
+        self.update_learners(rows, num_rows)
+        self.position += num_rows
+        self._log(num_rows, rows, time.perf_counter() - start)
+
+    def _log(self, num_rows: int, rows: dict[str, Any], seconds: float) -> None:
+        groups = self.learner_metrics()
+        num_tokens = sum(int(mask.sum()) for name, mask in rows.items() if name.endswith("_mask"))
+        groups["perf"] = {
+            "tokens_per_s": num_tokens / seconds,
+            "samples_per_s": num_rows / seconds,
+            "iteration_seconds": seconds,
+        }
+        lr = groups.pop("", {}).get("lr", 0.0)
+        self.known_metrics = {
+            **groups,
+            "lr": lr,
+            "episode": self.position,
+            "epoch": self.position / len(self._source),
+            "eps": num_rows / seconds,
+        }
+
+    def evaluate(self, parallel_train_future=None) -> dict[str, Any]:
+        """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`."""
+        totals: Counter[str] = Counter()
+        num_rows = min(self.config.evaluation_duration, len(self._eval_source))
+        for position in range(0, num_rows, EVALUATION_BATCH):
+            batch = self._eval_source.batch(position, min(EVALUATION_BATCH, num_rows - position))
+            results = self.learner_group.foreach_learner(
+                lambda learner, batch=batch: learner.evaluate_batch(batch)
+            )
+            for result in results:
+                totals.update(result.get())
+        self.eval_metrics = self.summarize(totals)
+        return dict(self.eval_metrics)
+
+    def summarize(self, totals: Counter[str]) -> dict[str, float]:
+        """Means by name from the learners' `<name>_sum` and `<name>_count`."""
+        names = [key.removesuffix("_sum") for key in totals if key.endswith("_sum")]
+        return {
+            name: totals[f"{name}_sum"] / totals[f"{name}_count"]
+            for name in names
+            if totals[f"{name}_count"]
+        }
+
+    def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
+        state = super().get_state(components, not_components=not_components, **kwargs)
+        state[PIPELINE_STATE] = {"position": self.position, "eval_metrics": self.eval_metrics}
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        if PIPELINE_STATE in state:
+            self.position = state[PIPELINE_STATE]["position"]
+            self.eval_metrics = state[PIPELINE_STATE]["eval_metrics"]

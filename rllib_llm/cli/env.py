@@ -1,0 +1,67 @@
+"""`rllib env`: the environments by name, and a check of your own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rllib_llm.cli.errors import user_errors
+from rllib_llm.cli.session import prepare
+from rllib_llm.cli.yaml_loader import parse_mapping
+
+app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_envs() -> None:
+    """List the environments of this package."""
+    import importlib
+
+    from rllib_llm.envs.registry import ENVIRONMENTS
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", style="cyan", no_wrap=True)
+    table.add_column("what it does")
+    for name, path in sorted(ENVIRONMENTS.items()):
+        doc = importlib.import_module(path.partition(":")[0]).__doc__ or ""
+        sentence = " ".join(doc.strip().partition("\n\n")[0].split())
+        table.add_row(name, sentence.partition(": ")[2] or sentence)
+    Console().print(table)
+
+
+@app.command("check")
+def check(
+    env: Annotated[
+        str, typer.Argument(help="A name, or the dotted path of an environment or its creator.")
+    ],
+    env_config: Annotated[
+        str, typer.Option("--env-config", "-c", help="Its settings, as JSON or YAML.")
+    ] = "{}",
+    num_prompts: Annotated[int, typer.Option(help="Prompts of the batches it is tried with.")] = 3,
+    num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 2,
+) -> None:
+    """Try an environment with random completions and say what it gets wrong.
+
+    Exits with 1 where it breaks the contract.
+    """
+    prepare()
+    with user_errors():
+        from rllib_llm.envs.check_env import check_env
+
+        problems = check_env(
+            env,
+            parse_mapping(env_config, "--env-config"),
+            num_prompts=num_prompts,
+            num_completions=num_completions,
+        )
+    console = Console()
+    if not problems:
+        console.print(f"[green]{env} keeps the contract.[/green]", highlight=False)
+        return
+    console.print(f"[red]{env} has {len(problems)} problem(s):[/red]", highlight=False)
+    for problem in problems:
+        console.print(f"  - {problem}", markup=False, highlight=False)
+    raise typer.Exit(1)

@@ -1,0 +1,117 @@
+"""`rllib evaluate`: results of a checkpoint on held-out prompts."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rllib_llm.cli.errors import UserError, user_errors
+from rllib_llm.cli.metrics_view import flatten, number
+from rllib_llm.cli.options import RayOptions, takes
+from rllib_llm.cli.session import prepare, ray_session
+from rllib_llm.cli.yaml_loader import parse_mapping
+
+
+@takes(RayOptions)
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of `rllib train`.")],
+    duration: Annotated[
+        int | None,
+        typer.Option(
+            "--duration",
+            "--episodes",
+            help="Completions (or episodes) to judge. Default: what the run was configured with.",
+        ),
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option("--env", "-e", help="Another environment than the run's.")
+    ] = None,
+    config: Annotated[
+        str,
+        typer.Option(
+            "--config",
+            "-c",
+            help="Settings laid over the checkpoint's, as JSON or YAML: "
+            '\'{"env_config": {"split": "eval"}}\'.',
+        ),
+    ] = "{}",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="JSON file for the results.")
+    ] = None,
+    *,
+    options: RayOptions,
+) -> None:
+    """Evaluate a checkpoint and print the results."""
+    prepare(options.verbose)
+    with user_errors():
+        settings = parse_mapping(config, "--config")
+        if env is not None:
+            settings["env"] = env
+        if duration is not None:
+            settings["evaluation_duration"] = duration
+        algorithm_config = checkpoint_config(checkpoint, settings)
+    with ray_session(options), user_errors():
+        results = run_evaluation(checkpoint, algorithm_config)
+    flat = {key: value for key, raw in results.items() if (value := number(raw)) is not None}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(flat, indent=1), encoding="utf-8")
+    Console().print(_table(checkpoint, flat))
+
+
+def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
+    """Return the config that the checkpoint was made with, `settings` laid over it.
+
+    Raises:
+        UserError: not a checkpoint of an algorithm.
+        ValueError: unknown or impossible settings.
+    """
+    from ray.rllib.algorithms import Algorithm
+
+    from rllib_llm.config_schema import check_keys, check_values, resolve_classes
+
+    file = checkpoint / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME
+    if not file.is_file():
+        raise UserError(
+            f"checkpoint={str(checkpoint)!r} must be a checkpoint folder of an algorithm: there is "
+            f"no {file.name} in it. `rllib train` prints the checkpoints it wrote."
+        )
+    with file.open("rb") as stream:
+        made = pickle.load(stream)
+    (state, *_), _ = made["ctor_args_and_kwargs"]
+    config = made["class"].get_default_config().from_state(state)
+    check_keys(config, settings, "--config")
+    check_values(config, settings, "--config")
+    config = config.copy(copy_frozen=False).update_from_dict(resolve_classes(settings, "--config"))
+    # Results of this process alone, with an evaluation sampler of its own.
+    config.num_env_runners = 0
+    config.evaluation_interval = config.evaluation_interval or 1
+    config.validate()
+    return config
+
+
+def run_evaluation(checkpoint: Path, config: Any) -> dict[str, Any]:
+    """Return the flat results of one evaluation of the checkpoint under `config`."""
+    from ray.rllib.algorithms import Algorithm
+
+    algorithm = Algorithm.from_checkpoint(str(checkpoint.resolve()), config=config)
+    try:
+        results = algorithm.evaluate()
+        return flatten(getattr(algorithm, "eval_metrics", None) or results)
+    finally:
+        algorithm.stop()
+
+
+def _table(checkpoint: Path, flat: dict[str, float]) -> Table:
+    table = Table(title=str(checkpoint), title_justify="left", title_style="bold")
+    table.add_column("result")
+    table.add_column("value", justify="right")
+    for key in sorted(flat):
+        table.add_row(key, f"{flat[key]:.6g}")
+    return table

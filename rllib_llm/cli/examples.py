@@ -1,0 +1,103 @@
+"""`rllib example`: the ready experiments that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import rllib_llm
+from rllib_llm.cli.errors import UserError, user_errors
+from rllib_llm.cli.options import RunOptions, takes
+from rllib_llm.cli.train import run_file
+from rllib_llm.config_schema import suggestion
+
+app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of an example, as `rllib example list` gives it.")]
+
+
+@app.command("list")
+def list_examples(
+    search: Annotated[
+        str, typer.Option("--filter", "-f", help="Only those with this text in them.")
+    ] = "",
+) -> None:
+    """List the examples."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", style="cyan", no_wrap=True)
+    table.add_column("what it does")
+    for name, file in example_files().items():
+        text = description(file)
+        if search.lower() in f"{name} {text}".lower():
+            table.add_row(name, text)
+    console = Console()
+    console.print(table)
+    console.print(
+        "\nrllib example run NAME   [dim]# or get NAME, to make it your own[/dim]", highlight=False
+    )
+
+
+@app.command("get")
+def get_example(
+    name: Name,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write it to this file instead.")
+    ] = None,
+) -> None:
+    """Print an example's YAML."""
+    with user_errors():
+        text = find_example(name).read_text(encoding="utf-8")
+        if out is None:
+            print(text, end="")
+            return
+        if out.exists():
+            raise UserError(f"--out={str(out)!r} must be a new file: it exists. Choose another.")
+    out.write_text(text, encoding="utf-8")
+
+
+@app.command("run")
+@takes(RunOptions)
+def run_example(name: Name, *, options: RunOptions) -> None:
+    """Run an example; the options are those of `rllib train file`."""
+    with user_errors():
+        file = find_example(name)
+    run_file(file, options)
+
+
+def examples_folder() -> Path:
+    """Return the folder of the examples: inside an installed package, or beside it in a checkout."""
+    package = Path(rllib_llm.__file__).resolve().parent
+    inside = package / "tuned_examples"
+    return inside if inside.is_dir() else package.parent / "tuned_examples"
+
+
+def example_files() -> dict[str, Path]:
+    """Return the examples' files by name, sorted."""
+    return {file.stem: file for file in sorted(examples_folder().glob("*.yaml"))}
+
+
+def find_example(name: str) -> Path:
+    """Return the file of the example called `name`.
+
+    Raises:
+        UserError: no such example, with the nearest names.
+    """
+    files = example_files()
+    name = name.removesuffix(".yaml")
+    if name not in files:
+        raise UserError(f"example={name!r} is not one of the examples. {suggestion(name, files)}")
+    return files[name]
+
+
+def description(file: Path) -> str:
+    """Return the first sentence of the comment at the file's top."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or not line.strip("# "):
+            break
+        lines.append(line.strip("# "))
+    first, dot, _ = " ".join(lines).partition(". ")
+    return first.rstrip(".") + ("." if first else "")

@@ -1,0 +1,69 @@
+"""GRPO, RLOO and REINFORCE++: what each makes of scores and KL; all else is `RLHFLearner`'s."""
+
+from __future__ import annotations
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.learners.advantages import (
+    group_normalized,
+    leave_one_out,
+    masked_whiten,
+    reinforce_returns,
+    token_rewards,
+    zero_variance_groups,
+)
+from rllib_llm.learners.language_model_learner import Batch
+from rllib_llm.learners.rlhf_learner import RLHFLearner
+
+
+class GroupLearner(RLHFLearner):
+    """Shared by algorithms whose advantage is one number per completion, from its group."""
+
+    def row_advantages(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """Advantage [B] of each completion from the processed scores [B]."""
+        raise NotImplementedError(f"{type(self).__name__} must define row_advantages.")
+
+    def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
+        valid, mask = batch[columns.VALID], batch[columns.COMPLETION_MASK]
+        # KL is taken into the score before the baseline.
+        scores = scores - self.reward_kl_coeff * kl.sum(dim=1)
+        advantages = self.row_advantages(scores, valid)
+        flat = zero_variance_groups(scores, self.config.num_completions, valid)
+        self.means.add("train/zero_variance_groups", flat.float().mean() / self.world_size, 1)
+        if self.config.drop_zero_variance_groups:
+            rows = flat.repeat_interleave(self.config.num_completions)
+            batch[columns.COMPLETION_MASK] = mask = mask & ~rows.unsqueeze(1)
+        return {columns.ADVANTAGES: advantages.unsqueeze(1) * mask}
+
+
+class GRPOLearner(GroupLearner):
+    """A_i = (s_i − mean)/(std + 1e-4) (Shao et al. 2024); without std: Dr. GRPO."""
+
+    def row_advantages(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return group_normalized(
+            scores,
+            self.config.num_completions,
+            scale_by_std=self.config.scale_by_std,
+            valid=valid,
+        )
+
+
+class RLOOLearner(GroupLearner):
+    """A_i = s_i − mean of the others (Ahmadian et al. 2024)."""
+
+    def row_advantages(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        advantages = leave_one_out(scores, self.config.num_completions, valid)
+        if not self.config.whiten_advantages:
+            return advantages
+        return masked_whiten(advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
+
+
+class ReinforcePPLearner(RLHFLearner):
+    """REINFORCE++ (Hu 2025): discounted reward-to-go of token rewards, whitened globally."""
+
+    def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
+        mask = batch[columns.COMPLETION_MASK]
+        rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
+        returns = reinforce_returns(rewards, mask, self.config.gamma)
+        return {columns.ADVANTAGES: masked_whiten(returns, mask)}

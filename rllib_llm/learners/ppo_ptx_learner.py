@@ -1,0 +1,79 @@
+"""PPO-ptx (Ouyang et al. 2022, eq. 2): PPO with a critic and a KL to the reference in the reward,
+plus γ_ptx times the cross-entropy of pretraining text in the same optimiser step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm import columns
+from rllib_llm.data.texts import TextSource
+from rllib_llm.learners.advantages import gae, masked_whiten, token_rewards
+from rllib_llm.learners.language_model_learner import Batch
+from rllib_llm.learners.losses import cross_entropy_tokens
+from rllib_llm.learners.rlhf_learner import RLHFLearner
+
+
+class PPOPtxLearner(RLHFLearner):
+    """γ_ptx is `ptx_coeff`; 0 is plain PPO."""
+
+    def build(self) -> None:
+        super().build()
+        self.num_ptx_texts = 0  # position in the pretraining text
+        self._ptx_source = None
+        if self.config.ptx_data is not None:
+            self._ptx_source = TextSource(
+                self.config.ptx_data,
+                tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
+                max_length=self.config.ptx_max_length,
+                seed=self.config.seed or 0,
+                loss_on="all",
+            )
+
+    def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
+        mask = batch[columns.COMPLETION_MASK]
+        rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
+        if self.config.whiten_rewards:
+            rewards = masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = gae(
+            rewards, batch[columns.OLD_VALUES], mask, self.config.gamma, self.config.lambda_
+        )
+        if self.config.whiten_advantages:
+            advantages = masked_whiten(advantages, mask)
+        return {columns.ADVANTAGES: advantages, columns.RETURNS: returns}
+
+    def extra_losses(self) -> Iterator[torch.Tensor]:
+        """γ_ptx · mean cross-entropy over the tokens of `ptx_batch_size` texts per learner.
+
+        With γ_ptx = 0 the cross-entropy is still measured, on one mini-batch per update.
+        """
+        if self._ptx_source is None:
+            return
+        texts = self._next_texts()
+        num_tokens = texts[columns.LOSS_MASK].sum().clamp(min=1)
+        self.means.add_count("loss/ptx_avg", 1)
+        module = self.module[DEFAULT_MODULE_ID].unwrapped()
+        for micro_batch in self.micro_batches(texts):
+            with torch.set_grad_enabled(self.config.ptx_coeff > 0):
+                logprobs = module.forward_train(micro_batch)[columns.TEXT_LOGPROBS]
+                mask = micro_batch[columns.LOSS_MASK]
+                loss = cross_entropy_tokens(logprobs, mask).sum() / num_tokens
+            self.means.add_total("loss/ptx_avg", loss)
+            if self.config.ptx_coeff > 0:
+                yield self.config.ptx_coeff * loss
+
+    def _next_texts(self) -> Batch:
+        num_texts = self.config.ptx_batch_size * self.world_size
+        texts = self._ptx_source.batch(self.num_ptx_texts, num_texts)
+        self.num_ptx_texts += num_texts
+        return {name: column.to(self._device) for name, column in texts.items()}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {**super().get_extra_state(), "num_ptx_texts": self.num_ptx_texts}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        super().set_extra_state(state)
+        self.num_ptx_texts = state["num_ptx_texts"]

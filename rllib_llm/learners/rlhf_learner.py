@@ -1,0 +1,286 @@
+"""From judged completions to one policy update: scores → token rewards → advantages → loss.
+
+`prepare` runs once per update on the whole batch; `compute_loss_for_module` per micro-batch.
+An algorithm is a subclass with one method, `compute_advantages`. The arithmetic is in `kl`,
+`advantages`, `scores` and `losses`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm import columns
+from rllib_llm.learners import losses, scores
+from rllib_llm.learners.batching import micro_batch_indices, restore_rows, take_rows, trim
+from rllib_llm.learners.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
+from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+
+
+class RLHFLearner(LanguageModelLearner):
+    """Policy-gradient learner for whole completions; see the module docstring."""
+
+    def build(self) -> None:
+        self.ref_kl = _kl_coefficient(self.config)
+        self.score_scale = scores.RunningScoreScale()
+        self._approx_kl = 0.0
+        super().build()
+
+    def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
+        """The columns `advantages` [B, T] and, with a critic, `returns` [B, T].
+
+        `scores` [B]: processed, 0 in invalid rows. `kl` [B, T]: estimate against the reference,
+        0 where masked out; to be used only with `self.reward_kl_coeff`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute_advantages.")
+
+    @property
+    def reward_kl_coeff(self) -> float:
+        """The KL coefficient for rewards: 0 when the KL is part of the loss instead."""
+        return self.ref_kl.value if self.config.ref_kl_in == "reward" else 0.0
+
+    # --- once per update ---------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> Batch:
+        batch = dict(batch)
+        # A row whose judge failed keeps its tokens out of every sum.
+        batch[columns.COMPLETION_MASK] &= batch[columns.VALID].unsqueeze(1)
+        self._require_reference(batch)
+        batch.update(self._old_policy(batch))
+        mask = batch[columns.COMPLETION_MASK]
+        kl = torch.zeros_like(batch[columns.OLD_LOGPROBS])
+        if columns.REF_LOGPROBS in batch:
+            estimator = self.config.ref_kl_estimator if self.config.ref_kl_in == "reward" else "k1"
+            estimate = kl_estimate(
+                batch[columns.OLD_LOGPROBS], batch[columns.REF_LOGPROBS], estimator
+            )
+            kl = estimate.where(mask, 0.0)
+        processed = self._process_scores(batch)
+        batch.update(self.compute_advantages(batch, processed, kl))
+        self._log_objective(batch, processed, kl)
+        if columns.REF_LOGPROBS in batch:
+            valid = batch[columns.VALID]
+            num_valid = int(valid.sum())
+            if num_valid:
+                self.ref_kl.update(float(kl.sum() / num_valid), num_valid)
+        return batch
+
+    def _require_reference(self, batch: Batch) -> None:
+        if columns.REF_LOGPROBS not in batch and self.ref_kl.value > 0:
+            raise ValueError(
+                f"ref_kl_coeff={self.ref_kl.value} must be 0 without a reference: the environment "
+                "gave no reference log-probs. Set env_config.reference (the SFT model), or "
+                "ref_kl_coeff=0."
+            )
+
+    @torch.no_grad()
+    def _old_policy(self, batch: Batch) -> Batch:
+        """Log-probs and values of the policy before the update, each row by one learner."""
+        sampled = batch[columns.SAMPLER_LOGPROBS]
+        module = self.module[DEFAULT_MODULE_ID].unwrapped()
+        if not (module.has_critic or self.config.recompute_old_logprobs):
+            return {columns.OLD_LOGPROBS: sampled}
+        names = [columns.LOGPROBS] + [columns.VALUES] * module.has_critic
+        mine = self.share(torch.arange(len(sampled)))
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        rows = micro_batch_indices(
+            take_rows(batch, mine),
+            micro_batch_size=self.config.micro_batch_size,
+            token_budget=self.config.micro_batch_tokens,
+        ) if len(mine) else []
+        for index in rows:
+            outputs = module.forward_train(trim(take_rows(batch, mine[index])))
+            for name in names:
+                parts[name].append(outputs[name])
+        old = {columns.LOGPROBS: columns.OLD_LOGPROBS, columns.VALUES: columns.OLD_VALUES}
+        whole = {}
+        for name in names:
+            column = torch.zeros_like(sampled)
+            if len(mine):
+                column[mine] = restore_rows(parts[name], rows, sampled.shape[1])
+            whole[old[name]] = self.all_reduce(column)
+        return whole
+
+    def _process_scores(self, batch: Batch) -> torch.Tensor:
+        """Scores [B] after penalties, clipping and running scaling, in this order."""
+        config = self.config
+        lengths = batch[columns.COMPLETION_MASK].sum(dim=1)
+        score = batch[columns.SCORES].float()
+        if config.missing_eos_penalty:
+            score = scores.missing_eos_penalty(
+                score, batch[columns.FINISHED], config.missing_eos_penalty
+            )
+        if config.length_penalty:
+            score = scores.length_penalty(score, lengths, config.length_penalty)
+        if config.overlong_buffer:
+            score = scores.overlong_penalty(
+                score, lengths, config.max_new_tokens, config.overlong_buffer
+            )
+        if config.score_clip is not None:
+            score = scores.clip_scores(score, config.score_clip)
+        if config.scale_scores:
+            self.score_scale.update(score, batch[columns.VALID])
+            score = self.score_scale.scale(score)
+        return score.where(batch[columns.VALID], 0.0)
+
+    # --- per micro-batch ---------------------------------------------------------------------
+
+    def start_minibatch(self, minibatch: Batch) -> None:
+        mask = minibatch[columns.COMPLETION_MASK]
+        self.denominators = losses.LossDenominators.count(mask, self.config.max_new_tokens)
+        self._approx_kl_total = torch.zeros((), device=self._device)
+        for name in (
+            "policy/approxkl_avg",
+            "policy/clipfrac_avg",
+            "policy/entropy_avg",
+            "val/clipfrac_avg",
+            "val/ratio",
+            "val/ratio_square",
+            "sampler/logprob_gap",
+            "loss/ref_kl_avg",
+        ):
+            self.means.add_count(name, mask.sum())
+        for name in ("loss/policy_avg", "loss/value_avg"):
+            self.means.add_count(name, 1)
+
+    def compute_loss_for_module(
+        self, *, module_id: str, config: Any, batch: Batch, fwd_out: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        mask = batch[columns.COMPLETION_MASK]
+        logprobs = fwd_out[columns.LOGPROBS]
+        policy = losses.policy_loss(
+            logprobs,
+            batch[columns.OLD_LOGPROBS],
+            batch[columns.ADVANTAGES],
+            mask,
+            kind=config.policy_loss,
+            clip_low=config.clip_param,
+            clip_high=config.clip_param if config.clip_param_high is None
+            else config.clip_param_high,
+            dual_clip=config.dual_clip,
+            weights=self._importance_weights(batch),
+        )
+        loss = policy_loss = self._reduce(policy.per_token, mask)
+        if config.ref_kl_in == "loss" and self.ref_kl.value > 0:
+            loss = loss + self.ref_kl.value * self._reduce(
+                self._loss_kl(logprobs, batch, policy.stats["ratio"], mask), mask
+            )
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * self._reduce(
+                fwd_out[columns.ENTROPY].where(mask, 0.0), mask
+            )
+        if columns.RETURNS in batch:
+            loss = loss + config.vf_loss_coeff * self._value_loss(batch, fwd_out, mask)
+        self.means.add_total("loss/policy_avg", policy_loss)
+        self._log_policy(batch, fwd_out, policy.stats, mask)
+        return loss
+
+    def _reduce(self, per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return losses.reduce_loss(per_token, mask, self.config.loss_reduction, self.denominators)
+
+    def _importance_weights(self, batch: Batch) -> torch.Tensor | None:
+        """Correction for the gap between sampler and trainer, where old log-probs are the
+        trainer's own (Yao et al. 2025); None when it is off."""
+        if self.config.importance_sampling is None:
+            return None
+        return losses.truncated_importance_weights(
+            batch[columns.OLD_LOGPROBS],
+            batch[columns.SAMPLER_LOGPROBS],
+            cap=self.config.importance_sampling_cap,
+            mode=self.config.importance_sampling,
+        )
+
+    def _loss_kl(self, logprobs, batch: Batch, ratio, mask) -> torch.Tensor:
+        unbiased = ratio if self.config.ref_kl_unbiased else None
+        kl = kl_estimate(
+            logprobs, batch[columns.REF_LOGPROBS], self.config.ref_kl_estimator, ratio=unbiased
+        ).where(mask, 0.0)
+        self.means.add_total("loss/ref_kl_avg", kl.sum())
+        return kl
+
+    def _value_loss(self, batch: Batch, fwd_out: dict, mask: torch.Tensor) -> torch.Tensor:
+        per_token, clipped = losses.value_loss(
+            fwd_out[columns.VALUES],
+            batch[columns.OLD_VALUES],
+            batch[columns.RETURNS],
+            mask,
+            clip=self.config.vf_clip_param,
+        )
+        value_loss = losses.reduce_loss(per_token, mask, "token_mean", self.denominators)
+        self.means.add_total("loss/value_avg", value_loss)
+        self.means.add_total("val/clipfrac_avg", clipped.sum())
+        return value_loss
+
+    def should_stop(self) -> bool:
+        """Stops the epochs once the policy is too far from the one that sampled."""
+        target = self.config.target_kl
+        if target is None:
+            return False
+        total = self.all_reduce(self._approx_kl_total.clone())
+        return bool(total / self.denominators.num_tokens > 1.5 * target)
+
+    # --- metrics -----------------------------------------------------------------------------
+
+    def _log_objective(self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor) -> None:
+        """Known names of the field (TRL's PPO); means over valid rows. The whole batch is here,
+        so each learner adds its share of the rows only."""
+        mask, valid = batch[columns.COMPLETION_MASK], batch[columns.VALID]
+        kl_sum = kl.sum(dim=1)
+        non_score = -self.reward_kl_coeff * kl_sum
+        per_row = {
+            "objective/kl": kl_sum,
+            "objective/entropy": -batch[columns.OLD_LOGPROBS].where(mask, 0.0).sum(dim=1),
+            "objective/non_score_reward": non_score,
+            "objective/rlhf_reward": processed + non_score,
+            "objective/scores": batch[columns.SCORES].float(),
+            "val/num_eos_tokens": batch[columns.FINISHED].float(),
+            "train/output_length": mask.sum(dim=1).float(),
+        }
+        mine = torch.zeros_like(valid)
+        mine[self.share(torch.arange(len(valid)))] = True
+        for name, column in per_row.items():
+            self.means.add(name, column[valid & mine].sum(), valid.sum())
+        self.means.add("objective/ref_kl_coeff", self.ref_kl.value / self.world_size, 1)
+        self.means.add("train/num_invalid", (~valid & mine).sum(), 1)
+
+    def _log_policy(self, batch: Batch, fwd_out: dict, stats: dict, mask: torch.Tensor) -> None:
+        with torch.no_grad():
+            logprobs = fwd_out[columns.LOGPROBS]
+            change = (logprobs - batch[columns.OLD_LOGPROBS]).where(mask, 0.0)
+            gap = (batch[columns.OLD_LOGPROBS] - batch[columns.SAMPLER_LOGPROBS]).where(mask, 0.0)
+            ratio = stats["ratio"].where(mask, 0.0)
+            approx_kl = 0.5 * change.square().sum()
+            self._approx_kl_total += approx_kl
+            self.means.add_total("policy/approxkl_avg", approx_kl)
+            self.means.add_total("policy/clipfrac_avg", stats["clipped"].sum())
+            entropy = fwd_out[columns.ENTROPY].where(mask, 0.0).sum()
+            self.means.add_total("policy/entropy_avg", entropy)
+            self.means.add_total("val/ratio", ratio.sum())
+            self.means.add_total("val/ratio_square", ratio.square().sum())
+            self.means.add_total("sampler/logprob_gap", gap.abs().sum())
+
+    # --- state -------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {
+            **super().get_extra_state(),
+            "ref_kl": self.ref_kl.state_dict(),
+            "ref_kl_init": self.config.ref_kl_coeff,
+            "score_scale": self.score_scale.state_dict(),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        super().set_extra_state(state)
+        self.score_scale.load_state_dict(state["score_scale"])
+        # A coefficient that was set anew (population-based search) wins over the checkpoint's.
+        if state["ref_kl_init"] == self.config.ref_kl_coeff and self.config.ref_kl_target:
+            self.ref_kl.load_state_dict(state["ref_kl"])
+
+
+def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:
+    if config.ref_kl_target is None:
+        return FixedKLCoefficient(config.ref_kl_coeff)
+    return AdaptiveKLCoefficient(config.ref_kl_coeff, config.ref_kl_target, config.ref_kl_horizon)
+

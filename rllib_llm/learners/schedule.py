@@ -1,0 +1,40 @@
+"""Learning-rate schedules counted in optimiser updates."""
+
+from __future__ import annotations
+
+import math
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate_factor(
+    update: int, *, schedule: str, num_warmup_updates: int, num_total_updates: int | None
+) -> float:
+    """What the base learning rate is multiplied by at `update` (0 = the first).
+
+    Linear warm-up from 1/(n+1) over `num_warmup_updates`, then constant, or linear or cosine
+    decay to 0 at `num_total_updates` (SGDR, Loshchilov & Hutter 2017, eq. 5, without restarts).
+
+    Raises:
+        ValueError: unknown schedule, or a decay without `num_total_updates`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"lr_schedule={schedule!r} must be one of {SCHEDULES}: no other is known. "
+            "Choose 'constant' to leave the learning rate as it is after warm-up."
+        )
+    if update < num_warmup_updates:
+        return (update + 1) / (num_warmup_updates + 1)
+    if schedule == "constant":
+        return 1.0
+    if not num_total_updates:
+        raise ValueError(
+            f"lr_num_updates={num_total_updates!r} must be a positive number of updates with "
+            f"lr_schedule={schedule!r}: the decay needs its end. Set it to the optimiser updates "
+            "of the whole run."
+        )
+    span = max(1, num_total_updates - num_warmup_updates)
+    progress = min(1.0, (update - num_warmup_updates) / span)
+    if schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,178 @@
+"""The policy: an RLModule around any Hugging Face causal language model, with a critic.
+
+    forward_exploration(prompts) -> completions sampled, with the sampler's own log-probs
+    forward_inference(prompts)   -> the same, greedily
+    forward_train(batch)         -> log-probs, entropy and values of the completion tokens only
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, ValueFunctionAPI
+from torch import nn
+
+from rllib_llm import columns
+from rllib_llm.modules.hugging_face_module import HuggingFaceModule
+from rllib_llm.modules.logprobs import (
+    CompletionOutputs,
+    completion_hidden,
+    score_completions,
+    text_logprobs,
+)
+from rllib_llm.modules.pretrained import (
+    load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
+    score_head,
+)
+from rllib_llm.modules.score_normalization import read_score_normalization
+from rllib_llm.sampling.engine import Completions, generate
+from rllib_llm.sampling.params import SamplingParams
+
+CRITICS = ("shared", "separate", "none")
+
+
+class ValueHead(nn.Module):
+    """Linear map from the trunk's last hidden state [..., hidden] to a value [...]."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        # Values start at 0: the first advantages are then the rewards themselves.
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float()
+
+
+class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
+    """Policy and critic. `model_config` keys:
+
+    pretrained_model: folder, hub id or dotted path of the policy (and its tokenizer).
+    dtype: torch dtype name of the weights.
+    critic: "shared" (a value head on the policy's trunk), "separate" (a trunk of its own) or
+        "none" (critic-free algorithms).
+    critic_model: what a separate critic starts from, usually the reward model; the policy's model
+        when None.
+    temperature: sampling temperature, by which logits are divided here as well.
+    """
+
+    def setup(self) -> None:
+        config = self.model_config
+        self.temperature = float(config["temperature"])
+        self.tokenizer = load_tokenizer(config["pretrained_model"])
+        self.model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
+        self.has_critic = config["critic"] != "none" and not self.inference_only
+        if not self.has_critic:
+            return
+        if config["critic"] == "shared":
+            self.value_head = ValueHead(_hidden_size(self.model))
+        else:
+            self.critic, self.value_head = _separate_critic(config)
+
+    def get_non_inference_attributes(self) -> list[str]:
+        return ["value_head", "critic"]
+
+    # --- sampling --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _forward_exploration(
+        self,
+        batch: dict[str, Any],
+        *,
+        params: SamplingParams,
+        num_completions: int = 1,
+        noise: torch.Tensor | None = None,
+        **kwargs,
+    ) -> dict[str, torch.Tensor]:
+        completions: Completions = generate(
+            self.model,
+            batch[columns.PROMPT_IDS],
+            batch[columns.PROMPT_MASK],
+            params,
+            num_completions=num_completions,
+            noise=noise,
+        )
+        return {
+            columns.COMPLETION_IDS: completions.completion_ids,
+            columns.COMPLETION_MASK: completions.completion_mask,
+            columns.SAMPLER_LOGPROBS: completions.logprobs,
+            columns.FINISHED: completions.finished,
+        }
+
+    _forward_inference = _forward_exploration
+
+    # --- learning --------------------------------------------------------------------------
+
+    def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
+        """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
+        are given (`input_ids`), `text_logprobs` [N, L] of their target tokens."""
+        outputs: dict[str, torch.Tensor] = {}
+        if columns.COMPLETION_IDS in batch:
+            scored = self._score(batch)
+            outputs[columns.LOGPROBS] = scored.logprobs
+            outputs[columns.ENTROPY] = scored.entropy
+            if self.has_critic:
+                outputs[columns.VALUES] = self.compute_values(batch, embeddings=scored.hidden)
+        if columns.INPUT_IDS in batch:
+            outputs[columns.TEXT_LOGPROBS] = text_logprobs(
+                self.model,
+                batch[columns.INPUT_IDS],
+                batch[columns.ATTENTION_MASK],
+                batch[columns.LOSS_MASK],
+            )
+        return outputs
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+        """Values [B, T] of the states before each completion token.
+
+        `embeddings` [B, T, hidden]: the policy trunk's hidden states, where they are known.
+        """
+        if self.model_config["critic"] == "separate":
+            embeddings = completion_hidden(self.critic, *_completion_columns(batch))
+        elif embeddings is None:
+            embeddings = self._score(batch).hidden
+        return self.value_head(embeddings)
+
+    def _score(self, batch: dict[str, Any]) -> CompletionOutputs:
+        return score_completions(
+            self.model,
+            *_completion_columns(batch),
+            temperature=self.temperature,
+            entropy=True,
+            hidden=self.model_config["critic"] == "shared" and self.has_critic,
+        )
+
+
+def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return (
+        batch[columns.PROMPT_IDS],
+        batch[columns.PROMPT_MASK],
+        batch[columns.COMPLETION_IDS],
+        batch[columns.COMPLETION_MASK],
+    )
+
+
+def _hidden_size(model: nn.Module) -> int:
+    return model.config.get_text_config().hidden_size
+
+
+def _separate_critic(config: dict[str, Any]) -> tuple[nn.Module, ValueHead]:
+    """The separate critic's trunk and head: the reward model's where one is named, with its scale
+    of scores, else the policy's trunk and a head of zeros."""
+    source = config.get("critic_model")
+    if source is None:
+        model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
+        return model.base_model, ValueHead(_hidden_size(model))
+    model = load_sequence_classifier(source, dtype=config["dtype"])
+    value_head = ValueHead(_hidden_size(model))
+    head = score_head(model)
+    if head.out_features == 1:
+        mean, std = read_score_normalization(source) or (0.0, 1.0)
+        with torch.no_grad():
+            value_head.linear.weight.copy_(head.weight / std)
+            value_head.linear.bias.fill_(-mean / std)
+    return model.base_model, value_head

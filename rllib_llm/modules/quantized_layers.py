@@ -1,0 +1,104 @@
+"""The linear layers of a model: which may be quantised, which are, and how many bytes they hold."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+_CLASSIFIER_HEADS = ("score", "classifier", "classification_head")
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """Names of the modules that stay unquantised: the LM head, or a classifier's whole head."""
+    output = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if module is output or (name in _CLASSIFIER_HEADS and isinstance(module, nn.Module))
+    ]
+
+
+def quantizable_layers(model: nn.Module, heads: list[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """(name, layer) of every linear layer outside `heads`, quantised already or not."""
+    for name, module in model.named_modules():
+        in_head = any(name == head or name.startswith(head + ".") for head in heads)
+        if isinstance(module, nn.Linear) and not in_head:
+            yield name, module
+
+
+def is_quantized(layer: nn.Linear) -> bool:
+    """True where the weight of `layer` is stored in eight bits or fewer."""
+    weight: Tensor = layer.weight
+    while hasattr(weight, "__tensor_flatten__"):  # torchao: a tensor of tensors, values first
+        weight = getattr(weight, weight.__tensor_flatten__()[0][0])
+    return weight.element_size() == 1
+
+
+def verify_quantized(model: nn.Module, quantization: str) -> None:
+    """Checks that the quantisation asked for took effect; warns where it did in part.
+
+    Raises:
+        ValueError: no layer of `model` was quantised.
+    """
+    layers = list(quantizable_layers(model, head_names(model)))
+    left = [name for name, layer in layers if not is_quantized(layer)]
+    if len(left) == len(layers):
+        raise ValueError(
+            f"quantization={quantization!r} must find linear layers: {type(model).__name__} has "
+            f"{len(layers)} outside its head and none could be quantised. Choose 'bf16' or 'none'."
+        )
+    if left:
+        warnings.warn(
+            f"{len(left)} of {len(layers)} linear layers of {type(model).__name__} stay "
+            f"unquantised, the first is {left[0]!r}.",
+            stacklevel=2,
+        )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all parameters and buffers, scales of quantised weights included."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({id(tensor): _tensor_bytes(tensor) for tensor in tensors}.values())
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_tensor_bytes(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0])
+    size = tensor.numel() * tensor.element_size()
+    scales = [getattr(tensor, "SCB", None)]  # bitsandbytes: row scales of int8 ...
+    state = getattr(tensor, "quant_state", None)  # ... and block scales of nf4, quantised too
+    while state is not None:
+        scales += [state.absmax, state.code]
+        state = state.state2
+    return size + sum(s.numel() * s.element_size() for s in scales if s is not None)
+
+
+def bitsandbytes_layer(layer: nn.Linear, quantization: str) -> nn.Linear:
+    """The bitsandbytes twin of `layer`; its weight is quantised when it is moved to a device."""
+    from bitsandbytes import nn as bnb
+
+    sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+    weight = layer.weight.data
+    if quantization == "int8":
+        twin = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
+        twin.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    else:
+        twin = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, quant_type="nf4")
+        twin.weight = bnb.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+        )
+    twin.bias = layer.bias
+    return twin.eval()
+
+
+def linear_for_conv1d(model: nn.Module) -> None:
+    """Replaces GPT-2's Conv1D layers, linear layers stored transposed, by nn.Linear."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            twin = nn.Linear(*module.weight.shape, device="meta")
+            twin.weight = nn.Parameter(module.weight.data.T.contiguous())
+            twin.bias = module.bias
+            model.set_submodule(name, twin.eval())

@@ -1,0 +1,309 @@
+"""The sampler: draws prompts from its environment, generates completions, has them judged.
+
+A request names prompts by position, and a completion's randomness is a function of seed and
+position. So a sampler has no state worth saving: any of them, new or restarted, gives the same
+completions for the same request and weights.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from ray.rllib.callbacks.utils import make_callback
+from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
+from ray.rllib.env.env_context import EnvContext
+from ray.rllib.env.env_runner import EnvRunner
+from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
+from ray.rllib.utils.checkpoints import Checkpointable
+from ray.rllib.utils.framework import get_device
+from ray.rllib.utils.metrics import (
+    EPISODE_RETURN_MEAN,
+    NUM_ENV_STEPS_SAMPLED,
+    NUM_ENV_STEPS_SAMPLED_LIFETIME,
+    NUM_EPISODES,
+)
+from ray.rllib.utils.typing import StateDict
+
+from rllib_llm import columns
+from rllib_llm.envs.registry import make
+from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.sampling.params import SamplingParams
+from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
+from rllib_llm.weights.broadcast import PublishedWeights, WeightsReceiver
+
+EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
+
+
+class RLHFEnvRunner(EnvRunner, Checkpointable):
+    """EnvRunner for variable-length token actions, in the driver's process or a remote actor."""
+
+    def __init__(self, *, config, **kwargs):
+        # RLlib seeds every process, which would give all samplers the same global random state;
+        # nothing here draws from it.
+        super().__init__(config=config, **kwargs)
+        self.module = None
+        self.weights = WeightsReceiver()
+        self._pending_state: StateDict | None = None
+        self._stop_token_ids: tuple[int, ...] | None = None
+        self._position = 0  # of plain `sample()` calls only
+        self._callbacks = [cls() for cls in self._callback_classes()]
+        self._device = get_device(
+            self.config, 0 if not self.worker_index else self.config.num_gpus_per_env_runner
+        )
+        self.make_env()
+        if self.worker_index:  # the local one usually shares the learner's module
+            torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
+            self.make_module()
+
+    def _callback_classes(self) -> list[type]:
+        classes = self.config.callbacks_class
+        return list(classes) if isinstance(classes, (list, tuple)) else [classes]
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def make_env(self) -> None:
+        """The environment replica of this sampler, with its own frozen models."""
+        config = self.config
+        settings = dict(config.env_config)
+        settings.setdefault("model", config.pretrained_model)
+        settings.setdefault("max_completion_len", config.max_new_tokens)
+        settings.setdefault("temperature", config.temperature)
+        settings.setdefault("seed", config.seed or 0)
+        settings.setdefault("device", str(self._device))
+        settings.setdefault("split", "eval" if config.in_evaluation else "train")
+        if config.in_evaluation or not config.ref_kl_coeff:
+            settings.setdefault("reference", None)
+        else:
+            settings.setdefault("reference", {"model": config.pretrained_model})
+        context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
+        self.env = make(config.env, context)
+        make_callback(
+            "on_environment_created",
+            callbacks_objects=self._callbacks,
+            callbacks_functions=config.callbacks_on_environment_created,
+            kwargs={
+                "env_runner": self,
+                "metrics_logger": self.metrics,
+                "env": self.env,
+                "env_context": context,
+            },
+        )
+
+    def make_module(self) -> None:
+        """The policy of this sampler, without critic, on its device."""
+        spec = self.config.get_multi_rl_module_spec(
+            spaces=self.get_spaces(), inference_only=True
+        ).rl_module_specs[DEFAULT_MODULE_ID]
+        self.module = spec.build().to(self._device)
+        if self._pending_state is not None:
+            self.module.set_state(self._pending_state)
+            self._pending_state = None
+
+    def share_module(self, module) -> None:
+        """Samples with `module` itself, the learner's in the same process: no copy, no transfer."""
+        self.module = module
+        self._pending_state = None
+
+    def get_spaces(self) -> dict[str, tuple]:
+        spaces = (self.env.single_observation_space, self.env.single_action_space)
+        return {"__env_single__": spaces, "__env__": spaces, DEFAULT_MODULE_ID: spaces}
+
+    def assert_healthy(self) -> None:
+        assert self.env is not None, "the environment was not created"
+
+    # --- sampling ----------------------------------------------------------------------------
+
+    def sample(
+        self,
+        *,
+        num_timesteps: int | None = None,
+        num_episodes: int | None = None,
+        explore: bool | None = None,
+        random_actions: bool = False,
+        force_reset: bool = False,
+    ) -> list[MultiAgentBatch]:
+        """RLlib's own call: one judged batch of at least so many completions (an episode and a
+        step are the same here), from where the last such call ended."""
+        if random_actions:
+            raise ValueError(
+                "random_actions=True must be False: random token ids are no text. "
+                "Sample from the policy."
+            )
+        group = self.config.num_completions
+        num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
+        explore = self.config.explore if explore is None else explore
+        batch = self._serve(SampleRequest(self._position, num_prompts, group, explore))
+        self._position += num_prompts
+        self._log_samples(batch)
+        rows = SampleBatch(batch.columns)
+        return [MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=batch.num_rows)]
+
+    def serve(
+        self, request: SampleRequest, published: PublishedWeights
+    ) -> JudgedBatch | SampleFailure:
+        """Judged completions made with the published weights, on the CPU when this is an actor.
+
+        An exception is returned as text: raised in an actor it would end it, and the driver
+        would see a dead sampler instead of the reason.
+        """
+        try:
+            self.weights.ensure(published, self._load_weights)
+            batch = self._serve(request)
+        except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
+            if not self.worker_index:
+                raise
+            return SampleFailure.from_exception(error)
+        batch.columns[columns.WEIGHTS_VERSION] = torch.full(
+            (batch.num_rows,), self.weights.version, dtype=torch.int64, device=self._device
+        )
+        batch.weights = {
+            "load_seconds": self.weights.load_seconds,
+            "received_bytes": float(self.weights.num_bytes),
+        }
+        make_callback(
+            "on_sample_end",
+            callbacks_objects=self._callbacks,
+            callbacks_functions=self.config.callbacks_on_sample_end,
+            kwargs={"env_runner": self, "metrics_logger": self.metrics, "samples": [batch]},
+        )
+        return batch.to("cpu") if self.worker_index else batch
+
+    def _serve(self, request: SampleRequest) -> JudgedBatch:
+        if self.module is None:
+            self.make_module()
+        limit = self.config.sampling_batch_size or request.num_prompts * request.num_completions
+        step = max(1, limit // request.num_completions)
+        return concatenate(
+            [
+                self._serve_at_once(request.part(start, min(step, request.num_prompts - start)))
+                for start in range(0, request.num_prompts, step)
+            ]
+        )
+
+    def _serve_at_once(self, request: SampleRequest) -> JudgedBatch:
+        n = request.num_completions
+        self.env.return_texts = request.return_texts
+        observation, prompt_infos = self.env.reset(
+            options={
+                "position": request.position,
+                "num_prompts": request.num_prompts,
+                "num_completions": n,
+            }
+        )
+        start = time.perf_counter()
+        first = request.position * n
+        row_ids = torch.arange(first, first + request.num_prompts * n)
+        completions = self._generate(observation, row_ids, request)
+        generated = time.perf_counter()
+        _, rewards, _, _, infos = self.env.step(completions)
+        judged = time.perf_counter()
+        row_columns = {
+            **observation,
+            **completions,
+            columns.SCORES: infos["scores"],
+            columns.VALID: infos["valid"],
+            columns.PROMPT_INDEX: prompt_infos["prompt_index"],
+            columns.ROW_ID: row_ids.to(rewards.device),
+        }
+        if "ref_logprobs" in infos:
+            row_columns[columns.REF_LOGPROBS] = infos["ref_logprobs"]
+        texts = {}
+        if request.return_texts:
+            texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
+        return JudgedBatch(
+            columns=row_columns,
+            rewards=rewards,
+            components=infos["components"],
+            metrics=infos["metrics"],
+            texts=texts,
+            timings={"generate_seconds": generated - start, "judge_seconds": judged - generated},
+        )
+
+    def _generate(
+        self, observation: dict[str, Any], row_ids: torch.Tensor, request: SampleRequest
+    ) -> dict[str, torch.Tensor]:
+        params = self._sampling_params(request.explore)
+        n = request.num_completions
+        prompts = {
+            name: observation[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)
+        }
+        noise = None
+        if not params.greedy:
+            seed = (self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation)
+            noise = uniform_noise(seed, row_ids, params.max_new_tokens)
+        forward = (
+            self.module.forward_exploration if request.explore else self.module.forward_inference
+        )
+        return forward(prompts, params=params, num_completions=n, noise=noise)
+
+    def _sampling_params(self, explore: bool) -> SamplingParams:
+        config = self.config
+        if self._stop_token_ids is None:
+            # Here, since transformers would make importing the package slow.
+            from rllib_llm.modules.tokenizer import eos_token_ids
+
+            stops = config.stop_token_ids
+            if stops is None:
+                stops = eos_token_ids(self.module.model, self.module.tokenizer)
+            self._stop_token_ids = tuple(stops)
+        return SamplingParams(
+            pad_token_id=self.module.tokenizer.pad_token_id,
+            stop_token_ids=self._stop_token_ids,
+            max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            greedy=not explore,
+        )
+
+    # --- RLlib's side ------------------------------------------------------------------------
+
+    def _log_samples(self, batch: JudgedBatch) -> None:
+        for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
+            self.metrics.log_value(name, batch.num_rows, reduce="sum")
+        self.metrics.log_value(
+            NUM_ENV_STEPS_SAMPLED_LIFETIME, batch.num_rows, reduce="lifetime_sum"
+        )
+        self.metrics.log_value(EPISODE_RETURN_MEAN, float(batch.rewards.mean()), window=1)
+
+    def get_metrics(self) -> dict[str, Any]:
+        return self.metrics.reduce()
+
+    def get_state(self, components=None, *, not_components=None, **kwargs) -> StateDict:
+        """Weights only: all else is a function of the request."""
+        if not self._check_component(COMPONENT_RL_MODULE, components, not_components):
+            return {}
+        if self.module is None:
+            self.make_module()
+        weights = self.module.get_state(inference_only=True)
+        return {COMPONENT_RL_MODULE: {DEFAULT_MODULE_ID: weights}}
+
+    def set_state(self, state: StateDict) -> None:
+        if COMPONENT_RL_MODULE not in state:
+            return
+        weights = state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
+        if self.module is None:
+            self._pending_state = weights
+        else:
+            self._load_weights(weights)
+
+    def _load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        if self.module is None:
+            self.make_module()
+        self.module.set_state(weights)
+
+    def get_ctor_args_and_kwargs(self):
+        return (), {
+            "config": self.config,
+            "worker_index": self.worker_index,
+            "num_workers": self.num_workers,
+        }
+
+    def get_checkpointable_components(self):
+        return []
+
+    def stop(self) -> None:
+        self.env.close()

@@ -1,0 +1,145 @@
+"""What the driver asks of a sampler, and what it gets back."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+
+from rllib_llm import columns
+
+Column = torch.Tensor
+# Columns padded on the left; all other two-dimensional ones are padded on the right.
+_LEFT_PADDED = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Prompts `position .. position + num_prompts - 1`, `num_completions` of each."""
+
+    position: int
+    num_prompts: int
+    num_completions: int = 1
+    explore: bool = True
+    return_texts: bool = False
+
+    def part(self, start: int, num_prompts: int) -> SampleRequest:
+        """The request for `num_prompts` of these prompts, from the `start`-th on."""
+        return SampleRequest(
+            self.position + start, num_prompts, self.num_completions, self.explore,
+            self.return_texts,
+        )  # fmt: skip
+
+
+@dataclass
+class JudgedBatch:
+    """Judged completions of one request.
+
+    columns: the training columns of `rllib_llm.columns`, B rows, on the sampler's device.
+    rewards: [B] float32, the environment's own (score minus its KL share).
+    components, metrics: [B] float32 by name; what the score is made of, and what it is not.
+    texts: {"prompt": [...], "completion": [...]} when asked for.
+    """
+
+    columns: dict[str, Column]
+    rewards: Column
+    components: dict[str, Column] = field(default_factory=dict)
+    metrics: dict[str, Column] = field(default_factory=dict)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rewards)
+
+    def to(self, device: torch.device | str) -> JudgedBatch:
+        """The batch with its tensors on `device`."""
+
+        def move(columns_: dict[str, Column]) -> dict[str, Column]:
+            return {name: column.to(device) for name, column in columns_.items()}
+
+        return JudgedBatch(
+            move(self.columns), self.rewards.to(device), move(self.components),
+            move(self.metrics), self.texts, self.timings, self.weights,
+        )  # fmt: skip
+
+    # --- summaries ---------------------------------------------------------------------------
+
+    def train_metrics(self) -> dict[str, float]:
+        """`rewards` and one `<component>_rewards` each, means over rows that were judged."""
+        valid = self.columns[columns.VALID]
+        means = {"rewards": _mean(self.rewards, valid)}
+        for name, column in self.components.items():
+            means[f"{name}_rewards"] = _mean(column, valid)
+        return means
+
+    def env_metrics(self) -> dict[str, float]:
+        """Means of the environment's diagnostics, and `distinct`: the share of completions that
+        no other row of the batch has, counted once each."""
+        valid = self.columns[columns.VALID]
+        means = {name: _mean(column, valid) for name, column in self.metrics.items()}
+        # Pad ids behind the end are all alike: equal rows are equal completions.
+        ids = self.columns[columns.COMPLETION_IDS]
+        means["distinct"] = len(torch.unique(ids, dim=0)) / max(1, len(ids))
+        return means
+
+    def weights_metrics(self) -> dict[str, float]:
+        """Seconds and bytes of the last load, and the oldest version that sampled a row."""
+        return {
+            **self.weights,
+            "oldest_version": int(self.columns[columns.WEIGHTS_VERSION].min()),
+        }
+
+
+@dataclass(frozen=True)
+class SampleFailure:
+    """An exception raised while a request was served, as text that survives any process."""
+
+    error: str
+    traceback: str
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> SampleFailure:
+        lines = "".join(traceback.format_exception(error))
+        return cls(f"{type(error).__name__}: {error}", lines)
+
+
+def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
+    """One batch of all rows, in this order; shorter rows are padded where they were padded."""
+    if len(batches) == 1:
+        return batches[0]
+    names = batches[0].columns
+    return JudgedBatch(
+        columns={name: _stack([b.columns[name] for b in batches], name) for name in names},
+        rewards=torch.cat([b.rewards for b in batches]),
+        components=_concatenate_all([b.components for b in batches]),
+        metrics=_concatenate_all([b.metrics for b in batches]),
+        texts={
+            name: [text for b in batches for text in b.texts[name]] for name in batches[0].texts
+        },
+        # Samplers work at the same time: the slowest is what was waited for.
+        timings={name: max(b.timings[name] for b in batches) for name in batches[0].timings},
+        weights={name: max(b.weights[name] for b in batches) for name in batches[0].weights},
+    )
+
+
+def _concatenate_all(parts: list[dict[str, Column]]) -> dict[str, Column]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _stack(parts: list[Column], name: str) -> Column:
+    if parts[0].ndim == 1:
+        return torch.cat(parts)
+    longest = max(part.shape[1] for part in parts)
+
+    def widen(part: Column) -> Column:
+        missing = longest - part.shape[1]
+        return torch.nn.functional.pad(part, (missing, 0) if name in _LEFT_PADDED else (0, missing))
+
+    return torch.cat([widen(part) for part in parts])
+
+
+def _mean(column: Column, valid: Column) -> float:
+    return float((column * valid).sum() / valid.sum().clamp(min=1))
