@@ -81,6 +81,7 @@ def policy_loss(
     _check_policy_loss(kind, clip_low, clip_high, dual_clip)
     if advantages.ndim == 1:
         advantages = advantages.unsqueeze(1)
+    advantages = torch.where(mask, advantages, torch.zeros_like(advantages))
     level = "sequence" if kind == "gspo" else "token"
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

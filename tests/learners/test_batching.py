@@ -1,0 +1,205 @@
+"""Cutting a batch: nothing lost, nothing twice, budgets kept, dead columns off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rllib_llm import columns
+from rllib_llm.learners.batching import (
+    micro_batch_indices,
+    micro_batches,
+    minibatch_indices,
+    restore_rows,
+    row_lengths,
+    split_by_tokens,
+    take_rows,
+    trim,
+)
+
+
+def rollouts(prompt_lengths: list[int], completion_lengths: list[int], pad: int = 2):
+    """A batch whose prompt tokens are 1, completion tokens 2, advantages their column number."""
+    longest_prompt, longest = max(prompt_lengths) + pad, max(completion_lengths) + pad
+    prompt_mask = torch.arange(longest_prompt) >= longest_prompt - torch.tensor(
+        prompt_lengths
+    ).unsqueeze(1)
+    completion_mask = torch.arange(longest) < torch.tensor(completion_lengths).unsqueeze(1)
+    return {
+        columns.PROMPT_IDS: prompt_mask.long(),
+        columns.PROMPT_MASK: prompt_mask,
+        columns.COMPLETION_IDS: completion_mask.long() * 2,
+        columns.COMPLETION_MASK: completion_mask,
+        columns.ADVANTAGES: torch.arange(longest).float().expand(len(prompt_lengths), -1),
+        columns.SCORES: torch.arange(float(len(prompt_lengths))),
+    }
+
+
+# --- mini-batches --------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_groups=st.integers(1, 12),
+    group_size=st.integers(1, 4),
+    groups_per_minibatch=st.integers(1, 5),
+    num_epochs=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_every_row_once_per_epoch_and_groups_whole(
+    num_groups, group_size, groups_per_minibatch, num_epochs, seed
+):
+    num_rows, size = num_groups * group_size, groups_per_minibatch * group_size
+    generator = torch.Generator().manual_seed(seed)
+    parts = list(minibatch_indices(num_rows, size, num_epochs, generator, group_size))
+    per_epoch = -(-num_rows // size)
+    assert len(parts) == per_epoch * num_epochs
+    for epoch in range(num_epochs):
+        epoch_parts = parts[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert torch.cat(epoch_parts).sort().values.tolist() == list(range(num_rows))
+        assert all(len(part) == size for part in epoch_parts[:-1])
+        for part in epoch_parts:
+            groups = part.view(-1, group_size)
+            assert (groups[:, :1] % group_size == 0).all()
+            assert torch.equal(groups, groups[:, :1] + torch.arange(group_size))
+
+
+def test_epochs_are_shuffled_anew_and_repeat_with_the_seed():
+    first, second = minibatch_indices(64, 64, 2, torch.Generator().manual_seed(1))
+    assert not torch.equal(first, second)
+    again, _ = minibatch_indices(64, 64, 2, torch.Generator().manual_seed(1))
+    assert torch.equal(first, again)
+
+
+def test_sizes_that_do_not_divide_leave_a_smaller_last_minibatch():
+    assert [len(part) for part in minibatch_indices(10, 4)] == [4, 4, 2]
+    assert [len(part) for part in minibatch_indices(3, 8)] == [3]
+    assert [len(part) for part in minibatch_indices(6, None)] == [6]
+
+
+def test_minibatches_that_would_cut_groups_are_refused():
+    with pytest.raises(ValueError, match="minibatch_size=6 must be a positive multiple of 4"):
+        list(minibatch_indices(8, 6, group_size=4))
+    with pytest.raises(ValueError, match="num_rows=10 must be a positive multiple of 4"):
+        list(minibatch_indices(10, 4, group_size=4))
+    with pytest.raises(ValueError, match="minibatch_size=-1 must be a positive multiple of 1"):
+        list(minibatch_indices(10, -1))
+
+
+# --- micro-batches -------------------------------------------------------------------------------
+
+
+def test_split_by_tokens_hand_worked():
+    # Budget 10, longest first: 7 alone (2 * 7 > 10); 5 and 4 cost 2 * 5; 3, 2, 1 cost 3 * 3.
+    parts = split_by_tokens(torch.tensor([3, 7, 1, 5, 2, 4]), 10)
+    assert [part.tolist() for part in parts] == [[1], [3, 5], [0, 4, 2]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 200))
+def test_split_by_tokens_keeps_every_row_and_the_budget(lengths, budget):
+    parts = split_by_tokens(torch.tensor(lengths), budget)
+    assert torch.cat(parts).sort().values.tolist() == list(range(len(lengths)))
+    for part in parts:
+        padded_tokens = len(part) * max(lengths[row] for row in part.tolist())
+        assert padded_tokens <= budget or len(part) == 1
+
+
+def test_row_lengths_count_all_sequences_of_a_row():
+    assert row_lengths(rollouts([3, 1], [2, 5])).tolist() == [5, 6]
+    pairs = {
+        columns.CHOSEN_MASK: torch.tensor([[True, True]]),
+        columns.REJECTED_MASK: torch.tensor([[True, False]]),
+    }
+    assert row_lengths(pairs).tolist() == [3]
+    with pytest.raises(ValueError, match=r"batch with columns \['scores'\] must have one of"):
+        row_lengths({columns.SCORES: torch.zeros(2)})
+
+
+def test_micro_batches_hold_every_row_once_without_dead_columns():
+    batch = rollouts([3, 1, 2, 1, 3], [2, 5, 1, 1, 4])
+    for options in ({"micro_batch_size": 2}, {"token_budget": 12}, {}):
+        parts = list(micro_batches(batch, **options))
+        seen = torch.cat([part[columns.SCORES] for part in parts])
+        assert seen.sort().values.tolist() == [0, 1, 2, 3, 4]
+        for part in parts:
+            assert part[columns.PROMPT_MASK][:, 0].any()
+            assert part[columns.COMPLETION_MASK][:, -1].any()
+            assert part[columns.ADVANTAGES].shape == part[columns.COMPLETION_MASK].shape
+
+
+def test_micro_batches_of_rows_of_similar_length():
+    batch = rollouts([1, 1, 1, 1], [9, 1, 8, 2])
+    rows = micro_batch_indices(batch, micro_batch_size=2)
+    assert [part.tolist() for part in rows] == [[0, 2], [3, 1]]
+    assert [part.tolist() for part in micro_batch_indices(batch)] == [[0, 1, 2, 3]]
+
+
+def test_restore_rows_undoes_the_cut():
+    batch = rollouts([3, 1, 2, 1, 3], [2, 5, 1, 1, 4])
+    rows = micro_batch_indices(batch, token_budget=12)
+    parts = [trim(take_rows(batch, index))[columns.ADVANTAGES] for index in rows]
+    masks = [trim(take_rows(batch, index))[columns.COMPLETION_MASK] for index in rows]
+    mask = batch[columns.COMPLETION_MASK]
+    length = mask.shape[1]
+    assert torch.equal(restore_rows(masks, rows, length), mask)
+    restored = restore_rows(parts, rows, length)
+    assert torch.equal(restored * mask, batch[columns.ADVANTAGES] * mask)
+
+
+def test_contradicting_or_senseless_sizes_are_refused():
+    batch = rollouts([1], [1])
+    with pytest.raises(ValueError, match="micro_batch_size=1 must be None when token_budget=8"):
+        micro_batch_indices(batch, micro_batch_size=1, token_budget=8)
+    with pytest.raises(ValueError, match="micro_batch_size=0 must be at least 1"):
+        micro_batch_indices(batch, micro_batch_size=0)
+    with pytest.raises(ValueError, match="token_budget=0 must be at least 1"):
+        micro_batch_indices(batch, token_budget=0)
+
+
+# --- trimming ------------------------------------------------------------------------------------
+
+
+def test_trim_cuts_prompts_left_and_completions_right():
+    trimmed = trim(rollouts([3, 1], [2, 4], pad=5))
+    assert trimmed[columns.PROMPT_IDS].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert trimmed[columns.COMPLETION_IDS].tolist() == [[2, 2, 0, 0], [2, 2, 2, 2]]
+    assert trimmed[columns.ADVANTAGES].tolist() == [[0, 1, 2, 3]] * 2
+    assert trimmed[columns.SCORES].tolist() == [0, 1]
+
+
+def test_trim_keeps_holes_and_one_column_at_least():
+    hole = {columns.COMPLETION_MASK: torch.tensor([[True, False, False, True, False]])}
+    assert trim(hole)[columns.COMPLETION_MASK].tolist() == [[True, False, False, True]]
+    empty = rollouts([1, 1], [0, 0], pad=3)
+    assert trim(empty)[columns.COMPLETION_MASK].shape == (2, 1)
+
+
+def test_trim_texts_and_pairs():
+    texts = {
+        columns.INPUT_IDS: torch.tensor([[5, 6, 0, 0]]),
+        columns.ATTENTION_MASK: torch.tensor([[True, True, False, False]]),
+        columns.LOSS_MASK: torch.tensor([[False, True, False, False]]),
+    }
+    assert {name: column.tolist() for name, column in trim(texts).items()} == {
+        columns.INPUT_IDS: [[5, 6]],
+        columns.ATTENTION_MASK: [[True, True]],
+        columns.LOSS_MASK: [[False, True]],
+    }
+    pairs = {
+        columns.CHOSEN_IDS: torch.tensor([[5, 6, 0]]),
+        columns.CHOSEN_MASK: torch.tensor([[True, True, False]]),
+        columns.REJECTED_IDS: torch.tensor([[7, 0, 0]]),
+        columns.REJECTED_MASK: torch.tensor([[True, False, False]]),
+    }
+    assert trim(pairs)[columns.CHOSEN_IDS].tolist() == [[5, 6]]
+    assert trim(pairs)[columns.REJECTED_IDS].tolist() == [[7]]
+
+
+def test_trim_does_not_change_what_it_was_given():
+    batch = rollouts([1, 1], [2, 2], pad=3)
+    before = {name: column.clone() for name, column in batch.items()}
+    trim(batch)
+    assert all(torch.equal(batch[name], before[name]) for name in before)
