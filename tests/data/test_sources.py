@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rllib_llm.data.sources import DataSourceError, Rows, load_rows, require_columns
+from rllib_llm.dotted import DottedPathError
+
+ROWS = [{"prompt": "one", "label": 1}, {"prompt": "two", "label": 0}, {"prompt": "☃", "label": 1}]
+
+
+def rows_of_a_function(count=2):
+    return [{"prompt": f"number {i}"} for i in range(count)]
+
+
+def _write_json_lines(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_json_lines_and_json_array_read_alike(tmp_path):
+    lines = _write_json_lines(tmp_path / "rows.jsonl")
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps(ROWS), encoding="utf-8")
+    for path in (lines, str(lines), array):
+        rows = load_rows(path)
+        assert list(rows) == ROWS
+        assert rows.columns == ["prompt", "label"]
+        assert rows.column("label") == [1, 0, 1]
+        assert rows[-1] == ROWS[-1] and rows[1:] == ROWS[1:]
+
+
+def test_parquet_stays_in_arrow_and_reads_row_by_row(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    rows = load_rows(tmp_path / "rows.parquet")
+    assert len(rows) == 3
+    assert [rows[0], rows[-1]] == [ROWS[0], ROWS[2]]
+    assert rows.column("prompt") == ["one", "two", "☃"]
+
+
+def test_text_gives_a_row_for_each_line_that_is_not_blank(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("first\n\n  \nsecond \u2028 half\n", encoding="utf-8")
+    # U+2028 is a line separator to str.splitlines, but the file has it inside a line.
+    assert list(load_rows(path)) == [{"text": "first"}, {"text": "second \u2028 half"}]
+
+
+def test_hugging_face_folders(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(saved)
+    assert list(load_rows(saved)) == ROWS
+    parts = tmp_path / "parts"
+    datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    ).save_to_disk(parts)
+    assert len(load_rows(parts)) == 3  # "train" by default
+    assert list(load_rows({"path": parts, "split": "test"})) == ROWS[:1]
+    with pytest.raises(DataSourceError, match=r"split='dev' must be .* it has \['train', 'test'\]"):
+        load_rows({"path": str(parts), "split": "dev"})
+    assert list(load_rows(datasets.Dataset.from_list(ROWS))) == ROWS
+
+
+def test_functions_lists_and_strings():
+    path = f"{__name__}:rows_of_a_function"
+    assert list(load_rows(path)) == rows_of_a_function()
+    assert len(load_rows({"path": path, "kwargs": {"count": 5}})) == 5
+    assert list(load_rows(rows_of_a_function)) == rows_of_a_function()
+    assert list(load_rows(word for word in ("a", "b"))) == [{"text": "a"}, {"text": "b"}]
+    rows = load_rows(ROWS)
+    assert load_rows(rows) is rows
+
+
+def test_patterns_and_lists_of_files_follow_each_other(tmp_path):
+    first = _write_json_lines(tmp_path / "a.jsonl", ROWS[:1])
+    second = _write_json_lines(tmp_path / "b.jsonl", ROWS[1:])
+    assert list(load_rows([first, second])) == ROWS
+    assert list(load_rows(str(tmp_path / "*.jsonl"))) == ROWS
+
+
+def test_columns_are_renamed_and_rows_limited(tmp_path):
+    path = _write_json_lines(tmp_path / "rows.jsonl")
+    rows = load_rows({"path": path, "columns": {"question": "prompt"}, "limit": 2})
+    assert list(rows) == [{"question": "one", "label": 1}, {"question": "two", "label": 0}]
+
+
+def test_a_row_without_a_column_has_none_there():
+    rows = load_rows([{"prompt": "a"}, {"prompt": "b", "extra": 1}])
+    assert rows[0] == {"prompt": "a", "extra": None}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], "prompts=a list of rows must hold at least one row: it is empty"),
+        (None, "must be a file .* NoneType is none of these"),
+        (7, "int is none of these"),
+        ([{"prompt": "a"}, 3], "row 1 is int '3'"),
+        ({"pth": "x"}, "unknown key. Did you mean 'path'"),
+        ({"split": "train"}, "must have a 'path'"),
+        ("./nothing.jsonl", "must be a file or folder that exists"),
+        ("/nothing/here/rows.parquet", "'/nothing/here' does not exist either"),
+    ],
+)
+def test_wrong_sources_say_what_arrived_and_what_to_do(source, message):
+    with pytest.raises(DataSourceError, match=message):
+        load_rows(source, name="prompts")
+
+
+def test_a_misspelt_file_is_named(tmp_path):
+    _write_json_lines(tmp_path / "train.jsonl")
+    with pytest.raises(DataSourceError, match=r"Did you mean '.*train\.jsonl'"):
+        load_rows(tmp_path / "trian.jsonl")
+
+
+def test_broken_files_are_refused_with_their_line(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "fine"}\n{"prompt": oops}\n')
+    with pytest.raises(DataSourceError, match=r"line 2 is '\{\"prompt\": oops\}'"):
+        load_rows(broken)
+    not_parquet = tmp_path / "rows.parquet"
+    not_parquet.write_text("text")
+    with pytest.raises(DataSourceError, match="must be a Parquet file"):
+        load_rows(not_parquet)
+    unknown = tmp_path / "rows.docx"
+    unknown.write_text("text")
+    with pytest.raises(DataSourceError, match="must end in one of .*'.docx'"):
+        load_rows(unknown)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(DataSourceError, match="at least one row"):
+        load_rows(empty)
+
+
+def test_a_function_that_is_not_there_or_gives_no_rows():
+    with pytest.raises(DottedPathError, match="Did you mean 'rows_of_a_function'"):
+        load_rows(f"{__name__}:rows_of_a_functoin", name="prompts")
+    with pytest.raises(DataSourceError, match="it gave int"):
+        load_rows(lambda: 3)
+
+
+def test_missing_columns_name_those_there_are():
+    rows = Rows([{"text": "a", "label": 1}], "reviews.jsonl")
+    with pytest.raises(
+        DataSourceError, match=r"reviews.jsonl: it has \['text', 'label'\].*'label'"
+    ):
+        require_columns(rows, ["labels"])
+    with pytest.raises(DataSourceError, match="column='prompt'"):
+        rows.column("prompt")
+
+
+def test_an_unreachable_hub_id_is_explained(monkeypatch):
+    pytest.importorskip("datasets")
+    import datasets
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataSourceError, match="'nobody/nothing' must be .*no network"):
+        load_rows("nobody/nothing", name="prompts")

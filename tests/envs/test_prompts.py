@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from rllib_llm.data.sources import DataSourceError
+from rllib_llm.envs.prompts import (
+    PromptEncoder,
+    PromptError,
+    PromptRow,
+    PromptSource,
+    keep_end,
+    pad_left,
+)
+from tests.envs.tiny_tokenizers import word_tokenizer
+
+TEN = [{"prompt": f"prompt {i}", "label": i} for i in range(10)]
+
+
+def test_rows_are_a_function_of_seed_and_position():
+    source = PromptSource(TEN, seed=3)
+    order = source.indices(0, 25).tolist()
+    # Another object, asked out of order and in other portions, says the same.
+    other = PromptSource(TEN, seed=3)
+    assert other.indices(20, 5).tolist() == order[20:]
+    assert other.indices(7, 13).tolist() == order[7:20]
+    assert PromptSource(TEN, seed=4).indices(0, 25).tolist() != order
+
+
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    source = PromptSource(TEN, seed=0)
+    epochs = [source.indices(10 * e, 10).tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_without_shuffle_the_order_is_the_data_sets():
+    source = PromptSource(TEN, shuffle=False)
+    assert source.indices(8, 4).tolist() == [8, 9, 0, 1]
+    assert source.rows(1, 1) == [PromptRow(1, "prompt 1", {"label": 1})]
+
+
+def test_train_and_eval_share_no_prompt_and_ignore_the_seed():
+    train = PromptSource(TEN, seed=1, eval_fraction=0.3)
+    held_out = PromptSource(TEN, seed=1, eval_fraction=0.3, split="eval")
+    assert (len(train), len(held_out)) == (7, 3)
+    in_train, in_eval = set(train.indices(0, 7).tolist()), set(held_out.indices(0, 3).tolist())
+    assert in_train | in_eval == set(range(10)) and not in_train & in_eval
+    again = PromptSource(TEN, seed=99, eval_fraction=0.3, split="eval")
+    assert set(again.indices(0, 3).tolist()) == in_eval
+    other = [
+        set(PromptSource(TEN, eval_fraction=0.3, split="eval", split_seed=s).indices(0, 3).tolist())
+        for s in range(5)
+    ]
+    assert any(chosen != in_eval for chosen in other)
+
+
+def test_eval_prompts_of_their_own_leave_the_training_prompts_whole():
+    held_out = [{"prompt": "held out"}]
+    assert len(PromptSource(TEN, eval_data=held_out)) == 10
+    source = PromptSource(TEN, eval_data=held_out, split="eval")
+    assert source.rows(0, 2) == [PromptRow(0, "held out", {})] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "test"}, "split='test' must be one of"),
+        ({"eval_fraction": 1.0}, "eval_fraction=1.0 must be at least 0 and less than 1"),
+        ({"split": "eval"}, "split='eval' must have prompts of its own"),
+        ({"eval_fraction": 0.1, "eval_data": TEN}, "eval_fraction=0.1 must be 0: eval_prompts"),
+        ({"eval_fraction": 0.99}, "of 10 rows 10 would be held out"),
+    ],
+)
+def test_wrong_splits(settings, message):
+    with pytest.raises(PromptError, match=message):
+        PromptSource(TEN, **settings)
+
+
+def test_the_prompt_column_is_chosen_or_named():
+    assert PromptSource(["just text"]).prompt_column == "text"
+    assert PromptSource([{"question": "a", "label": 1}], prompt_column="question").rows(0, 1) == [
+        PromptRow(0, "a", {"label": 1})
+    ]
+    with pytest.raises(PromptError, match=r"no column 'prompt' but \['question', 'label'\]"):
+        PromptSource([{"question": "a", "label": 1}])
+    with pytest.raises(DataSourceError, match="column='qestion' must be .*'question'"):
+        PromptSource([{"question": "a", "label": 1}], prompt_column="qestion")
+
+
+def test_empty_data_and_wrong_rows():
+    with pytest.raises(DataSourceError, match="at least one row"):
+        PromptSource([])
+    with pytest.raises(PromptError, match=r"prompt=3 \(row 0 of .*must be text or a list of chat"):
+        PromptSource([{"prompt": 3}]).rows(0, 1)
+    with pytest.raises(PromptError, match="position=-1"):
+        PromptSource(TEN).indices(-1, 2)
+
+
+def _encode(tokenizer, *prompts, max_prompt_len=16, **settings):
+    encoder = PromptEncoder(tokenizer, max_prompt_len, **settings)
+    return encoder.encode([PromptRow(i, prompt, {}) for i, prompt in enumerate(prompts)])
+
+
+def test_text_is_encoded_as_the_tokenizer_does_but_never_ended():
+    cat = word_tokenizer()("cat")["input_ids"]
+    assert _encode(word_tokenizer(), "cat")[0] == [cat]
+    assert _encode(word_tokenizer(bos=True), "cat")[0] == [[1, *cat]]  # 1 is BOS
+    # This tokenizer puts EOS (2) behind every text: the completion would follow an end.
+    assert word_tokenizer(bos=True, eos_added=True)("cat")["input_ids"] == [1, *cat, 2]
+    assert _encode(word_tokenizer(bos=True, eos_added=True), "cat")[0] == [[1, *cat]]
+
+
+def test_an_empty_prompt_is_bos_or_refused():
+    assert _encode(word_tokenizer(), "")[0] == [[1]]
+    without = word_tokenizer()
+    without.bos_token = None
+    with pytest.raises(PromptError, match="row 0 must have at least one token"):
+        _encode(without, "")
+
+
+def test_chat_messages_go_through_the_template():
+    messages = [{"role": "user", "content": "the cat"}]
+    tokenizer = word_tokenizer(chat=True, bos=True)
+    ids, texts = _encode(tokenizer, messages)
+    # The template of the tokenizer: <role> content, then the generation prompt; no second BOS.
+    assert texts == ["<user> the cat <assistant>"]
+    assert ids == [tokenizer(texts[0], add_special_tokens=False)["input_ids"]]
+    assert ids[0][-1] == tokenizer.convert_tokens_to_ids("<assistant>")
+    with pytest.raises(PromptError, match="the tokenizer has no chat template"):
+        _encode(word_tokenizer(), messages)
+
+
+def test_too_long_prompts_keep_bos_and_their_end_and_warn_once():
+    encoder = PromptEncoder(word_tokenizer(bos=True), max_prompt_len=3)
+    rows = [PromptRow(i, text, {}) for i, text in enumerate(["the cat sat on", "a dog", "a b c d"])]
+    with pytest.warns(UserWarning, match="2 of the first 3 prompts are longer than max_prompt_len"):
+        ids, texts = encoder.encode(rows)
+    full = word_tokenizer(bos=True)("the cat sat on")["input_ids"]
+    assert ids[0] == [1, *full[-2:]] and len(ids[1]) == 3
+    assert texts[:2] == ["sat on", "a dog"]  # the text is what the ids say
+    assert encoder.num_truncated == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert encoder.encode(rows)[0] == ids  # from the cache, without a further word
+        encoder.encode([PromptRow(9, "the cat sat on", {})])
+    assert encoder.num_truncated == 3
+
+
+def test_too_long_prompts_are_refused_when_asked():
+    with pytest.raises(PromptError, match=r"row 1 must have at most max_prompt_len=2 .*has 4"):
+        _encode(word_tokenizer(), "the cat", "the cat sat on", max_prompt_len=2, overflow="error")
+    with pytest.raises(PromptError, match="prompt_overflow='cut' must be one of"):
+        PromptEncoder(word_tokenizer(), 4, "cut")
+
+
+def test_keep_end():
+    assert keep_end([1, 5, 6, 7], 2, bos_token_id=1) == [1, 7]
+    assert keep_end([4, 5, 6, 7], 2, bos_token_id=1) == [6, 7]
+    assert keep_end([1, 5, 6, 7], 1, bos_token_id=1) == [7]  # a BOS alone would say nothing
+
+
+def test_pad_left():
+    ids, mask = pad_left([[5, 6, 7], [8]], pad_token_id=0)
+    assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and ids.dtype == torch.int64
+    assert mask.tolist() == [[True] * 3, [False, False, True]]
