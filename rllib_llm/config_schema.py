@@ -89,8 +89,8 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
     for key, value in settings.items():
         if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
             raise ValueError(
-                f"{where}.{key}={value!r} must not be -1: RLlib reads -1 as 'not set' and drops it. "
-                "Leave the key out for its default, or use null or 0 where it means 'off'."
+                f"{where}.{key}={value!r} must not be -1: RLlib reads -1 as 'not set' and drops "
+                "it. Leave the key out for its default, or use null or 0 where it means 'off'."
             )
         default = getattr(config, RENAMED.get(key, key), None)
         if isinstance(default, int | float) and isinstance(value, str) and value != "auto":

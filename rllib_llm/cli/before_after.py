@@ -9,20 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 MAX_CHARS = 220
-# Columns of a sampled row that are not numbers about the completion.
-NOT_SCORES = ("iteration", "split", "prompt_index", "prompt", "completion")
 
 
 def before_after_table(pairs: list[tuple[dict, dict]], num: int = 5) -> Table:
-    """Return a table of `num` prompts spread over `pairs`, each with both completions and scores."""
+    """Return a table of `num` prompts spread over `pairs`: both completions, with scores."""
     step = max(1, len(pairs) // num)
-    table = Table(
-        title="Held-out prompts: completions before and after training",
-        title_justify="left",
-        title_style="bold",
-        show_lines=True,
-        expand=True,
-    )
+    table = Table(show_lines=True, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("before", ratio=3)
     table.add_column("after", ratio=3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,18 +21,24 @@ app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=Tr
 @app.command("list")
 def list_envs() -> None:
     """List the environments of this package."""
-    import importlib
-
     from rllib_llm.envs.registry import ENVIRONMENTS
 
     table = Table(box=None, pad_edge=False)
     table.add_column("name", style="cyan", no_wrap=True)
     table.add_column("what it does")
     for name, path in sorted(ENVIRONMENTS.items()):
-        doc = importlib.import_module(path.partition(":")[0]).__doc__ or ""
-        sentence = " ".join(doc.strip().partition("\n\n")[0].split())
-        table.add_row(name, sentence.partition(": ")[2] or sentence)
+        table.add_row(name, _purpose(path.partition(":")[0]))
     Console().print(table)
+
+
+def _purpose(module: str) -> str:
+    """Return the first sentence of the module's docstring, without importing it."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return ""
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    sentence = " ".join(docstring.partition("\n\n")[0].split())
+    return sentence.partition(": ")[2] or sentence
 
 
 @app.command("check")

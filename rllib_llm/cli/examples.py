@@ -68,7 +68,7 @@ def run_example(name: Name, *, options: RunOptions) -> None:
 
 
 def examples_folder() -> Path:
-    """Return the folder of the examples: inside an installed package, or beside it in a checkout."""
+    """Return the examples' folder: inside an installed package, beside it in a checkout."""
     package = Path(rllib_llm.__file__).resolve().parent
     inside = package / "tuned_examples"
     return inside if inside.is_dir() else package.parent / "tuned_examples"

@@ -92,7 +92,7 @@ def generate(
 
 
 class Completer:
-    """A model with its tokenizer and sampling settings. Prompts are numbered: noise goes by them."""
+    """A model, its tokenizer and sampling settings. Noise goes by the number of a prompt."""
 
     def __init__(self, checkpoint: str, sampling: Sampling) -> None:
         from rllib_llm.cli.model_folder import find_model

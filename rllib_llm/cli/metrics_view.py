@@ -32,7 +32,7 @@ METRICS = (
     Metric("loss/ptx_avg", "ptx loss"),
     Metric("env_runners/episode_return_mean", "return", ".1f"),
     Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
-    Metric("perf/tokens_per_s", "tokens/s", ",.0f"),
+    Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
 )
 # What a summary adds to METRICS, first against last.
 SUMMARY_METRICS = (

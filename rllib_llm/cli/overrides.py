@@ -10,10 +10,10 @@ from rllib_llm.cli.yaml_loader import parse
 
 HELP = (
     "Change a setting of the file: KEY=VALUE, as often as needed. KEY is a path of names joined by "
-    "dots: `sft.config.lr=1e-3` for the experiment `sft`, `config.lr=1e-3` or `stop.episode=100` for "
-    "every experiment, `vars.data=FILE` for a variable. Settings of the algorithm may leave out "
-    "`config`: `sft.lr=1e-3`. Without an experiment's name, a setting goes to each experiment whose "
-    "algorithm knows it. VALUE is YAML: 1e-3, true, [1, 2], {grid_search: [1, 2]}."
+    "dots: 'sft.config.lr=1e-3' for the experiment sft, 'config.lr=1e-3' or 'stop.episode=100' for "
+    "every experiment, 'vars.data=FILE' for a variable. Settings of the algorithm may leave out "
+    "config: 'sft.lr=1e-3'. Without an experiment's name, such a setting goes to each experiment "
+    "whose algorithm knows it. VALUE is YAML: 1e-3, true, [1, 2], {grid_search: [1, 2]}."
 )
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rllib_llm.algorithms.samples import SAMPLES_FILE
 from rllib_llm.cli.before_after import before_after_table
 from rllib_llm.cli.metrics_view import SUMMARY_METRICS, number, present
 from rllib_llm.cli.plot import plot_stage
 from rllib_llm.cli.stages import StageResult
-from rllib_llm.cli.trial_logs import SAMPLES, before_and_after, read_json_lines, read_results
+from rllib_llm.cli.trial_logs import before_and_after, read_json_lines, read_results
 from rllib_llm.cli.yaml_experiments import Experiment
 
 
@@ -29,9 +30,10 @@ def report(
     figures = {}
     for result in results:
         trial = result.trial_folders[result.best]
-        console.print(_summary(result, read_results(trial)))
-        pairs = before_and_after(read_json_lines(trial / SAMPLES))
+        _print_summary(result, read_results(trial), console)
+        pairs = before_and_after(read_json_lines(trial / SAMPLES_FILE))
         if pairs:
+            _heading("Held-out prompts: completions before and after training", console)
             console.print(before_after_table(pairs))
         figures[result.name] = plot_stage(
             f"{result.name} · {result.algorithm}",
@@ -39,26 +41,33 @@ def report(
             result.labels,
             result.folder / "curves.png",
         )
-    passed = all([_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)])
+    verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
+    _heading(f"Everything is in {folder}", console)
     console.print(_places(results, figures, folder))
     _next_commands(results, folder, console)
-    return passed
+    return all(verdicts)
 
 
-def _summary(result: StageResult, rows: list[dict[str, Any]]) -> Table:
+def _heading(text: str, console: Console) -> None:
+    console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
+
+
+def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Console) -> None:
+    seconds = number(rows[-1].get("time_total_s")) if rows else None
     title = f"{result.name} · {result.algorithm}"
+    if seconds is not None:
+        title += f", {seconds:.0f} s of training"
     if len(result.trial_folders) > 1:
-        title += f"   best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
-    table = Table(title=title, title_justify="left", title_style="bold")
+        title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
+    _heading(title, console)
+    table = Table()
     table.add_column("result")
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
     for metric in present(rows, SUMMARY_METRICS):
         values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
         table.add_row(metric.title, format(values[0], metric.form), format(values[-1], metric.form))
-    if rows and (seconds := number(rows[-1].get("time_total_s"))) is not None:
-        table.add_row("time", "", f"{seconds:.0f} s")
-    return table
+    console.print(table)
 
 
 def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:
@@ -79,30 +88,24 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
 
 
 def _places(results: list[StageResult], figures: Mapping[str, Path | None], folder: Path) -> Table:
-    table = Table(
-        title=f"Everything is in {folder}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        show_header=False,
-        pad_edge=False,
-    )
+    table = Table(box=None, show_header=False)
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-
-    def add(stage: str, what: str, path: Path | None) -> None:
-        if path is not None:
-            table.add_row(stage, what, str(path.relative_to(folder)))
-
     for result in results:
         trial = result.trial_folders[result.best]
-        add(result.name, "model (Hugging Face)", result.model)
-        add("", "checkpoint", result.checkpoint)
-        add("", "curves", figures[result.name])
-        add("", "logs (TensorBoard, JSON, CSV)", trial)
-        if (trial / SAMPLES).is_file():
-            add("", "sampled texts", trial / SAMPLES)
+        samples = trial / SAMPLES_FILE
+        places = {
+            "model (Hugging Face)": result.model,
+            "checkpoint": result.checkpoint,
+            "curves": figures[result.name],
+            "sampled texts": samples if samples.is_file() else None,
+            "logs (TensorBoard, JSON, CSV)": trial,
+        }
+        known = [(what, path) for what, path in places.items() if path is not None]
+        for index, (what, path) in enumerate(known):
+            name = "" if index else result.name
+            table.add_row(name, what, str(path.relative_to(folder)))
     return table
 
 
@@ -113,8 +116,8 @@ def _next_commands(results: list[StageResult], folder: Path, console: Console) -
         commands.append(("talk to the model", f"rllib generate {policies[-1].model}"))
     if results[-1].checkpoint:
         commands.append(("evaluate it again", f"rllib evaluate {results[-1].checkpoint}"))
-    commands.append(("all curves", f"tensorboard --logdir {folder}"))
-    console.print("\n[bold]Next[/bold]")
+    commands.append(("all curves (pip install tensorboard)", f"tensorboard --logdir {folder}"))
+    _heading("Next", console)
     for purpose, command in commands:
         console.print(f"  {command}   [dim]# {purpose}[/dim]", highlight=False, soft_wrap=True)
 

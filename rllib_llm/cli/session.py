@@ -53,7 +53,7 @@ def quiet_environment(verbosity: int = 0) -> None:
         defaults["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    for name in ("ray", "ray.tune", "ray.rllib", "ray.train"):
+    for name in ("ray", "ray.tune", "ray.rllib", "ray.train", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(log_level(verbosity))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.metrics_view import BEST, flatten, number
@@ -22,8 +23,6 @@ from rllib_llm.config_schema import build_config, resolve_classes
 
 if TYPE_CHECKING:
     from ray.tune import ResultGrid
-
-MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", "default_policy")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from rllib_llm.cli.metrics_view import flatten, number
 
-RESULTS, SAMPLES = "result.json", "samples.jsonl"
+RESULTS = "result.json"
 
 
 def read_results(trial_folder: Path) -> list[dict[str, Any]]:

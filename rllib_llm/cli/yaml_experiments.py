@@ -144,7 +144,7 @@ def load(data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | N
 
 
 def substitute(value: Any, lookup: Callable[[str, str], Any], where: str) -> Any:
-    """Return `value` with every `${reference}` in its strings replaced by `lookup(reference, where)`.
+    """Return `value`, every `${reference}` in its strings replaced by `lookup(reference, where)`.
 
     A string that is nothing but one reference becomes the value itself, whatever its type.
     """
