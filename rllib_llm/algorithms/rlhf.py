@@ -362,7 +362,7 @@ class RLHF(LanguageModelAlgorithm):
             **sampled.weights_metrics(),
         }
         num_tokens = int(sampled.columns[columns.COMPLETION_MASK].sum())
-        groups["perf"] = {
+        groups["throughput"] = {
             "tokens_per_s": num_tokens / seconds["iteration"],
             "samples_per_s": sampled.num_rows / seconds["iteration"],
             **{f"{name}_seconds": value for name, value in seconds.items()},

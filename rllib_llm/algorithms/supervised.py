@@ -107,7 +107,7 @@ class Supervised(LanguageModelAlgorithm):
     def _log(self, num_rows: int, rows: dict[str, Any], seconds: float) -> None:
         groups = self.learner_metrics()
         num_tokens = sum(int(mask.sum()) for name, mask in rows.items() if name.endswith("_mask"))
-        groups["perf"] = {
+        groups["throughput"] = {
             "tokens_per_s": num_tokens / seconds,
             "samples_per_s": num_rows / seconds,
             "iteration_seconds": seconds,
