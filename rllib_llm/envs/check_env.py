@@ -89,8 +89,8 @@ class PromptChecker:
         if not self.findings.check_observation("reset()", observation, batch_size):
             return False
         self.check_reset_infos(infos, batch_size)
-        self.check_groups(observation)
-        self.check_positions(observation, self.options)
+        if self.check_groups(observation):
+            self.check_positions(observation, self.options)
         return True
 
     def check_spaces(self) -> bool:
@@ -158,7 +158,7 @@ class PromptChecker:
                 "Return options['position']",
             )
 
-    def check_groups(self, observation: Mapping[str, torch.Tensor]) -> None:
+    def check_groups(self, observation: Mapping[str, torch.Tensor]) -> bool:
         prompts = unpadded(observation)
         for start in range(0, len(prompts), self.num_completions):
             group = prompts[start : start + self.num_completions]
@@ -169,7 +169,8 @@ class PromptChecker:
                     "they are one group, the completions of one prompt, and groups are adjacent",
                     "Repeat each prompt num_completions times in a row (repeat_interleave)",
                 )
-                return
+                return False
+        return True
 
     def check_positions(
         self, observation: Mapping[str, torch.Tensor], options: Mapping[str, int]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import gymnasium
+import pytest
+import torch
+from ray.rllib.env.env_context import EnvContext
+from ray.tune import register_env
+from ray.tune.registry import ENV_CREATOR, _global_registry
+
+from rllib_llm.dotted import DottedPathError
+from rllib_llm.envs import registry
+from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.registry import UnknownEnvError, env_ids, make, register_envs
+from tests.envs.tiny_envs import word_env
+
+ARITHMETIC = "rllib_llm/Arithmetic-v0"
+
+
+def keyword_env(num_envs, model=None):
+    env = word_env(num_envs=num_envs)
+    env.given_model = model
+    return env
+
+
+class ConfigEnv:
+    """What RLlib calls: the class with the settings."""
+
+    def __init__(self, config):
+        self.config = config
+
+
+def test_ids():
+    assert env_ids() == [ARITHMETIC, "rllib_llm/RLHF-v0", "rllib_llm/Reviews-v0"]
+
+
+def test_one_name_in_gymnasium_in_rllib_and_here():
+    register_envs()
+    register_envs()  # again changes nothing
+    for env_id in env_ids():
+        assert env_id in gymnasium.registry and _global_registry.contains(ENV_CREATOR, env_id)
+    settings = {"digits": 2, "seed": 3}
+    vector = gymnasium.make_vec(ARITHMETIC, num_envs=4, **settings)
+    from_rllib = _global_registry.get(ENV_CREATOR, ARITHMETIC)({**settings, "num_envs": 4})
+    ours = make(ARITHMETIC, {**settings, "num_envs": 4})
+    assert vector.unwrapped.spec.id == ARITHMETIC
+    first = [env.reset()[0]["prompt_ids"] for env in (vector, from_rllib, ours)]
+    assert len(first[0]) == 4
+    assert torch.equal(first[0], first[1]) and torch.equal(first[0], first[2])
+
+
+def test_the_index_of_a_worker_changes_nothing():
+    prompts = [
+        make(ARITHMETIC, EnvContext({"seed": 5}, worker_index=i)).reset()[0]["prompt_ids"]
+        for i in (0, 1, 2)
+    ]
+    assert torch.equal(prompts[0], prompts[1]) and torch.equal(prompts[0], prompts[2])
+
+
+def test_dotted_paths_with_arguments():
+    env = make("tests.envs.tiny_envs:make_word_env", {"num_envs": 3})
+    assert isinstance(env, BanditEnv) and env.num_envs == 3
+    env = make(f"{__name__}.keyword_env", {"num_envs": 3})
+    assert env.num_envs == 3 and env.given_model is None
+    assert make(f"{__name__}.ConfigEnv", {"a": 1}).config == {"a": 1}
+
+
+def test_settings_of_the_sampler_reach_only_those_who_take_them():
+    # The sampler adds these to every env_config; `keyword_env` knows the model alone.
+    added = {"model": "folder", "temperature": 0.7, "seed": 1, "device": "cpu", "split": "train"}
+    assert make(keyword_env, {"num_envs": 2, **added}).given_model == "folder"
+    with pytest.raises(TypeError, match="num_emvs"):
+        make(keyword_env, {"num_emvs": 2})
+
+
+def test_names_of_the_users_own():
+    register_env("my-own-env", lambda config: ("made", dict(config)))
+    assert make("my-own-env", {"a": 1}) == ("made", {"a": 1})
+
+
+def test_wrong_names():
+    with pytest.raises(UnknownEnvError, match=f"env='Arithmetic-v1' .*Did you mean '{ARITHMETIC}'"):
+        make("Arithmetic-v1")
+    with pytest.raises(UnknownEnvError, match="env=3 must be an environment's name"):
+        make(3)
+    with pytest.raises(DottedPathError, match="Did you mean 'make_word_env'"):
+        make("tests.envs.tiny_envs:make_wrd_env")
+
+
+def test_registering_imports_no_environment():
+    # Their modules load transformers' models; names must be cheap.
+    assert all(isinstance(target, str) for target in registry.ENVIRONMENTS.values())

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rllib_llm.envs import rlhf
+from rllib_llm.envs.check_env import check_env
+from rllib_llm.envs.prompts import PromptError
+from rllib_llm.envs.rewards import RewardError
+from rllib_llm.envs.rlhf import EnvConfigError
+from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
+
+MODEL = "tests.tiny_models.build_llama"
+JUDGE = "tests.tiny_models.build_classifier"
+
+
+def shouting(completions, label):
+    """Capital letters, plus a hundred times the prompt's label."""
+    return [
+        sum(c.isupper() for c in text) + 100 * at
+        for text, at in zip(completions, label, strict=True)
+    ]
+
+
+SHOUTING = f"{__name__}:shouting"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Prompts as JSON Lines and Parquet, a policy folder and a reward model folder."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("files")
+    rows = [{"prompt": f"Say {i}: ", "label": i} for i in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    (folder / "prompts.txt").write_text("".join(row["prompt"] + "\n" for row in rows))
+    save(folder / "policy", llama(), byte_tokenizer())
+    save(folder / "judge", llama_classifier(), byte_tokenizer())
+    return folder
+
+
+def _answer(env, *texts):
+    rows = [env.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [env.pad_token_id] * (longest - len(row)) for row in rows])
+    lengths = torch.tensor([[len(row)] for row in rows])
+    return {"completion_ids": ids, "completion_mask": torch.arange(longest) < lengths}
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.parquet"])
+def test_prompts_from_files_and_a_function_by_dotted_path(files, name):
+    env = rlhf.create(
+        {
+            "model": str(files / "policy"),
+            "prompts": str(files / name),
+            "reward_functions": SHOUTING,
+            "shuffle": False,
+            "num_envs": 2,
+        }
+    )
+    observation, _ = env.reset()
+    assert env.vocab_size == 260  # the model's
+    assert env.tokenizer.decode(observation["prompt_ids"][1]) == "<s>Say 1: "
+    rewards = env.step(_answer(env, "HEy", "no"))[1]
+    assert rewards.tolist() == [2 + 0, 0 + 100]
+
+
+def test_reward_model_reference_and_functions_together(files):
+    env = rlhf.create(
+        {
+            "model": str(files / "policy"),
+            "prompts": str(files / "prompts.txt"),
+            "reward_model": {"model": str(files / "judge"), "weight": 2.0, "normalize": False},
+            "reward_functions": [{"function": "tests.envs.tiny_envs.num_words", "weight": 0.5}],
+            "reference": {"dtype": "float32"},  # the policy's weights
+            "kl_coeff": 0.1,
+            "num_envs": 2,
+        }
+    )
+    env.reset()
+    actions = _answer(env, "one two", "three")
+    logprobs = torch.where(actions["completion_mask"], -1.0, 0.0)
+    _, rewards, _, _, infos = env.step({**actions, "sampler_logprobs": logprobs})
+    judged, words = infos["components"]["reward_model"], infos["components"]["num_words"]
+    assert words.tolist() == [2, 1] and judged.shape == (2,) and judged[0] != judged[1]
+    assert torch.allclose(infos["scores"], 2.0 * judged + 0.5 * words)
+    assert infos["ref_logprobs"].shape == actions["completion_ids"].shape
+    assert torch.allclose(rewards, infos["scores"] - 0.1 * infos["kl"])
+
+
+def test_it_keeps_the_contract(files):
+    settings = {
+        "model": MODEL,
+        "prompts": str(files / "prompts.txt"),
+        "reward_model": JUDGE,
+        "reference": {},
+    }
+    assert check_env("rllib_llm/RLHF-v0", settings) == []
+
+
+def test_held_out_prompts_are_the_same_for_every_seed(files):
+    settings = {"model": MODEL, "prompts": str(files / "prompts.jsonl"), "eval_fraction": 0.4}
+    settings |= {"reward_functions": SHOUTING, "num_envs": 4}
+
+    def first(**changes):
+        env = rlhf.create({**settings, **changes})
+        return len(env.prompts), env.reset()[1]["prompt_index"].tolist()
+
+    num_train, train = first(seed=1)
+    num_eval, held_out = first(split="eval", seed=1)
+    assert (num_train, num_eval) == (6, 4) and not set(train) & set(held_out)
+    assert first(split="eval", seed=2) == (4, held_out)  # the order, too
+    assert first(seed=2) != (6, train)
+
+
+def test_eval_prompts_alone_are_enough_for_evaluation(files):
+    settings = {"model": MODEL, "eval_prompts": str(files / "prompts.jsonl"), "split": "eval"}
+    assert len(rlhf.create({**settings, "reward_functions": SHOUTING}).prompts) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"promts": []}, EnvConfigError, r"env_config\['promts'\] .*Did you mean 'prompts'"),
+        ({"prompts": None}, EnvConfigError, "env_config\\['prompts'\\]=None must be a data source"),
+        ({"reward_functions": None}, EnvConfigError, "must have 'reward_model' or 'reward_func"),
+        ({"model": None}, EnvConfigError, "must have 'model' \\(or 'tokenizer'\\)"),
+        ({"model": "/no/such/folder"}, ValueError, "'/no/such/folder' must be a local folder"),
+        ({"reward_model": 3}, EnvConfigError, r"\['reward_model'\]=3 must be a model"),
+        ({"reward_model": {"dtype": "float32"}}, EnvConfigError, "must have 'model'"),
+        ({"reference": 3}, EnvConfigError, r"\['reference'\]=3 must be a model"),
+        ({"split": "eval"}, PromptError, "split='eval' must have prompts of its own"),
+        ({"prompts": ["text only"]}, RewardError, r"'shouting' must find its arguments \['label'"),
+        (
+            {"eval_fraction": 0.1, "eval_prompts": ["x"]},
+            PromptError,
+            "eval_fraction=0.1 must be 0: eval_prompts are given",
+        ),
+    ],
+)
+def test_wrong_settings(changes, error, message):
+    settings = {
+        "model": MODEL,
+        "prompts": [{"prompt": "a", "label": 1}],
+        "reward_functions": SHOUTING,
+    }
+    rlhf.create(settings)
+    with pytest.raises(error, match=message):
+        rlhf.create({**settings, **changes})
+
+
+def test_a_tokenizer_without_a_model():
+    settings = {"prompts": ["a"], "reward_functions": "tests.envs.tiny_envs.num_words"}
+    tokenizer = byte_tokenizer()
+    env = rlhf.create({**settings, "tokenizer": tokenizer})
+    assert env.tokenizer is tokenizer and env.vocab_size == len(tokenizer)
+    with pytest.raises(EnvConfigError, match="must name a model"):
+        rlhf.create({**settings, "tokenizer": tokenizer, "reference": {"dtype": "float32"}})
