@@ -18,12 +18,9 @@ def algorithm_class(name: str, where: str) -> type[Algorithm]:
     """
     from ray.rllib.algorithms import Algorithm
 
-    from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
-    from rllib_llm.dotted import import_dotted
+    from rllib_llm.algorithms.registry import get_algorithm_class
 
-    if name in ALGORITHMS or "." not in name:
-        return get_algorithm_class(name)
-    found = import_dotted(name, name=f"{where}.run")
+    found = get_algorithm_class(name)
     if not isinstance(found, type) or not issubclass(found, Algorithm):
         raise UserError(
             f"{where}.run={name!r} must be a subclass of ray.rllib.algorithms.Algorithm: "

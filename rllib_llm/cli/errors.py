@@ -30,10 +30,15 @@ def show(message: str, title: str = "error") -> None:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn mistakes of the user (ValueError, missing files and modules) into a panel and exit 2."""
+def user_errors(verbosity: int = 0) -> Iterator[None]:
+    """Turn mistakes of the user (ValueError, missing files and modules) into a panel and exit 2.
+
+    With a `verbosity` above 0 the traceback comes first.
+    """
     try:
         yield
     except (ValueError, FileNotFoundError, NotADirectoryError, ImportError) as error:
+        if verbosity:
+            stderr.print_exception()
         show(str(error) or type(error).__name__)
         raise typer.Exit(2) from error

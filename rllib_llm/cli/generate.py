@@ -159,7 +159,7 @@ class Completer:
         return prompt
 
     def _text(self, ids: Any, mask: Any) -> str:
-        return self.tokenizer.decode(ids[mask], skip_special_tokens=True)
+        return str(self.tokenizer.decode(ids[mask], skip_special_tokens=True))
 
 
 def _prompt_rows(file: Path) -> list[dict[str, Any]]:

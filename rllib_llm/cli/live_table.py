@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from rllib_llm.cli.metrics_view import METRICS, Metric, flatten, number, present, progress
+from rllib_llm.cli.stage_result import setting
 
 LINE_INTERVAL_S = 10.0
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class TrialRow:
@@ -55,6 +55,7 @@ class LiveTable(Callback):
 
     def __init__(self, title: str, stop: Mapping[str, Any], console: Console) -> None:
         self._title = title
+        self._stage = title.partition(" ")[0]
         self._stop = dict(stop)
         self._console = console
         self._rows: dict[str, TrialRow] = {}
@@ -64,15 +65,7 @@ class LiveTable(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles the run's callbacks next to its state; threads and terminals stay out.
-        return {
-            "_title": self._title,
-            "_stop": self._stop,
-            "_console": None,
-            "_live": None,
-            "_rows": {},
-            "_started": 0.0,
-            "_last_line": 0.0,
-        }
+        return {**vars(self), "_console": None, "_live": None}
 
     def __enter__(self) -> LiveTable:
         self._started = time.monotonic()
@@ -114,7 +107,7 @@ class LiveTable(Callback):
 
     def table(self) -> Table:
         """Return the table as it stands now."""
-        rows = list(self._rows.values())
+        rows = list(self._rows.values()) or [TrialRow(self._stage, self._stop)]
         columns = self._columns()
         elapsed = _clock(time.monotonic() - self._started)
         table = Table(
@@ -142,9 +135,9 @@ class LiveTable(Callback):
 
     def _row(self, trial: Any) -> TrialRow:
         if trial.trial_id not in self._rows:
-            tag = (trial.experiment_tag or "").partition("_")[2]
-            name = tag or self._title.partition(" ")[0]
-            self._rows[trial.trial_id] = TrialRow(name, self._stop)
+            varied = (trial.evaluated_params or {}).items()
+            name = ", ".join(setting(key, value) for key, value in varied)
+            self._rows[trial.trial_id] = TrialRow(name or self._stage, self._stop)
         return self._rows[trial.trial_id]
 
     def _print_line(self, row: TrialRow, force: bool = False) -> None:
@@ -158,19 +151,6 @@ class LiveTable(Callback):
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def sparkline(values: list[float], width: int = 24) -> str:
-    """Return `values` as a line of block characters, at most `width` of them."""
-    if not values:
-        return ""
-    step = max(1, -(-len(values) // width))
-    means = [
-        sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)
-    ]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(SPARKS[int((value - low) / span * (len(SPARKS) - 1))] for value in means)
 
 
 def _bar(row: TrialRow) -> Any:

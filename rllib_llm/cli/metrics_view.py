@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,7 @@ METRICS = (
     Metric("eval/loss", "eval loss"),
     Metric("objective/scores", "reward"),
     Metric("env/gold_score", "gold"),
-    Metric("env/grammatical", "grammatical"),
     Metric("objective/kl", "KL"),
-    Metric("loss/ptx_avg", "ptx loss"),
     Metric("env_runners/episode_return_mean", "return", ".1f"),
     Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
     Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
@@ -37,10 +35,12 @@ METRICS = (
 # What a summary adds to METRICS, first against last.
 SUMMARY_METRICS = (
     *METRICS,
+    Metric("loss/ptx_avg", "pretraining loss"),
+    Metric("env/grammatical", "grammatical"),
+    Metric("env/distinct", "distinct"),
     Metric("eval/scores", "eval reward"),
     Metric("eval/gold_score", "eval gold"),
     Metric("eval/grammatical", "eval grammatical"),
-    Metric("env/distinct", "distinct"),
     Metric("objective/entropy", "entropy"),
     Metric("policy/entropy_avg", "entropy per token"),
     Metric("policy/approxkl_avg", "approx. KL of the update", ".5f"),
@@ -80,7 +80,7 @@ def number(value: Any) -> float | None:
 
 
 def present(
-    results: list[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS
+    results: Sequence[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS
 ) -> list[Metric]:
     """Return those `metrics` that at least one of the flat `results` holds as a number."""
     return [m for m in metrics if any(number(r.get(m.key)) is not None for r in results)]

@@ -13,7 +13,7 @@ from rllib_llm.algorithms.samples import SAMPLES_FILE
 from rllib_llm.cli.before_after import before_after_table
 from rllib_llm.cli.metrics_view import SUMMARY_METRICS, number, present
 from rllib_llm.cli.plot import plot_stage
-from rllib_llm.cli.stages import StageResult
+from rllib_llm.cli.stage_result import StageResult
 from rllib_llm.cli.trial_logs import before_and_after, read_json_lines, read_results
 from rllib_llm.cli.yaml_experiments import Experiment
 
@@ -29,7 +29,7 @@ def report(
     """
     figures = {}
     for result in results:
-        trial = result.trial_folders[result.best]
+        trial = result.best_trial_folder
         _print_summary(result, read_results(trial), console)
         pairs = before_and_after(read_json_lines(trial / SAMPLES_FILE))
         if pairs:
@@ -93,7 +93,7 @@ def _places(results: list[StageResult], figures: Mapping[str, Path | None], fold
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for result in results:
-        trial = result.trial_folders[result.best]
+        trial = result.best_trial_folder
         samples = trial / SAMPLES_FILE
         places = {
             "model (Hugging Face)": result.model,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +16,7 @@ from rich.console import Console
 from rllib_llm.cli.errors import UserError, show, user_errors
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.cli.yaml_experiments import Experiment, load, substitute
+from rllib_llm.cli.yaml_experiments import Experiment, load
 from rllib_llm.cli.yaml_loader import parse_mapping, read
 
 app = typer.Typer(
@@ -73,7 +76,7 @@ def train(
     if context.invoked_subcommand is not None:
         return
     prepare(options.verbose)
-    with user_errors():
+    with user_errors(options.verbose):
         if not algo:
             raise UserError(
                 "--algo is missing: it names the algorithm. Write --algo PPOPtx --env "
@@ -88,7 +91,7 @@ def train(
 def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
     prepare(options.verbose)
-    with user_errors():
+    with user_errors(options.verbose):
         here = file.resolve().parent
         experiments = load(read(file), str(file), tuple(options.overrides or ()), here)
     execute(experiments, file.stem, options)
@@ -137,59 +140,65 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
 def execute(experiments: list[Experiment], name: str, options: RunOptions) -> None:
     """Check the experiments, run them in order, and report. Exits with 1 where one fails."""
     console = Console()
-    with user_errors():
+    with user_errors(options.verbose):
+        from rllib_llm.cli.plan import check_disk, check_experiments, check_resources
+
         experiments = with_options(experiments, options)
-        import rllib_llm  # noqa: F401 - registers environments and algorithms
-        from rllib_llm.cli.stages import StageFailed, check_experiments
-
-        cpus = check_experiments(experiments)
+        needed = check_experiments(experiments)
         folder = run_folder(name, options, experiments)
-    try:
-        with ray_session(options, cpus):
-            results = run_all(experiments, folder, console, options)
-    except StageFailed as error:
-        show(str(error), title="training failed")
-        raise typer.Exit(1) from None
+        check_disk(experiments, folder)
+        loggers = _loggers(options, folder.name, len(experiments))
     from rllib_llm.cli.report import report
+    from rllib_llm.cli.stages import StageFailed, StageInterrupted, run_stages
 
+    try:
+        with user_errors(options.verbose), ray_session(options, needed["CPU"]) as cluster:
+            check_resources(needed, cluster)
+            results = run_stages(
+                experiments, folder, console, resume=options.resume, loggers=loggers
+            )
+    except (StageFailed, OSError) as error:
+        show(_explained(error, folder), title="training failed")
+        raise typer.Exit(1) from None
+    except StageInterrupted as error:
+        show(f"{error} Continue with the same command and --resume.", title="stopped")
+        raise typer.Exit(130) from None
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
         raise typer.Exit(1)
 
 
-def run_all(
-    experiments: list[Experiment], folder: Path, console: Console, options: RunOptions
-) -> list[Any]:
-    """Run the experiments in order, each with what the earlier ones produced."""
-    from rllib_llm.cli.stages import load_stage, run_stage
+def _explained(error: BaseException, folder: Path) -> str:
+    """Return the error's text, a full disk in plain words."""
+    full = os.strerror(errno.ENOSPC)
+    if full not in str(error):
+        return str(error)
+    return (
+        f"{full}: {str(folder)!r} cannot take another checkpoint. Free some, or keep fewer with "
+        f"--keep-checkpoints-num, and continue with the same command and --resume.\n\n{error}"
+    )
 
-    products: dict[str, Any] = {}
-    results = []
-    for experiment in experiments:
-        resolved = dataclasses.replace(
-            experiment,
-            **{
-                field.name: substitute(
-                    getattr(experiment, field.name),
-                    lambda ref, where: products[ref],
-                    experiment.name,
-                )
-                for field in dataclasses.fields(experiment)
-            },
-        )
-        result = load_stage(folder / experiment.name) if options.resume else None
-        if result is None:
-            result = run_stage(
-                resolved,
-                folder,
-                console,
-                resume=options.resume and (folder / experiment.name).is_dir(),
-                verbosity=options.verbose,
+
+def _loggers(options: RunOptions, run: str, num_stages: int) -> Callable[[str], list[Any]]:
+    """Return a function from a stage's name to the callbacks that log it elsewhere."""
+    if not (options.wandb_project or options.wandb_key):
+        if options.wandb_run_name:
+            raise UserError(
+                f"--wandb-run-name={options.wandb_run_name!r} must come with --wandb-project: "
+                "alone it has no effect. Name a project, or drop it."
             )
-        products[f"{experiment.name}.model"] = str(result.model)
-        products[f"{experiment.name}.checkpoint"] = str(result.checkpoint)
-        results.append(result)
-    return results
+        return lambda stage: []
+    from rllib_llm.cli.loggers import check_wandb, wandb_logger
+
+    check_wandb(options.wandb_key)
+    project = options.wandb_project or "rllib_llm"
+    base = options.wandb_run_name or run
+
+    def loggers(stage: str) -> list[Any]:
+        name = base if num_stages == 1 else f"{base}-{stage}"
+        return [wandb_logger(project, name, run, options.wandb_key)]
+
+    return loggers
 
 
 def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) -> Path:

@@ -20,6 +20,7 @@ the folder in which the command runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,9 @@ KEYS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name != "name")
 MAPPINGS = tuple(f.name for f in dataclasses.fields(Experiment) if f.default_factory is dict)
 
 
-def load(data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | None = None):
+def load(
+    data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | None = None
+) -> list[Experiment]:
     """Return the experiments that `data`, a parsed YAML file, describes, in file order.
 
     Args:
@@ -128,19 +131,18 @@ def load(data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | N
     experiments = [_experiment(name, spec, source) for name, spec in data.items()]
     names = [experiment.name for experiment in experiments]
     return [
-        dataclasses.replace(
-            experiment,
-            **{
-                key: substitute(
-                    getattr(experiment, key),
-                    lambda ref, where, i=i: _known(ref, where, values, names, i),
-                    f"{experiment.name}.{key}",
-                )
-                for key in KEYS
-            },
-        )
-        for i, experiment in enumerate(experiments)
+        fill(experiment, functools.partial(_known, values=values, names=names, index=index))
+        for index, experiment in enumerate(experiments)
     ]
+
+
+def fill(experiment: Experiment, lookup: Callable[[str, str], Any]) -> Experiment:
+    """Return the experiment with every `${reference}` in it replaced; see `substitute`."""
+    settings = {
+        key: substitute(getattr(experiment, key), lookup, f"{experiment.name}.{key}")
+        for key in KEYS
+    }
+    return Experiment(experiment.name, **settings)
 
 
 def substitute(value: Any, lookup: Callable[[str, str], Any], where: str) -> Any:
@@ -172,7 +174,7 @@ def references(value: Any) -> set[tuple[str, str]]:
     return found
 
 
-def _known(ref: str, where: str, values: Mapping[str, Any], names: list[str], index: int) -> Any:
+def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str], index: int) -> Any:
     """Return the value of a variable, or the reference to an earlier stage unchanged."""
     if ref in values:
         if values[ref] is None:
