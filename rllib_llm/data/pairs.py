@@ -1,0 +1,93 @@
+"""Preference pairs from rows that carry a label, such as reviews with a sentiment or a rating."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rllib_llm.data.order import EpochOrder
+from rllib_llm.data.sources import DataSourceError, Rows, Source, load_rows, require_columns
+from rllib_llm.dotted import import_dotted
+
+
+def pairs_from_labels(
+    path: Source,
+    *,
+    text_column: str = "text",
+    label_column: str = "label",
+    num_pairs: int | None = None,
+    seed: int = 0,
+    rewrite: str | Callable[[str], str] | None = None,
+) -> list[dict[str, str]]:
+    """Rows {"chosen", "rejected"}: a text of a higher label and one of a lower label.
+
+    Texts of each label are drawn in a seeded order, each once before any is drawn again; with more
+    than two labels every two of them take turns. The same arguments give the same pairs.
+
+    In YAML: `data: {path: rllib_llm.data.pairs.pairs_from_labels, kwargs: {path: FILE, ...}}`.
+
+    Args:
+        path: any source of `load_rows`.
+        text_column, label_column: columns of the text and of its label, a number (or true, false).
+        num_pairs: how many; None: until the texts of the commonest label have all been drawn once.
+        seed: of the order, 0 or more.
+        rewrite: function of a text, or its dotted path, applied to every text: e.g.
+            `rllib_llm.data.prose.as_prose` where reviews are stored as tokens.
+
+    Raises:
+        DataSourceError: no such column, a label that is no number, or only one label.
+        ValueError: `num_pairs` below 1.
+    """
+    if num_pairs is not None and num_pairs < 1:
+        raise ValueError(
+            f"num_pairs={num_pairs!r} must be at least 1, or null: it counts preference pairs. "
+            "Leave it out to draw every text once."
+        )
+    rows = load_rows(path)
+    require_columns(rows, [text_column, label_column])
+    groups = _texts_by_label(rows, text_column, label_column)
+    if isinstance(rewrite, str):
+        rewrite = import_dotted(rewrite, name="rewrite")
+    if rewrite is not None:
+        groups = {label: [rewrite(text) for text in texts] for label, texts in groups.items()}
+    matches = list(itertools.combinations(sorted(groups), 2))  # (lower, higher)
+    if num_pairs is None:
+        num_turns = math.ceil(max(map(len, groups.values())) / (len(groups) - 1))
+        num_pairs = num_turns * len(matches)
+    draws = {label: _draws(texts, seed) for label, texts in groups.items()}
+    pairs = []
+    for lower, higher in itertools.islice(itertools.cycle(matches), num_pairs):
+        pairs.append({"chosen": next(draws[higher]), "rejected": next(draws[lower])})
+    return pairs
+
+
+def _draws(texts: list[str], seed: int):
+    order = EpochOrder(len(texts), seed)
+    for position in itertools.count():
+        yield texts[int(order.indices(position, 1)[0])]
+
+
+def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[float, list[str]]:
+    groups: dict[float, list[str]] = {}
+    for number, row in enumerate(rows):
+        label: Any = row[label_column]
+        if not isinstance(label, int | float) or not math.isfinite(label):
+            raise DataSourceError(
+                f"{label_column}={label!r} in row {number} of {rows.description} must be a finite "
+                "number: the text of the higher label is the chosen one. Write labels as numbers, "
+                "the better the higher."
+            )
+        if not isinstance(row[text_column], str):
+            raise DataSourceError(
+                f"{text_column}={row[text_column]!r} in row {number} of {rows.description} must be "
+                "text: it is what is compared. Name another column, or drop the row."
+            )
+        groups.setdefault(float(label), []).append(row[text_column])
+    if len(groups) < 2:
+        raise DataSourceError(
+            f"{label_column} of {rows.description} must hold at least two different labels: all "
+            f"{len(rows)} rows have {next(iter(groups))}. Name the column of the labels."
+        )
+    return groups
