@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ def token_stats(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target [tokens] and, on request, entropy of its distribution, nats.
 
-    float32 of logits / temperature, whatever the dtype of `logits` [tokens, vocab].
+    Of logits / temperature in float32, whatever the dtype of `logits` [tokens, vocab] (float64
+    stays).
     """
     logprobs, entropies = _TokenStats.apply(logits, targets, temperature, entropy)
     return logprobs, entropies
@@ -45,9 +46,10 @@ def in_chunks(
 
 
 class _TokenStats(torch.autograd.Function):
-    """One float32 [tokens, vocab] tensor is kept for the backward pass; autograd would keep three.
+    """Keeps the logits, in their own dtype, and goes through them in blocks that fit a cache.
 
-    With lp = log_softmax(logits / temperature), p = exp(lp), y the target, H the entropy:
+    Autograd would keep three float32 copies. With x = logits / temperature, lse = logsumexp(x),
+    lp = x - lse, p = exp(lp), y the target and H the entropy:
     d lp_y / d logits_v = (1[v = y] - p_v) / temperature,
     d H / d logits_v = -p_v (lp_v + H) / temperature.
     """
@@ -56,32 +58,57 @@ class _TokenStats(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
-        all_logprobs = torch.log_softmax(scaled, dim=-1)
-        logprobs = all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        entropies = None
-        if entropy:
-            entropies = torch.special.entr(all_logprobs.exp()).sum(dim=-1)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        lse = logits.new_empty(len(logits), dtype=dtype)
+        logprobs, entropies = torch.empty_like(lse), torch.empty_like(lse)
+        for rows in _blocks(logits):
+            scaled = logits[rows].to(dtype) / temperature
+            chosen = scaled.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
+            largest = scaled.amax(dim=-1)
+            below = scaled.sub_(largest.unsqueeze(-1)).clamp_(min=_LEAST)
+            weights = below.exp()
+            total = weights.sum(dim=-1)
+            log_total = total.log()
+            lse[rows] = largest + log_total
+            logprobs[rows] = chosen - largest - log_total
+            if entropy:
+                entropies[rows] = log_total - weights.mul_(below).sum(dim=-1) / total
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(all_logprobs, targets, entropies)
-        ctx.temperature, ctx.logits_dtype = temperature, logits.dtype
-        return logprobs, entropies
+        ctx.save_for_backward(logits, targets, lse, entropies)
+        ctx.temperature = temperature
+        return logprobs, entropies if entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        all_logprobs, targets, entropies = ctx.saved_tensors
-        probs = all_logprobs.exp()
-        grad = None
-        if grad_entropies is not None:
-            grad = torch.special.entr(probs) - probs * entropies.unsqueeze(-1)
-            grad.mul_(grad_entropies.unsqueeze(-1))
-        if grad_logprobs is not None:
-            upstream = grad_logprobs.unsqueeze(-1)
-            logprob_grad = probs.mul_(-upstream).scatter_add_(-1, targets.unsqueeze(-1), upstream)
-            grad = logprob_grad if grad is None else grad.add_(logprob_grad)
-        if grad is not None:
-            grad = grad.div_(ctx.temperature).to(ctx.logits_dtype)
+        logits, targets, lse, entropies = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        grad = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            all_logprobs = logits[rows].to(lse.dtype) / ctx.temperature
+            all_logprobs.sub_(lse[rows].unsqueeze(-1)).clamp_(min=_LEAST)
+            upstream = grad_logprobs[rows].unsqueeze(-1)
+            if grad_entropies is None:
+                block = all_logprobs.exp_().mul_(-upstream)
+            else:
+                entropy_grad = grad_entropies[rows].unsqueeze(-1)
+                probs = all_logprobs.exp()
+                surplus = all_logprobs.add_(entropies[rows].unsqueeze(-1)).mul_(entropy_grad)
+                block = probs.mul_(surplus.add_(upstream).neg_())
+            block.scatter_add_(-1, targets[rows].unsqueeze(-1), upstream)
+            grad[rows] = block.div_(ctx.temperature)
         return grad, None, None, None
+
+
+# Log-probs below this are 0 as probabilities; it keeps 0 * log 0 at 0 for forbidden tokens.
+_LEAST = -1e4
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    num_rows, vocab = logits.shape
+    rows_per_block = max(1, (2**18 if logits.device.type == "cpu" else 2**25) // vocab)
+    for start in range(0, num_rows, rows_per_block):
+        yield slice(start, start + rows_per_block)
