@@ -60,7 +60,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     temperature: sampling temperature, by which logits are divided here as well.
     """
 
-    def setup(self) -> None:
+    def load(self) -> None:
         config = self.model_config
         self.temperature = float(config["temperature"])
         self.tokenizer = load_tokenizer(config["pretrained_model"])

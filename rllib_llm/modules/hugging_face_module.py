@@ -13,6 +13,8 @@ import torch
 from ray.rllib.core.rl_module.torch.torch_rl_module import TorchRLModule
 from safetensors.torch import load_file, save_file
 
+from rllib_llm.modules.pretrained import quiet_transformers
+
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
 EXTRAS_FILE = "rl_heads.safetensors"  # value head, critic: what is not part of the model
 FORMAT_KEY, FORMAT_VERSION = "rllib_llm_format", 1
@@ -21,8 +23,19 @@ FORMAT_KEY, FORMAT_VERSION = "rllib_llm_format", 1
 class HuggingFaceModule(TorchRLModule):
     """A TorchRLModule whose trunk is `self.model`, with `self.tokenizer` beside it.
 
-    Subclasses set both in `setup()`. Parameters other than the trunk's are the module's extras.
+    Subclasses set both in `load()`. Parameters other than the trunk's are the module's extras.
     """
+
+    def load(self) -> None:
+        """Sets `self.model`, `self.tokenizer` and the extras from `self.model_config`."""
+        raise NotImplementedError(f"{type(self).__name__} must define load.")
+
+    def setup(self) -> None:
+        try:
+            self.load()
+        except AttributeError as error:
+            # RLlib takes an AttributeError for a module with an outdated constructor and hides it.
+            raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error
 
     def get_state(
         self, components=None, *, not_components=None, inference_only: bool = False, **kwargs
@@ -66,8 +79,9 @@ class HuggingFaceModule(TorchRLModule):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the trunk and tokenizer as a Hugging Face folder, the extras beside them."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        with quiet_transformers():
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
         extras = {
             name: tensor.contiguous().cpu()
             for name, tensor in self.get_state().items()

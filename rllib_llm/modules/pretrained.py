@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -168,7 +169,7 @@ def disable_dropout(model: nn.Module) -> None:
 def resolve_dtype(dtype: str | torch.dtype, *, name: str = "dtype") -> torch.dtype:
     """Returns the torch dtype of that name; raises ValueError for one that cannot hold weights."""
     found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype))
-    if found not in DTYPES.values():
+    if found is None or found not in DTYPES.values():
         raise ValueError(
             f"{name}={dtype!r} must be one of {', '.join(DTYPES)}: weights are kept in it. "
             "For fewer bits see the quantization setting."
@@ -193,7 +194,7 @@ def _from_pretrained(auto_class: Any, value: str, kind: str, **kwargs: Any) -> P
     """
 
     def load() -> tuple[PreTrainedModel, dict]:
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
             return auto_class.from_pretrained(
                 value, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
@@ -219,7 +220,7 @@ def _from_pretrained(auto_class: Any, value: str, kind: str, **kwargs: Any) -> P
     return network
 
 
-def _classifier_on_trunk(network: nn.Module, config: Any) -> PreTrainedModel:
+def _classifier_on_trunk(network: PreTrainedModel, config: Any) -> PreTrainedModel:
     """A sequence classifier that shares the weights of `network`'s trunk."""
     with torch.random.fork_rng(devices=[]):
         classifier = AutoModelForSequenceClassification.from_config(config)
@@ -236,22 +237,27 @@ def _init_head(head: nn.Linear, seed: int) -> None:
             head.bias.zero_()
 
 
-def _finish(network: nn.Module, dtype: torch.dtype, device: Any) -> PreTrainedModel:
+def _finish(network: Any, dtype: torch.dtype, device: Any) -> PreTrainedModel:
     disable_dropout(network)
+    embedding = network.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) in eos_token_ids(network):
+        embedding.padding_idx = None  # torch gives the pad token's row no gradient, and EOS has one
     if not getattr(network, "is_quantized", False):
         network = network.to(device=device, dtype=dtype)
     return network.eval()
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet_transformers():
     """No progress bars, of which every replica would draw its own, and no report on weights that
-    are missing: those are checked and raised here."""
+    are missing: those are checked and raised here. (The report asks whether stdout is a terminal,
+    which Tune's copy of it in a trial's log file cannot answer.)"""
     shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
     finally:
         hf_logging.set_verbosity(verbosity)
         if shown:

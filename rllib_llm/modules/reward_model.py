@@ -16,7 +16,7 @@ class RewardModelModule(HuggingFaceModule):
     """`model_config` keys: pretrained_model (a classifier, or a causal LM whose trunk gets a new
     head), dtype, seed (of the new head)."""
 
-    def setup(self) -> None:
+    def load(self) -> None:
         config = self.model_config
         self.tokenizer = load_tokenizer(config["pretrained_model"])
         self.model = load_sequence_classifier(
