@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rllib_llm.envs.reference import check_measure_drift, log_drift
 from rllib_llm.envs.reward_texts import RewardTextEncoder, same_tokenizer
 from rllib_llm.modules.drift import score_drift
-from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer
+from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
 from rllib_llm.modules.quantization import load_quantized, model_bytes
 from rllib_llm.modules.score_normalization import check_normalization, read_score_normalization
 from rllib_llm.modules.sequence_scores import label_index, sequence_scores
@@ -81,7 +81,7 @@ class RewardModelScorer:
             dtype=dtype,
             device=device,
         )
-        if self.model.config.num_labels > 1:
+        if score_head(self.model).out_features > 1:
             label_index(self.model.config, label)
         self.wants_tokens = (
             tokenizer is not None and template is None and same_tokenizer(tokenizer, own_tokenizer)
@@ -165,7 +165,7 @@ class RewardModelScorer:
         mean, std = self.normalization
         return (scores - mean) / std
 
-    def _run(self, model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    def _run(self, model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
         scores = torch.zeros(len(ids), device=ids.device)
         lengths = mask.sum(dim=1)
         for rows in token_batches(lengths, self._batch_tokens):
@@ -216,7 +216,8 @@ def _normalization(
 
 def _max_length(given: int | None, config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    limit = min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
+    longest = int(tokenizer.model_max_length)
+    limit = min(positions or longest, longest)
     if given is None:
         return limit
     if not 1 <= given <= limit:

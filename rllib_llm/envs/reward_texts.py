@@ -80,8 +80,8 @@ class RewardTextEncoder:
         if self.template == CHAT or (self.template is None and is_chat and tokenizer.chat_template):
             turns = list(chat) if is_chat else [{"role": "user", "content": prompt}]
             turns.append({"role": "assistant", "content": completion})
-            ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
-            return self.shorten(list(ids))
+            encoded: Any = tokenizer.apply_chat_template(turns, return_dict=True)
+            return self.shorten(list(encoded["input_ids"]))
         text = prompt if isinstance(prompt, str) else _plain_text(prompt)
         if self.template == PAIR:
             return self._shorten_pair(text, completion)

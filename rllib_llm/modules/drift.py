@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 
 @torch.no_grad()
 def next_token_drift(
-    model: nn.Module, exact_model: nn.Module, ids: Tensor, mask: Tensor
+    model: PreTrainedModel, exact_model: PreTrainedModel, ids: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """Drift of the next-token distributions of a causal LM on right-padded texts.
 

@@ -92,7 +92,7 @@ def _check_folder(folder: str, name: str) -> None:
     raise ModelSourceError(folder, reason, remedy, name=name)
 
 
-def build_from_dotted(path: str, *, name: str = "model") -> tuple[torch.nn.Module, Any]:
+def build_from_dotted(path: str, *, name: str = "model") -> tuple[Any, Any]:
     """Calls the function at `path` and returns its (model, tokenizer).
 
     Every process calls it again, for the policy as for the reference, and all must get the same

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -59,7 +59,7 @@ _AUTO_CLASS = {
 
 def load_quantized(
     load: Callable[..., PreTrainedModel],
-    model: str,
+    model: str | os.PathLike,
     *,
     quantization: str = "none",
     backend: str = "auto",
@@ -72,7 +72,7 @@ def load_quantized(
     dtype: of what is not quantised and of the activations; "bf16" overrides it.
 
     bitsandbytes quantises while it reads a folder, so that the whole model is never in memory in
-    full precision.
+    full precision; but for nf4 on a CPU, where each layer's block size must be chosen.
 
     Raises:
         ModelSourceError: see `load`.
@@ -84,7 +84,8 @@ def load_quantized(
         dtype = torch.bfloat16
     dtype = resolve_dtype(dtype)
     kind, value = source_kind(model)
-    if chosen == "bitsandbytes" and kind != DOTTED:
+    nf4_on_cpu = quantization == "nf4" and torch.device(device).type == "cpu"
+    if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
         config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
         _refuse_quantized(config, quantization, model)
         with torch.device("meta"):
@@ -98,19 +99,19 @@ def load_quantized(
         network = quantize(network, quantization, backend=backend, device=device)
     network.requires_grad_(False)
     logger.info(
-        "%r holds %.1f MB (quantization=%s).", model, model_bytes(network) / 1e6, quantization
+        "%r holds %.1f MB (quantization=%s).", str(model), model_bytes(network) / 1e6, quantization
     )
     return network
 
 
 def quantize(
-    model: nn.Module,
+    model: Any,
     quantization: str,
     *,
     backend: str = "auto",
     device: str | torch.device = "cpu",
-) -> nn.Module:
-    """Returns `model` with its linear layers quantised in place, on `device`.
+) -> PreTrainedModel:
+    """Returns `model` (a PreTrainedModel) with its linear layers quantised in place, on `device`.
 
     Raises:
         ValueError: a combination that does not exist, or a model with nothing to quantise.
@@ -135,7 +136,7 @@ def quantize(
         )
     else:
         for name, layer in list(quantizable_layers(model, heads)):
-            model.set_submodule(name, bitsandbytes_layer(layer, quantization).to(device))
+            model.set_submodule(name, bitsandbytes_layer(layer, quantization, device))
         model = model.to(device)
         _calm_bitsandbytes()
     verify_quantized(model, quantization)
@@ -196,10 +197,10 @@ def _bitsandbytes_config(quantization: str, dtype: torch.dtype, heads: list[str]
     )
 
 
-def _refuse_quantized(config: Any, quantization: str, model: str) -> None:
+def _refuse_quantized(config: Any, quantization: str, model: object) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"quantization={quantization!r} must be 'none' for model={model!r}: it was saved "
+            f"quantization={quantization!r} must be 'none' for model={str(model)!r}: it was saved "
             "quantised already. Use 'none', or the unquantised model."
         )
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+_NF4_BLOCKS = (64, 32)  # values that share a scale: bitsandbytes' default, and its smallest
 _CLASSIFIER_HEADS = ("score", "classifier", "classification_head")
 
 
-def head_names(model: nn.Module) -> list[str]:
+def head_names(model: PreTrainedModel) -> list[str]:
     """Names of the modules that stay unquantised: the LM head, or a classifier's whole head."""
     output = model.get_output_embeddings()
     return [
@@ -37,7 +40,7 @@ def is_quantized(layer: nn.Linear) -> bool:
     return weight.element_size() == 1
 
 
-def verify_quantized(model: nn.Module, quantization: str) -> None:
+def verify_quantized(model: PreTrainedModel, quantization: str) -> None:
     """Checks that the quantisation asked for took effect; warns where it did in part.
 
     Raises:
@@ -76,29 +79,45 @@ def _tensor_bytes(tensor: Tensor) -> int:
     return size + sum(s.numel() * s.element_size() for s in scales if s is not None)
 
 
-def bitsandbytes_layer(layer: nn.Linear, quantization: str) -> nn.Linear:
-    """The bitsandbytes twin of `layer`; its weight is quantised when it is moved to a device."""
+def bitsandbytes_layer(
+    layer: nn.Linear, quantization: str, device: str | torch.device
+) -> nn.Linear:
+    """The bitsandbytes twin of `layer` on `device`; `layer` itself where there is none.
+
+    bitsandbytes (0.50) quantises nf4 weights in blocks over the flattened matrix, but on a CPU
+    reads them back with blocks that begin anew in each row: rows must be whole blocks there, or
+    the weights come out wrong without an error (a quarter off instead of a tenth).
+    """
     from bitsandbytes import nn as bnb
 
+    on_cpu = torch.device(device).type == "cpu"
+    block = next((b for b in _NF4_BLOCKS if layer.in_features % b == 0 or not on_cpu), None)
+    if quantization == "nf4" and block is None:
+        return layer
     sizes = (layer.in_features, layer.out_features, layer.bias is not None)
     weight = layer.weight.data
     if quantization == "int8":
-        twin = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
+        twin: nn.Linear = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
         twin.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     else:
         twin = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, quant_type="nf4")
         twin.weight = bnb.Params4bit(
-            weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+            weight,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=True,
+            blocksize=block,
         )
     twin.bias = layer.bias
-    return twin.eval()
+    return twin.to(device).eval()
 
 
 def linear_for_conv1d(model: nn.Module) -> None:
     """Replaces GPT-2's Conv1D layers, linear layers stored transposed, by nn.Linear."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
-            twin = nn.Linear(*module.weight.shape, device="meta")
+            in_features, out_features = module.weight.shape
+            twin = nn.Linear(in_features, out_features, device="meta")
             twin.weight = nn.Parameter(module.weight.data.T.contiguous())
             twin.bias = module.bias
             model.set_submodule(name, twin.eval())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 
 
 def sequence_scores(
-    classifier: nn.Module, ids: Tensor, mask: Tensor, *, label: int | str | None = None
+    classifier: PreTrainedModel, ids: Tensor, mask: Tensor, *, label: int | str | None = None
 ) -> Tensor:
     """Score [N] float32 of each right-padded text, `ids` [N, L] int64, `mask` [N, L] bool.
 
@@ -43,7 +44,7 @@ def sequence_scores(
     return logits[:, index] - others.logsumexp(dim=1)
 
 
-def label_index(config, label: int | str | None = None) -> int:
+def label_index(config: PretrainedConfig, label: int | str | None = None) -> int:
     """Returns the output whose log-odds are the score, in a classifier with several.
 
     label: its number or its name in `config.label2id`. None: the one named positive, pos, good or
@@ -52,7 +53,7 @@ def label_index(config, label: int | str | None = None) -> int:
     Raises:
         ValueError: no such label, or None with three labels or more and no such name.
     """
-    names = {index: str(name) for index, name in config.id2label.items()}
+    names = {index: str(name) for index, name in (config.id2label or {}).items()}
     if label is None:
         named = [i for i, name in names.items() if name.lower() in POSITIVE_NAMES]
         if len(named) == 1 or len(names) == 2:

@@ -37,7 +37,7 @@ def load_tokenizer(model: str | os.PathLike) -> PreTrainedTokenizerBase:
                 "Return (model, tokenizer), the tokenizer a transformers tokenizer",
             )
         sources: tuple[Any, ...] = (network, tokenizer)
-        num_embeddings = network.get_input_embeddings().num_embeddings
+        num_embeddings = len(network.get_input_embeddings().weight)
     else:
         config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
         tokenizer = load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
@@ -141,4 +141,4 @@ def _spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | No
     named = [name for name in special if "pad" in name.lower()]
     reserved = [name for name in special if "reserved" in name or "unused" in name]
     candidates = [*plain, *named, *reserved, tokenizer.unk_token, tokenizer.bos_token]
-    return next((c for c in candidates if c is not None and vocabulary.get(c) not in ends), None)
+    return next((c for c in candidates if c in vocabulary and vocabulary[c] not in ends), None)

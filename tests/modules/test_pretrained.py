@@ -96,6 +96,12 @@ def test_disable_dropout_reaches_modules_and_numbers():
     assert torch.equal(first, second)
 
 
+def test_eos_embedding_gets_a_gradient_where_the_pad_token_is_eos(tmp_path):
+    model = load_causal_lm(tiny.save(tmp_path, tiny.llama(pad_token_id=2), tiny.byte_tokenizer()))
+    model(torch.tensor([[1, 2, 7]])).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad[2].abs().sum() > 0
+
+
 # --- tokenizers ----------------------------------------------------------------------------
 
 
