@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --timeout 600
 
 check: lint types test
 

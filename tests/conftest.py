@@ -1,0 +1,50 @@
+"""What all tests share: one thread for torch, and one Ray for the whole session."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+# Before Ray or torch are imported: worker processes inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+OBJECT_STORE_BYTES = 256 * 1024**2
+NUM_CPUS = 4  # slots for processes, whatever the machine has
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests compare floats and share a machine: one thread each."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local Ray, started when the first test asks for it and shared by the others."""
+    import ray
+
+    for name in ("ray", "ray.tune", "ray.rllib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    started_here = not ray.is_initialized()
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        ignore_reinit_error=True,
+    )
+    yield
+    if started_here:
+        ray.shutdown()

@@ -1,0 +1,88 @@
+"""The package as a whole: quick to import, and imports that point one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "rllib_llm"
+HEAVY = ("transformers", "datasets", "bitsandbytes", "torchao", "peft", "wandb", "matplotlib")
+
+# Numerics know torch and nothing of Ray; what is below the algorithms does not know them.
+RULES = [
+    (("columns.py", "learners/kl.py", "learners/advantages.py", "learners/losses.py",
+      "modules/logprobs.py"), ("ray", "rllib_llm.envs", "rllib_llm.sampling")),
+    (("envs/", "modules/", "sampling/", "weights/", "learners/", "data/"),
+     ("rllib_llm.algorithms", "rllib_llm.cli")),
+    (("algorithms/",), ("rllib_llm.cli",)),
+    (("",), ("vllm", "fastapi")),
+]  # fmt: skip
+
+
+def test_importing_loads_nothing_heavy_beyond_ray():
+    # Seconds depend on the machine; which modules come along does not. torch comes with RLlib.
+    code = "import sys, ray.rllib; before = set(sys.modules); import rllib_llm; " \
+           "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    loaded = result.stdout.split()
+    assert "rllib_llm" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_importing_registers_environments_and_trainables():
+    import gymnasium
+    from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry
+
+    import rllib_llm  # noqa: F401
+    from rllib_llm.algorithms.registry import ALGORITHMS
+    from rllib_llm.envs.registry import ENVIRONMENTS
+
+    assert {"PPOPtx", "SFT", "RewardModel"} <= set(ALGORITHMS)
+    for name in ALGORITHMS:
+        assert _global_registry.contains(TRAINABLE_CLASS, name)
+    for name in ENVIRONMENTS:
+        assert name in gymnasium.registry
+        assert _global_registry.contains(ENV_CREATOR, name)
+
+
+@pytest.mark.parametrize(("files", "forbidden"), RULES, ids=lambda value: value[0] or "all")
+def test_imports_point_one_way(files: tuple[str, ...], forbidden: tuple[str, ...]):
+    offences = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if str(path.relative_to(PACKAGE)).startswith(files)
+        for name in imported_names(path)
+        if any(name == root or name.startswith(f"{root}.") for root in forbidden)
+    ]
+    assert not offences
+
+
+def imported_names(path: Path) -> set[str]:
+    """Return the dotted names of all modules that the file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    # At a module's top they would be imported by everybody who imports that module.
+    optional = {"wandb", "bitsandbytes", "torchao", "matplotlib"}
+    offences = [
+        f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or node.names[0].name]
+        if name.partition(".")[0] in optional
+    ]
+    assert not offences
