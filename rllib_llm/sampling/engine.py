@@ -71,8 +71,10 @@ def generate(
     decoder = _Decoder(
         model, prompt_ids[:, dead:], prompt_mask[:, dead:], params, num_completions, noise
     )
-    with decode_layout(model, params.max_new_tokens):
-        return decoder.run()
+    # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
+    with decode_layout(model, params.max_new_tokens), torch.inference_mode():
+        decoder.run()
+    return decoder.completions()
 
 
 class _Decoder:
@@ -117,7 +119,7 @@ class _Decoder:
             )
         self.prompt_len = prompt_len
 
-    def run(self) -> Completions:
+    def run(self) -> None:
         """Prefill, then one token per step until every row has ended."""
         looks = _STEPS_BETWEEN_LOOKS.get(self.tokens.device.type, _STEPS_BETWEEN_LOOKS_ELSEWHERE)
         steps = self.params.max_new_tokens
@@ -131,7 +133,6 @@ class _Decoder:
                 if not len(tokens):
                     break
             logits = self._forward(step, tokens)
-        return self._completions()
 
     def _prefill(self) -> torch.Tensor:
         """Logits [batch, vocab] that predict the first token of every completion."""
@@ -197,11 +198,13 @@ class _Decoder:
         self.alive = self.alive.new_ones(num_alive)
         return tokens[:num_alive]
 
-    def _completions(self) -> Completions:
+    def completions(self) -> Completions:
+        """What `run` sampled, as tensors that autograd accepts (not those of inference mode)."""
         longest = int(self.mask.any(dim=1).sum())
-        mask = self.mask[:longest].t().contiguous()
-        tokens = self.tokens[:longest].t().contiguous()
-        logprobs = self.logprobs[:longest].t().contiguous()
+        mask, tokens, logprobs = (
+            steps[:longest].t().clone(memory_format=torch.contiguous_format)
+            for steps in (self.mask, self.tokens, self.logprobs)
+        )
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(
                 "logits must be finite: the model gave NaN or infinity while sampling. "
