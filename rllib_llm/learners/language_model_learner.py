@@ -111,6 +111,20 @@ class LanguageModelLearner(TorchLearner):
         )
         self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params)
 
+    def _set_optimizer_state(self, state: dict[str, Any]) -> None:
+        """The moments of a checkpoint under the settings of this config, which may be others
+        (population-based search)."""
+        own = {
+            name: [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
+            for name, opt in self._named_optimizers.items()
+        }
+        super()._set_optimizer_state(state)
+        for name, groups in own.items():
+            for group, settings in zip(
+                self._named_optimizers[name].param_groups, groups, strict=True
+            ):
+                group.update(settings)
+
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next optimiser step."""
@@ -240,7 +254,7 @@ class LanguageModelLearner(TorchLearner):
         self.num_refused_updates += 1
         self._consecutive_refusals += 1
         folder = Path(self.config.refused_batch_dir or tempfile.gettempdir())
-        path = folder / f"refused_batch_{self._weights_seq_no}_{self.rank}.pt"
+        path = folder / f"refused_batch_{self.num_refused_updates}_{self.rank}.pt"
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(minibatch, path)
         message = (

@@ -46,7 +46,9 @@ class RLHFLearner(LanguageModelLearner):
     def prepare(self, batch: Batch) -> Batch:
         batch = dict(batch)
         # A row whose judge failed keeps its tokens out of every sum.
-        batch[columns.COMPLETION_MASK] &= batch[columns.VALID].unsqueeze(1)
+        batch[columns.COMPLETION_MASK] = (
+            batch[columns.COMPLETION_MASK] & batch[columns.VALID].unsqueeze(1)
+        )
         self._require_reference(batch)
         batch.update(self._old_policy(batch))
         mask = batch[columns.COMPLETION_MASK]
@@ -58,8 +60,9 @@ class RLHFLearner(LanguageModelLearner):
             )
             kl = estimate.where(mask, 0.0)
         processed = self._process_scores(batch)
-        batch.update(self.compute_advantages(batch, processed, kl))
+        # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, kl)
+        batch.update(self.compute_advantages(batch, processed, kl))
         if columns.REF_LOGPROBS in batch:
             valid = batch[columns.VALID]
             num_valid = int(valid.sum())

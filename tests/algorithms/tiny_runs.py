@@ -1,0 +1,127 @@
+"""Runs small enough for a test: a character model of 16 units, prompts judged by a function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm.algorithms.critic_free import GRPOConfig, RLOOConfig
+from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
+from rllib_llm.algorithms.reward_model import RewardModelConfig
+from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.envs import arithmetic
+
+HERE = "tests.algorithms.tiny_runs"
+MODEL = f"{HERE}.build_model"
+PROMPTS = [{"prompt": text} for text in ("1+2=", "3+44=", "5=", "17-1=", "2*3=", "9+9=")]
+EVAL_PROMPTS = [{"prompt": text} for text in ("4+4=", "8-1=", "6*2=")]
+TEXTS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
+PAIRS = [
+    {"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "-" * (1 + a % 3)} for a in range(8)
+]
+# Of a result, what depends on learning alone: not on time, and not on who sampled.
+LEARNT = ("objective", "policy", "loss", "val", "train", "env", "lr", "episode")
+
+
+def build_model(seed: int = 3):
+    return arithmetic.build_model(seed, hidden_size=16, num_layers=1, num_heads=2, max_len=32)
+
+
+def build_classifier():
+    """A reward model of the policy's shape, its head drawn anew."""
+    from transformers import LlamaForSequenceClassification
+
+    model, tokenizer = build_model(seed=5)
+    config = model.config
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return LlamaForSequenceClassification(config).eval(), tokenizer
+
+
+def num_digits(completions):
+    """Digits less other characters, a score in whole numbers that varies from row to row."""
+    return [
+        float(sum(1 if letter.isdigit() else -1 for letter in completion))
+        for completion in completions
+    ]
+
+
+def _rlhf(config, **training: Any):
+    settings = {
+        "train_batch_size_per_learner": 12,
+        "minibatch_size": 6,
+        "num_epochs": 2,
+        "lr": 1e-3,
+        **training,
+    }
+    return (
+        config.language_model(model=MODEL)
+        .environment(
+            "rllib_llm/RLHF-v0",
+            env_config={
+                "prompts": PROMPTS,
+                "eval_prompts": EVAL_PROMPTS,
+                "reward_functions": f"{HERE}.num_digits",
+                "max_prompt_len": 8,
+            },
+        )
+        .sampling(max_new_tokens=5, log_samples_every=0)
+        .training(**settings)
+    )
+
+
+def ppo(**training: Any) -> PPOPtxConfig:
+    return _rlhf(PPOPtxConfig(), **training)
+
+
+def grpo(**training: Any) -> GRPOConfig:
+    return _rlhf(GRPOConfig(), **training).sampling(num_completions=3)
+
+
+def rloo(**training: Any) -> RLOOConfig:
+    return _rlhf(RLOOConfig(), **training).sampling(num_completions=3)
+
+
+def sft(**training: Any) -> SFTConfig:
+    settings = {"data": TEXTS, "train_batch_size_per_learner": 6, "lr": 1e-3, **training}
+    return SFTConfig().language_model(model=MODEL).training(**settings)
+
+
+def reward_model(**training: Any) -> RewardModelConfig:
+    settings = {"data": PAIRS, "train_batch_size_per_learner": 4, "lr": 1e-3, **training}
+    return RewardModelConfig().language_model(model=MODEL).training(**settings)
+
+
+def learnt(result: dict[str, Any]) -> dict[str, Any]:
+    """The share of a result that depends on learning alone."""
+    return {name: result[name] for name in LEARNT if name in result}
+
+
+def train(algorithm, num_iterations: int) -> list[dict[str, Any]]:
+    return [learnt(algorithm.train()) for _ in range(num_iterations)]
+
+
+def weights(algorithm) -> dict[str, torch.Tensor]:
+    """Every parameter of the first learner, copied."""
+    results = algorithm.learner_group.foreach_learner(
+        lambda learner: {
+            name: tensor.detach().clone()
+            for name, tensor in learner.module[DEFAULT_MODULE_ID].state_dict().items()
+        }
+    )
+    return next(iter(results)).get()
+
+
+def assert_same_weights(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], **tolerance: float
+) -> None:
+    """Bit for bit, unless a tolerance is given."""
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(
+            one[name], other[name], **{"rtol": 0, "atol": 0, **tolerance}, msg=lambda m, n=name:
+            f"{n}: {m}",
+        )  # fmt: skip

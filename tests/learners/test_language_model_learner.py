@@ -1,0 +1,193 @@
+"""What all learners share: cutting batches, one optimiser step, refusing what is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.learners.language_model_learner import MAX_CONSECUTIVE_REFUSALS
+from tests.algorithms.tiny_runs import assert_same_weights, ppo
+from tests.learners import tiny_learners as tiny
+
+
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": 4},
+                                 {"micro_batch_tokens": 12}])  # fmt: skip
+def test_micro_batches_do_not_change_the_update(cut):
+    whole = tiny.build(ppo(minibatch_size=None, num_epochs=1))
+    parts = tiny.build(ppo(minibatch_size=None, num_epochs=1, **cut))
+    batch = tiny.judged(whole)
+    metrics, cut_metrics = tiny.update(whole, batch), tiny.update(parts, batch)
+    # Adam's first step divides the gradient by itself: compare the gradients.
+    gradients, cut_gradients = tiny.first_gradients(whole), tiny.first_gradients(parts)
+    assert_same_weights(gradients, cut_gradients, rtol=1e-4, atol=1e-6)
+    assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_batches_that_do_not_divide_are_learnt_whole():
+    learner = tiny.build(ppo(minibatch_size=4, num_epochs=2))
+    seen = []
+    inner = learner.start_minibatch
+    learner.start_minibatch = lambda minibatch: (
+        seen.append(minibatch[columns.ROW_ID].tolist()), inner(minibatch))  # fmt: skip
+    tiny.update(learner, tiny.judged(learner, lengths=(3, 5, 1, 4, 2, 5, 1, 2, 3, 4)))
+    # 10 rows in mini-batches of 4: 4 + 4 + 2 in each of 2 epochs, every row once per epoch.
+    assert [len(rows) for rows in seen] == [4, 4, 2, 4, 4, 2]
+    assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(10))
+    assert seen[:3] != seen[3:]
+    assert learner.num_updates == 6
+
+
+def test_an_update_is_a_function_of_seed_and_batch():
+    def learn(seed):
+        config = ppo(minibatch_size=2)
+        config.debugging(seed=seed)
+        learner = tiny.build(config)
+        tiny.update(learner, tiny.judged(learner))
+        return tiny.parameters(learner)
+
+    one, same, other = learn(0), learn(0), learn(1)
+    assert_same_weights(one, same)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_batch_given_is_left_as_it_was():
+    learner = tiny.build(ppo())
+    batch = tiny.judged(learner)
+    batch[columns.VALID][0] = False
+    before = {name: column.clone() for name, column in batch.items()}
+    learner.prepare(batch)
+    assert batch.keys() == before.keys()
+    for name, column in before.items():
+        assert torch.equal(batch[name], column), name
+
+
+def test_learning_rate_zero_changes_nothing():
+    learner = tiny.build(ppo(lr=0.0, minibatch_size=2, num_epochs=3, weight_decay=0.1))
+    before = tiny.parameters(learner)
+    metrics = tiny.update(learner, tiny.judged(learner))
+    assert learner.num_updates == 9
+    assert_same_weights(tiny.parameters(learner), before)
+    assert metrics["policy/clipfrac_avg"] == 0
+    # Rows are packed in other company in each mini-batch: float32 round-off of a log-prob, squared.
+    assert metrics["policy/approxkl_avg"] < 1e-12
+    assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_schedule_counts_optimiser_steps():
+    # Warm-up over 3 steps: 1/4, 2/4, 3/4 of lr, then all of it.
+    config = ppo(minibatch_size=3, num_epochs=2, lr=0.4, lr_num_warmup_updates=3)
+    learner = tiny.build(config)
+    metrics = tiny.update(learner, tiny.judged(learner))
+    assert metrics["lr"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
+    assert learner.learning_rate == 0.4
+
+
+def test_gradients_are_clipped_to_their_global_norm():
+    free = tiny.build(ppo(minibatch_size=None, num_epochs=1, grad_clip=None))
+    clipped = tiny.build(ppo(minibatch_size=None, num_epochs=1, grad_clip=0.01))
+    batch = tiny.judged(free)
+    norm = tiny.update(free, batch)["grad_norm"]
+    assert norm > 0.01
+    assert tiny.update(clipped, batch)["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    gradients, scaled = tiny.first_gradients(free), tiny.first_gradients(clipped)
+    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(
+        norm, rel=1e-4
+    )
+    for name in gradients:
+        torch.testing.assert_close(scaled[name], gradients[name] * 0.01 / norm, rtol=1e-3,
+                                   atol=1e-8)  # fmt: skip
+
+
+def bad_batch(learner):
+    batch = tiny.judged(learner)
+    batch[columns.REF_LOGPROBS][1, 0] = torch.nan
+    return batch
+
+
+def test_a_loss_that_is_not_finite_is_refused(tmp_path):
+    learner = tiny.build(
+        ppo(minibatch_size=None, num_epochs=1, refused_batch_dir=str(tmp_path / "refused"))
+    )
+    good = tiny.judged(learner)
+    tiny.update(learner, good)
+    before = tiny.parameters(learner)
+    moments = {name: g.clone() for name, g in tiny.first_gradients(learner).items()}
+
+    metrics = tiny.update(learner, bad_batch(learner))
+
+    assert metrics["num_refused_updates"] == learner.num_refused_updates == 1
+    assert learner.num_updates == 1
+    assert_same_weights(tiny.parameters(learner), before)
+    assert_same_weights(tiny.first_gradients(learner), moments)
+    (optimizer,) = learner._named_optimizers.values()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    (file,) = (tmp_path / "refused").iterdir()
+    kept = torch.load(file)
+    assert torch.isnan(kept[columns.REF_LOGPROBS]).sum() == 1
+    assert {"val/ratio", "val/ratio_square"} <= metrics.keys()
+
+    tiny.update(learner, good)
+    assert learner.num_updates == 2
+
+
+def test_several_refusals_in_a_row_end_the_run(tmp_path):
+    learner = tiny.build(ppo(minibatch_size=None, num_epochs=1, refused_batch_dir=str(tmp_path)))
+    for _ in range(MAX_CONSECUTIVE_REFUSALS - 1):
+        tiny.update(learner, bad_batch(learner))
+    with pytest.raises(FloatingPointError, match=r"3 times in a row: lower lr") as caught:
+        tiny.update(learner, bad_batch(learner))
+    assert str(tmp_path) in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_each_refused_mini_batch_of_an_update_is_kept(tmp_path):
+    # NaN in one of the rows reaches all through whitening: every mini-batch is refused.
+    learner = tiny.build(ppo(minibatch_size=3, num_epochs=1, refused_batch_dir=str(tmp_path)))
+    tiny.update(learner, bad_batch(learner))
+    assert learner.num_refused_updates == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_state_goes_back_in_time():
+    learner = tiny.build(ppo(ref_kl_target=3.0, ref_kl_horizon=100, scale_scores=True))
+    batch = tiny.judged(learner)
+    tiny.update(learner, batch)
+    state = copy_state(learner.get_state())
+    early = tiny.parameters(learner)
+    after_two = tiny.update(learner, batch), tiny.parameters(learner)
+    tiny.update(learner, batch)
+
+    learner.set_state(state)
+
+    assert_same_weights(tiny.parameters(learner), early)
+    assert learner.num_updates == 2  # 6 rows in one mini-batch, 2 epochs
+    again = tiny.update(learner, batch), tiny.parameters(learner)
+    assert again[0] == pytest.approx(after_two[0], rel=0, abs=0, nan_ok=True)
+    assert_same_weights(again[1], after_two[1])
+
+
+def copy_state(state):
+    import copy
+
+    return copy.deepcopy(state)
+
+
+def test_optimiser_settings_follow_the_config_after_a_restore():
+    old = tiny.build(ppo(lr=1e-3))
+    batch = tiny.judged(old)
+    tiny.update(old, batch)
+    new = tiny.build(
+        ppo(lr=5e-4, adam_betas=(0.8, 0.9), adam_epsilon=1e-6, weight_decay=0.25)
+    )
+    new.set_state(old.get_state())
+    (optimizer,) = new._named_optimizers.values()
+    assert_same_weights(tiny.parameters(new), tiny.parameters(old))
+    tiny.update(new, batch)
+    (group,) = optimizer.param_groups
+    found = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    assert found == {"lr": 5e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.25}
+    # The moments are the old ones: 2 steps of the old learner, then 2 of the new.
+    assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
