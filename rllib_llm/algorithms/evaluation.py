@@ -44,7 +44,7 @@ def evaluate_held_out(
         ),
         algorithm.published_weights,
     )
-    results = held_out_metrics(batch)
+    results = {**held_out_metrics(batch), **algorithm.held_out_losses()}
     results["iteration"] = algorithm.num_iterations_done
     algorithm.eval_metrics = results
     algorithm.samples.write(

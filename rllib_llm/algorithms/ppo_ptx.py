@@ -20,6 +20,7 @@ class PPOPtxConfig(RLHFConfig):
         self.minibatch_size = 32
         self.ptx_coeff = 0.0
         self.ptx_data: Any = None
+        self.ptx_eval_data: Any = None
         self.ptx_batch_size = 8
         self.ptx_max_length = 128
 
@@ -28,6 +29,7 @@ class PPOPtxConfig(RLHFConfig):
         *,
         ptx_coeff: float = NotProvided,
         ptx_data: Any = NotProvided,
+        ptx_eval_data: Any = NotProvided,
         ptx_batch_size: int = NotProvided,
         ptx_max_length: int = NotProvided,
         **kwargs,
@@ -38,6 +40,8 @@ class PPOPtxConfig(RLHFConfig):
             ptx_coeff: γ, weight of the mean cross-entropy of pretraining tokens (InstructGPT: 27.8
                 against a loss summed differently; here 0.1 to 1 is a start). 0: only measured.
             ptx_data: file, data set, hub id or dotted path of texts; None: no pretraining loss.
+            ptx_eval_data: held-out texts, the same way; every evaluation reports their loss as
+                eval/ptx_loss, in nats per token. None: not measured.
             ptx_batch_size: texts per optimiser step and learner.
             ptx_max_length: tokens kept of each text.
         """
@@ -69,8 +73,16 @@ class PPOPtxConfig(RLHFConfig):
 
 
 class PPOPtx(RLHF):
-    """RLlib Algorithm; see `PPOPtxConfig`."""
+    """RLlib Algorithm; see `PPOPtxConfig`. Results beside those of `RLHF`: loss/ptx_avg, and
+    eval/ptx_loss with `ptx_eval_data`."""
 
     @classmethod
     def get_default_config(cls) -> PPOPtxConfig:
         return PPOPtxConfig(algo_class=cls)
+
+    def held_out_losses(self) -> dict[str, float]:
+        if self.config.ptx_eval_data is None:
+            return {}
+        sums = self.learner_group.foreach_learner(lambda learner: learner.held_out_ptx_loss())
+        totals, counts = zip(*(result.get() for result in sums), strict=True)
+        return {"ptx_loss": sum(totals) / sum(counts)}

@@ -9,8 +9,8 @@ from typing import Any
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.data.texts import PairSource
+from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
+from rllib_llm.data.texts import PairSource, TextSource
 
 
 class RewardModelConfig(SupervisedConfig):
@@ -19,13 +19,23 @@ class RewardModelConfig(SupervisedConfig):
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RewardModel)
         self.center_rewards_coeff = 0.0
+        self.normalization_data: Any = None
 
-    def training(self, *, center_rewards_coeff: float = NotProvided, **kwargs):
+    def training(
+        self,
+        *,
+        center_rewards_coeff: float = NotProvided,
+        normalization_data: Any = NotProvided,
+        **kwargs,
+    ):
         """Others are passed on to `SupervisedConfig`.
 
         Args:
             center_rewards_coeff: weight of the squared scores, which holds their mean near 0
                 (Eisenstein et al. 2023, "Helping or Herding?"); 0: off, 0.01 is usual.
+            normalization_data: reference samples, texts as for SFT, whose scores get mean 0 and
+                standard deviation 1: usually the policy's before training. Each is read to its
+                first `max_length` tokens, EOS included. None: the held-out pairs.
         """
         super().training(**kwargs)
         self._assign(locals(), RewardModelConfig.training)
@@ -46,8 +56,9 @@ class RewardModel(Supervised):
     """RLlib Algorithm; see `RewardModelConfig`. Results: loss/reward_model, train/accuracy,
     eval/{accuracy, loss, score_mean, score_std}.
 
-    The mean and standard deviation of held-out scores go into the saved model's config, so that
-    an environment that loads it gives scores of mean 0 and standard deviation 1 (Ziegler 2019).
+    The mean and standard deviation of the scores of reference samples (`normalization_data`, else
+    the held-out pairs) go into the saved model's config, so that an environment that loads it
+    gives scores of mean 0 and standard deviation 1 (Ziegler 2019).
     """
 
     config: RewardModelConfig
@@ -67,13 +78,26 @@ class RewardModel(Supervised):
             shuffle=shuffle,
         )
 
+    def setup(self, config) -> None:
+        super().setup(config)
+        self._reference_source = None
+        if self.config.normalization_data is not None:
+            from rllib_llm.modules.pretrained import load_tokenizer
+
+            self._reference_source = TextSource(
+                self.config.normalization_data,
+                tokenizer=load_tokenizer(self.config.pretrained_model),
+                max_length=self.config.max_length,
+                loss_on="all",
+                shuffle=False,
+                keep_end=True,
+            )
+
     def summarize(self, totals: Counter[str]) -> dict[str, float]:
         means = super().summarize(totals)
-        square = totals["score_square_sum"] / totals["score_count"]
-        means.pop("score_square", None)
-        means["score_mean"] = means.pop("score")
-        means["score_std"] = max(0.0, square - means["score_mean"] ** 2) ** 0.5
-        return means
+        for name in ("score", "score_square"):
+            means.pop(name, None)
+        return {**means, **_mean_and_std(totals)}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         super().save_checkpoint(checkpoint_dir)
@@ -85,11 +109,33 @@ class RewardModel(Supervised):
         return folder
 
     def _write_normalization(self, folder: Path) -> None:
-        """Scores the held-out pairs with the model as it is, and notes their mean and std."""
+        """Notes mean and std of the scores that the model, as it is, gives reference samples."""
         from rllib_llm.modules.score_normalization import write_score_normalization
 
-        if self._eval_source is None:
+        if self.config.normalization_data is not None:
+            results = self._score_reference_samples()
+        elif self._eval_source is not None:
+            results = self.evaluate()
+        else:
             return
-        results = self.evaluate()
         if results["score_std"] > 0:
             write_score_normalization(folder, results["score_mean"], results["score_std"])
+
+    def _score_reference_samples(self) -> dict[str, float]:
+        source = self._reference_source
+        totals: Counter[str] = Counter()
+        for position in range(0, len(source), EVALUATION_BATCH):
+            batch = source.batch(position, min(EVALUATION_BATCH, len(source) - position))
+            sums = self.learner_group.foreach_learner(
+                lambda learner, batch=batch: learner.score_texts(batch)
+            )
+            for result in sums:
+                totals.update(result.get())
+        return _mean_and_std(totals)
+
+
+def _mean_and_std(totals: Counter[str]) -> dict[str, float]:
+    """Of scores, from their sum, their squares' sum and their count."""
+    mean = totals["score_sum"] / totals["score_count"]
+    square = totals["score_square_sum"] / totals["score_count"]
+    return {"score_mean": mean, "score_std": max(0.0, square - mean**2) ** 0.5}

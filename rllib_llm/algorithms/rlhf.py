@@ -347,6 +347,10 @@ class RLHF(LanguageModelAlgorithm):
             self.published_weights,
         )
 
+    def held_out_losses(self) -> dict[str, float]:
+        """What an evaluation reports beside the judged completions, for the weights as they are."""
+        return {}
+
     # --- results -----------------------------------------------------------------------------
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:

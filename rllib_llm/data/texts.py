@@ -32,9 +32,11 @@ class TextSource:
         seed: int = 0,
         loss_on: str = "completion",
         shuffle: bool = True,
+        keep_end: bool = False,
     ):
         """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
-        (the prompt's tokens are no targets; a plain text is all target) or "all"."""
+        (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
+        a text that is cut keeps its last token, EOS, for judges that read their score there."""
         if loss_on not in LOSS_ON:
             raise ValueError(
                 f"loss_on={loss_on!r} must be one of {LOSS_ON}: it says which tokens are targets. "
@@ -44,6 +46,7 @@ class TextSource:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._loss_on = loss_on
+        self._keep_end = keep_end
         self._order = EpochOrder(len(self._rows), seed, shuffle=shuffle)
         self._tokenized: dict[int, TokenizedText] = {}
 
@@ -67,8 +70,15 @@ class TextSource:
     def _text(self, index: int) -> TokenizedText:
         if index not in self._tokenized:
             ids, targets = self._tokenize(self._rows[index], index)
-            self._tokenized[index] = ids[: self._max_length], targets[: self._max_length]
+            self._tokenized[index] = self._cut(ids), self._cut(targets)
         return self._tokenized[index]
+
+    def _cut(self, items: list[Any]) -> list[Any]:
+        if len(items) <= self._max_length:
+            return items
+        return items[: self._max_length - 1] + items[-1:] if self._keep_end else items[
+            : self._max_length
+        ]
 
     def _tokenize(self, row: dict[str, Any], index: int) -> TokenizedText:
         if row.get("messages") is not None:

@@ -23,15 +23,19 @@ class PPOPtxLearner(RLHFLearner):
     def build(self) -> None:
         super().build()
         self.num_ptx_texts = 0  # position in the pretraining text
-        self._ptx_source = None
-        if self.config.ptx_data is not None:
-            self._ptx_source = TextSource(
-                self.config.ptx_data,
-                tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
-                max_length=self.config.ptx_max_length,
-                seed=self.config.seed or 0,
-                loss_on="all",
-            )
+        self._ptx_source = self._text_source(self.config.ptx_data)
+        self._ptx_eval_source = self._text_source(self.config.ptx_eval_data)
+
+    def _text_source(self, data: Any) -> TextSource | None:
+        if data is None:
+            return None
+        return TextSource(
+            data,
+            tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
+            max_length=self.config.ptx_max_length,
+            seed=self.config.seed or 0,
+            loss_on="all",
+        )
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = batch[columns.COMPLETION_MASK]
@@ -65,10 +69,27 @@ class PPOPtxLearner(RLHFLearner):
             if self.config.ptx_coeff > 0:
                 yield self.config.ptx_coeff * loss
 
+    @torch.no_grad()
+    def held_out_ptx_loss(self) -> tuple[float, int]:
+        """(cross-entropy in nats, tokens), summed over this learner's share of the held-out
+        pretraining texts; weights and position are untouched."""
+        module = self.module[DEFAULT_MODULE_ID].unwrapped()
+        texts = self._to_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
+        total, num_tokens = 0.0, 0
+        for micro_batch in self.micro_batches(texts):
+            mask = micro_batch[columns.LOSS_MASK]
+            logprobs = module.forward_train(micro_batch)[columns.TEXT_LOGPROBS]
+            total += float(cross_entropy_tokens(logprobs, mask).sum())
+            num_tokens += int(mask.sum())
+        return total, num_tokens
+
     def _next_texts(self) -> Batch:
         num_texts = self.config.ptx_batch_size * self.world_size
         texts = self._ptx_source.batch(self.num_ptx_texts, num_texts)
         self.num_ptx_texts += num_texts
+        return self._to_device(texts)
+
+    def _to_device(self, texts: Batch) -> Batch:
         return {name: column.to(self._device) for name, column in texts.items()}
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
 from rllib_llm.learners.losses import preference_loss
+from rllib_llm.modules.sequence_scores import sequence_scores
 
 
 class RewardModelLearner(LanguageModelLearner):
@@ -54,3 +55,19 @@ class RewardModelLearner(LanguageModelLearner):
             "accuracy_count": num_pairs,
             "score_count": 2 * num_pairs,
         }
+
+    @torch.no_grad()
+    def score_texts(self, batch: Batch) -> dict[str, float]:
+        """Sums over this learner's texts (`input_ids`, `attention_mask` [N, L]) of their scores
+        and the squares."""
+        model = self.module[DEFAULT_MODULE_ID].unwrapped().model
+        sums = dict.fromkeys(("score_sum", "score_square_sum", "score_count"), 0.0)
+        batch = {name: column.to(self._device) for name, column in batch.items()}
+        for micro_batch in self.micro_batches(batch):
+            scores = sequence_scores(
+                model, micro_batch[columns.INPUT_IDS], micro_batch[columns.ATTENTION_MASK]
+            ).double()
+            sums["score_sum"] += float(scores.sum())
+            sums["score_square_sum"] += float(scores.square().sum())
+            sums["score_count"] += len(scores)
+        return sums

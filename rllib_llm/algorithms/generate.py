@@ -1,0 +1,215 @@
+"""The stage that samples texts from a model: pretraining text, and openings to use as prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.tune import PlacementGroupFactory, Trainable
+
+from rllib_llm.algorithms.checks import require
+from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config, load_tokenizer
+from rllib_llm.sampling.engine import generate
+from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.sampling.params import SamplingParams
+
+TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
+
+
+@dataclass
+class GenerateConfig:
+    """Settings of `Generate`: the keys that YAML may use."""
+
+    model: str | None = None
+    """Hugging Face folder, hub id or dotted path of a causal LM whose tokenizer has a BOS."""
+    dtype: str = "float32"
+    """Of the weights: "float32", "bfloat16" or "float16"."""
+    temperature: float = 1.0
+    """Logits are divided by it; 1 gives the model's own texts."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_new_tokens: int = 0
+    max_new_tokens: int = 128
+    stop_token_ids: list[int] | None = None
+    """Ids that end a text; None: all EOS ids of the model."""
+    opening_tokens: int | None = None
+    """Tokens of a text that make its `prompt`, less a word that they cut; None: no prompts."""
+    eval_fraction: float = 0.0
+    """Share of the texts that go to eval.jsonl; texts of the same opening stay together."""
+    batch_size: int = 64
+    """Texts sampled at once, in one iteration."""
+    seed: int = 0
+    num_gpus: float = 0
+    """Of the process that samples; 0: on the CPU."""
+
+    def update_from_dict(self, settings: Mapping[str, Any]) -> GenerateConfig:
+        """Sets each key of `settings`.
+
+        Raises:
+            ValueError: a key that is not a setting.
+        """
+        known = [field.name for field in fields(self)]
+        for key, value in settings.items():
+            require(
+                key in known, "key", key, f"one of {known}", "Generate has no other settings",
+                "Check the spelling",
+            )  # fmt: skip
+            setattr(self, key, value)
+        return self
+
+    def validate(self) -> None:
+        """Checks every setting without loading a model.
+
+        Raises:
+            ValueError: naming the setting, the rule, the reason and a remedy.
+        """
+        require(
+            bool(self.model), "model", self.model,
+            "a Hugging Face folder, a hub id or the dotted path of a function",
+            "it writes the texts", "Set model",
+        )  # fmt: skip
+        require(
+            0 <= self.eval_fraction < 1, "eval_fraction", self.eval_fraction,
+            "at least 0 and below 1", "it is the share of held-out texts", "Use 0.1",
+        )  # fmt: skip
+        require(
+            self.opening_tokens is None or 0 < self.opening_tokens < self.max_new_tokens,
+            "opening_tokens", self.opening_tokens,
+            f"above 0 and below max_new_tokens={self.max_new_tokens}",
+            "an opening is the first part of a text", "Lower it, or set null for no prompts",
+        )  # fmt: skip
+        require(
+            self.batch_size >= 1, "batch_size", self.batch_size, "at least 1",
+            "it counts the texts of an iteration", "Use 64",
+        )  # fmt: skip
+        self.sampling_params(pad_token_id=0, stop_token_ids=tuple(self.stop_token_ids or ()))
+
+    def sampling_params(self, pad_token_id: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """The settings of one generation."""
+        return SamplingParams(
+            pad_token_id=pad_token_id,
+            stop_token_ids=stop_token_ids,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+
+class Generate(Trainable):
+    """Tune Trainable: samples `batch_size` texts per iteration, each from the BOS token alone.
+
+    A checkpoint holds train.jsonl and, with `eval_fraction`, eval.jsonl: rows {"text"} and, with
+    `opening_tokens`, {"prompt", "text"}. Text number i is a function of model, seed and i.
+    Results: episode (texts so far), train/output_length (tokens), throughput/tokens_per_s.
+    """
+
+    @classmethod
+    def get_default_config(cls) -> GenerateConfig:
+        return GenerateConfig()
+
+    @classmethod
+    def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+        settings = config if isinstance(config, Mapping) else vars(config)
+        num_gpus = settings.get("num_gpus") or 0
+        return PlacementGroupFactory([{"CPU": 1} | ({"GPU": num_gpus} if num_gpus else {})])
+
+    def setup(self, config: dict[str, Any]) -> None:
+        from rllib_llm.modules.pretrained import load_causal_lm
+
+        self.settings = GenerateConfig().update_from_dict(config)
+        self.settings.validate()
+        self.tokenizer = load_tokenizer(self.settings.model)
+        require(
+            self.tokenizer.bos_token_id is not None, "model", self.settings.model,
+            "one whose tokenizer has a BOS token", "texts are sampled from it alone",
+            "Set tokenizer.bos_token and save the tokenizer again",
+        )  # fmt: skip
+        self.model = load_causal_lm(
+            self.settings.model,
+            dtype=self.settings.dtype,
+            device="cuda" if self.settings.num_gpus else "cpu",
+        )
+        stops = self.settings.stop_token_ids
+        if stops is None:
+            stops = eos_token_ids(
+                self.tokenizer, self.model, load_generation_config(self.settings.model)
+            )
+        self._params = self.settings.sampling_params(self.tokenizer.pad_token_id, tuple(stops))
+        self._rows: list[dict[str, str]] = []
+
+    def step(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        first, count = len(self._rows), self.settings.batch_size
+        bos = torch.full((count, 1), self.tokenizer.bos_token_id)
+        sampled = generate(
+            self.model,
+            bos,
+            torch.ones_like(bos, dtype=torch.bool),
+            self._params,
+            noise=uniform_noise(
+                self.settings.seed, range(first, first + count), self.settings.max_new_tokens
+            ),
+        )
+        for ids, mask in zip(sampled.completion_ids, sampled.completion_mask, strict=True):
+            self._rows.append(self._row(ids[mask].tolist()))
+        num_tokens = int(sampled.completion_mask.sum())
+        return {
+            "episode": len(self._rows),
+            "train": {"output_length": num_tokens / count},
+            "throughput": {"tokens_per_s": num_tokens / (time.perf_counter() - start)},
+        }
+
+    def _row(self, ids: list[int]) -> dict[str, str]:
+        text = self._decode(ids)
+        if self.settings.opening_tokens is None:
+            return {"text": text}
+        return {"prompt": opening(text, self._decode(ids[: self.settings.opening_tokens])),
+                "text": text}
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        files = {TRAIN_FILE: [], EVAL_FILE: []}
+        for row in self._rows:
+            held_out = is_held_out(row.get("prompt", row["text"]), self.settings.eval_fraction)
+            files[EVAL_FILE if held_out else TRAIN_FILE].append(row)
+        for name, rows in files.items():
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (Path(checkpoint_dir) / name).write_text("".join(lines), encoding="utf-8")
+        # The order in which they were sampled, to go on from.
+        state = {"rows": self._rows}
+        (Path(checkpoint_dir) / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        state = json.loads((Path(checkpoint) / "state.json").read_text(encoding="utf-8"))
+        self._rows = state["rows"]
+
+
+def opening(text: str, beginning: str) -> str:
+    """`beginning`, the first tokens of `text` decoded, less a last word that it cuts in two."""
+    while not text.startswith(beginning):  # half a character at the end
+        beginning = beginning[:-1]
+    rest = text[len(beginning) :]
+    if not rest or rest[0].isspace() or not beginning or beginning[-1].isspace():
+        return beginning.rstrip()
+    words = beginning.rsplit(None, 1)
+    return words[0] if len(words) == 2 else beginning
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether `text` belongs to the held-out `fraction`: a function of the text alone."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
