@@ -28,7 +28,7 @@ ALLOWED = (
 NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 1.0
 # The hub client has retries of its own; past this time further ones only keep the user waiting.
-RETRY_BUDGET_S = 30.0
+RETRY_BUDGET_S = 20.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
