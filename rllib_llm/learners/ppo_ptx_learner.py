@@ -37,6 +37,10 @@ class PPOPtxLearner(RLHFLearner):
             loss_on="all",
         )
 
+    def prepare(self, batch: Batch) -> Batch:
+        self._text_not_measured = True
+        return super().prepare(batch)
+
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = batch[columns.COMPLETION_MASK]
         rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
@@ -54,8 +58,9 @@ class PPOPtxLearner(RLHFLearner):
 
         With γ_ptx = 0 the cross-entropy is still measured, on one mini-batch per update.
         """
-        if self._ptx_source is None:
+        if self._ptx_source is None or not (self.config.ptx_coeff or self._text_not_measured):
             return
+        self._text_not_measured = False
         texts = self._next_texts()
         num_tokens = texts[columns.LOSS_MASK].sum().clamp(min=1)
         self.means.add_count("loss/ptx_avg", 1)

@@ -1,0 +1,95 @@
+"""Advantages of GRPO, RLOO and REINFORCE++ from scores and KL, worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.algorithms.critic_free import ReinforcePPConfig
+from tests.algorithms.tiny_runs import MODEL, grpo, rloo
+from tests.learners import tiny_learners as tiny
+
+
+def prepared(config, scores, *, ref_gap=0.0, lengths=(1, 2, 1, 2, 1, 3), valid=None):
+    """`ref_gap`: KL of every token, k1, nats."""
+    learner = tiny.build(config)
+    batch = tiny.judged(learner, lengths)
+    batch[columns.SCORES] = torch.tensor(scores)
+    batch[columns.REF_LOGPROBS] = batch[columns.SAMPLER_LOGPROBS] - ref_gap
+    if valid is not None:
+        batch[columns.VALID] = torch.tensor(valid)
+    result = learner.prepare(batch)
+    mask = result[columns.COMPLETION_MASK]
+    assert not result[columns.ADVANTAGES][~mask].any()
+    return result[columns.ADVANTAGES], mask
+
+
+def per_row(advantages, mask):
+    """The one advantage of each row; all its tokens share it."""
+    rows = advantages.amax(1).where(advantages.amax(1) > 0, advantages.amin(1))
+    assert torch.equal(advantages, rows.unsqueeze(1) * mask)
+    return rows.tolist()
+
+
+def test_grpo_takes_the_group_mean_and_deviation():
+    rows = per_row(*prepared(grpo(), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0]))
+    # Group 1: mean 3, variance (4 + 1 + 9) / 2 = 7. Group 2: mean 1, variance (1 + 1 + 4) / 2 = 3.
+    one, two = 7**0.5 + 1e-4, 3**0.5 + 1e-4
+    assert rows == pytest.approx([-2 / one, -1 / one, 3 / one, -1 / two, -1 / two, 2 / two])
+
+
+def test_dr_grpo_leaves_the_deviation_out():
+    rows = per_row(*prepared(grpo(scale_by_std=False), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0]))
+    assert rows == pytest.approx([-2, -1, 3, -1, -1, 2])
+
+
+def test_grpo_has_its_kl_in_the_loss_not_in_the_advantage():
+    plain = per_row(*prepared(grpo(), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0]))
+    with_gap = per_row(*prepared(grpo(ref_kl_coeff=9.0), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0],
+                                 ref_gap=0.5))  # fmt: skip
+    assert with_gap == plain
+
+
+def test_rloo_compares_with_the_mean_of_the_others():
+    rows = per_row(*prepared(rloo(ref_kl_coeff=0.0), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0]))
+    # 1 - (2 + 6)/2, 2 - (1 + 6)/2, 6 - (1 + 2)/2; 0 - 3/2, 0 - 3/2, 3 - 0.
+    assert rows == pytest.approx([-3, -1.5, 4.5, -1.5, -1.5, 3])
+
+
+def test_rloo_takes_the_kl_into_the_score_first():
+    rows = per_row(
+        *prepared(rloo(ref_kl_coeff=0.2), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0], ref_gap=0.5)
+    )
+    # KL is 0.5 a token, 0.1 of score: lengths 1, 2, 1, 2, 1, 3 give 0.9, 1.8, 5.9, -0.2, -0.1, 2.7.
+    expected = [0.9 - 3.85, 1.8 - 3.4, 5.9 - 1.35, -0.2 - 1.3, -0.1 - 1.25, 2.7 + 0.15]
+    assert rows == pytest.approx(expected, rel=1e-4)
+
+
+def test_rows_not_judged_stay_out_of_their_group():
+    rows = per_row(
+        *prepared(rloo(ref_kl_coeff=0.0), [1.0, 50.0, 6.0, 0.0, 0.0, 3.0],
+                  valid=[True, False, True, True, True, True])
+    )  # fmt: skip
+    assert rows == pytest.approx([-5, 0, 5, -1.5, -1.5, 3])
+
+
+def test_reinforce_pp_whitens_the_reward_to_go_of_all_tokens():
+    config = ReinforcePPConfig().language_model(model=MODEL).training(
+        ref_kl_coeff=0.2, gamma=1.0, train_batch_size_per_learner=2
+    )
+    advantages, mask = prepared(config, [1.0, 2.0], ref_gap=0.5, lengths=(1, 2))
+    # Token rewards: 1 - 0.1; and -0.1, 2 - 0.1. To go: 0.9; 1.8, 1.9. Mean 23/15.
+    to_go = torch.tensor([0.9, 1.8, 1.9])
+    expected = (to_go - to_go.mean()) / to_go.std(correction=0)
+    torch.testing.assert_close(advantages[mask], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_grpo_holds_beta_times_k3():
+    learner = tiny.build(grpo(minibatch_size=None, num_epochs=1, ref_kl_coeff=0.5))
+    batch = tiny.judged(learner)
+    mask = batch[columns.COMPLETION_MASK]
+    metrics = tiny.update(learner, batch)
+    gap = (batch[columns.SAMPLER_LOGPROBS] - batch[columns.REF_LOGPROBS])[mask]
+    k3 = (torch.exp(-gap) - 1 + gap).mean()
+    assert metrics["loss/ref_kl_avg"] == pytest.approx(float(k3), rel=1e-4)

@@ -1,0 +1,43 @@
+"""Means weighted by counts."""
+
+from __future__ import annotations
+
+import torch
+
+from rllib_llm.learners.metrics import WeightedMeans
+
+
+def test_means_weigh_items_not_calls():
+    means = WeightedMeans()
+    means.add("x", 6.0, 3)
+    means.add("x", torch.tensor(4.0), torch.tensor(1))
+    assert means.pop() == {"x": 10.0 / 4}
+
+
+def test_counts_and_totals_may_come_apart():
+    means = WeightedMeans()
+    means.add_count("x", 4)
+    means.add_total("x", 1.0)
+    means.add_total("x", 2.0)
+    assert means.pop() == {"x": 0.75}
+
+
+def test_two_learners_shares_add_up_to_the_global_mean():
+    one, two = WeightedMeans(), WeightedMeans()
+    one.add("x", 1.0 + 2.0, 5)
+    two.add("x", 3.0 + 4.0 + 5.0, 5)
+    assert one.pop()["x"] + two.pop()["x"] == 15.0 / 5
+
+
+def test_pop_forgets_and_leaves_out_what_was_not_counted():
+    means = WeightedMeans()
+    means.add("never", 1.0, 0)
+    means.add("once", 1.0, 1)
+    assert means.pop() == {"once": 1.0}
+    assert means.pop() == {}
+
+
+def test_no_graph_is_kept():
+    means = WeightedMeans()
+    means.add("x", torch.ones((), requires_grad=True) * 2, 1)
+    assert not means._totals["x"].requires_grad
