@@ -92,6 +92,10 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
                 f"{where}.{key}={value!r} must not be -1: RLlib reads -1 as 'not set' and drops "
                 "it. Leave the key out for its default, or use null or 0 where it means 'off'."
             )
+        if key.startswith("num_") and isinstance(value, int | float) and value < 0:
+            raise ValueError(
+                f"{where}.{key}={value!r} must be at least 0: it counts. Use 0 for none."
+            )
         default = getattr(config, RENAMED.get(key, key), None)
         if isinstance(default, int | float) and isinstance(value, str) and value != "auto":
             kind = "true or false" if isinstance(default, bool) else "a number"

@@ -7,6 +7,7 @@ from typing import Any
 
 from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.yaml_loader import parse
+from rllib_llm.config_schema import suggestion
 
 HELP = (
     "Change a setting of the file: KEY=VALUE, as often as needed. KEY is a path of names joined by "
@@ -55,8 +56,8 @@ def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> No
         if not targets:
             raise UserError(
                 f"--set {'.'.join(keys)}: {keys[0]!r} is neither an experiment of {source} "
-                f"({', '.join(experiments)}), nor a setting of one ({', '.join(KEYS)}), nor known "
-                "to any of their algorithms. Check the spelling."
+                f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. "
+                f"{suggestion(keys[0], [*experiments, *KEYS, *_known_settings(experiments)])}"
             )
     if rest[0] not in KEYS:
         rest = ["config", *rest]
@@ -76,16 +77,21 @@ def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
 
 def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
     """Return the experiments whose algorithm has a setting called `key`."""
+    return {
+        name: spec for name, spec in experiments.items() if key in _known_settings({name: spec})
+    }
+
+
+def _known_settings(experiments: dict[str, Any]) -> set[str]:
+    """Return the settings of all algorithms that the experiments run."""
     from rllib_llm.cli.algorithms import algorithm_class
     from rllib_llm.config_schema import allowed_keys
 
-    return {
-        name: spec
-        for name, spec in experiments.items()
-        if isinstance(spec, dict)
-        and spec.get("run")
-        and key in allowed_keys(algorithm_class(spec["run"], name).get_default_config())
+    names = {
+        spec["run"] for spec in experiments.values() if isinstance(spec, dict) and "run" in spec
     }
+    configs = [algorithm_class(name, "run").get_default_config() for name in sorted(names)]
+    return {key for config in configs for key in allowed_keys(config)}
 
 
 def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:

@@ -70,6 +70,7 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
         algo_class = algorithm_class(experiment.run, name)
         make_scheduler(experiment)
         make_searcher(experiment)
+        _check_restore(experiment)
         needed: dict[str, float] = {}
         for settings in examples(search_space(experiment)):
             config = build_config(algo_class, settings, f"{name}.config")
@@ -80,6 +81,15 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
         text = str(error)
         raise UserError(text if text.startswith(name) else f"{name}: {text}") from error
     return needed
+
+
+def _check_restore(experiment: Experiment) -> None:
+    path = experiment.restore
+    if path is not None and "${" not in path and not Path(path).is_dir():
+        raise UserError(
+            f"{experiment.name}.restore={path!r} must be a checkpoint folder: there is none. "
+            "`rllib train` prints the checkpoints it wrote."
+        )
 
 
 def search_space(experiment: Experiment) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
     value = SHORT_NAMES.get(value, value)
     if value not in known:
         raise UserError(
-            f"{experiment.name}.{key}={value!r} must be one of {', '.join(sorted(known))}: "
-            f"Ray Tune has no other. {suggestion(value, known)}"
+            f"{experiment.name}.{key}={value!r} must be a name that Ray Tune knows: it is not. "
+            f"{suggestion(value, [*known, *SHORT_NAMES])}"
         )
     return value
 

@@ -14,6 +14,7 @@ from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.options import RayOptions
 
 OBJECT_STORE_BYTES = 512 * 1024**2
+LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "torchao", "torch.utils._pytree")
 MAX_OBJECT_STORE_SHARE = 0.3  # of the machine's memory, Ray's own default
 
 
@@ -53,8 +54,10 @@ def quiet_environment(verbosity: int = 0) -> None:
         defaults["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    for name in ("ray", "ray.tune", "ray.rllib", "ray.train", "torchao", "torch.utils._pytree"):
+    for name in LOGGERS:
         logging.getLogger(name).setLevel(log_level(verbosity))
+    if verbosity == 0:  # what fails is shown once, by us
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

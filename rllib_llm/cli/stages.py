@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from rllib_llm.cli.stage_result import StageResult, collect_result
 from rllib_llm.cli.yaml_experiments import Experiment, fill
 from rllib_llm.config_schema import resolve_classes
 
-NUM_ERROR_LINES = 12
+NUM_FRAMES = 4  # of a traceback that are shown
+ERROR_LINE = re.compile(r"^(?!\s)[\w.]+(Error|Exception|Interrupt|Exit|Warning)\b")
+FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 
 
 class StageFailed(RuntimeError):
@@ -143,8 +146,21 @@ def _trial_folder_name(trial: Any) -> str:
 
 
 def _failure_text(name: str, trials: list[Any]) -> str:
-    """Return the end of the first failed trial's error, and where the whole of it lies."""
+    """Return what ended the first failed trial, where, and the file with the whole error."""
     failed = next(trial for trial in trials if trial.error is not None)
-    lines = str(failed.error).strip().splitlines()[-NUM_ERROR_LINES:]
-    file = Path(failed.path) / "error.txt"
-    return "\n".join([f"{name}:", *lines, "", f"The whole error: {file}"])
+    message, frames = last_error(str(failed.error))
+    where = "\n".join(f"  {frame}" for frame in frames[-NUM_FRAMES:])
+    return f"{name}: {message}\n\nraised in\n{where}\n\nThe whole error: {failed.path}/error.txt"
+
+
+def last_error(traceback: str) -> tuple[str, list[str]]:
+    """Return the message of the last exception in a traceback's text, and the frames before it."""
+    lines = traceback.strip().splitlines()
+    starts = [index for index, line in enumerate(lines) if ERROR_LINE.match(line)]
+    start = starts[-1] if starts else max(0, len(lines) - NUM_FRAMES)
+    frames = [match for line in lines[:start] if (match := FRAME.match(line))]
+    places = [
+        f"{frame['file'].rpartition('site-packages/')[2]}:{frame['line']} in {frame['function']}"
+        for frame in frames
+    ]
+    return "\n".join(lines[start:]), places
