@@ -126,8 +126,11 @@ def load_with_retries(
     *,
     name: str = "model",
     first_delay_s: float = FIRST_DELAY_S,
+    offline: bool = hub_constants.HF_HUB_OFFLINE,
 ) -> T:
     """Returns load(), called again where the failure may pass, after a delay that doubles.
+
+    offline: the hub may not be asked, so that what is not in the local cache never will be.
 
     Raises:
         ModelSourceError: it failed for good; the cause is chained.
@@ -139,10 +142,10 @@ def load_with_retries(
         except ModelSourceError:
             raise
         except (OSError, ValueError, SafetensorError) as error:
-            transient = _is_transient(error)
+            transient = not offline and _is_transient(error)
             waited = time.monotonic() - start
             if not transient or attempt == NUM_ATTEMPTS or waited > RETRY_BUDGET_S:
-                reason, remedy = _explain(error, model, kind, transient, attempt)
+                reason, remedy = _explain(error, model, kind, attempt, transient, offline)
                 raise ModelSourceError(model, reason, remedy, name=name) from error
             delay = first_delay_s * 2 ** (attempt - 1)
             logger.warning(
@@ -154,7 +157,7 @@ def load_with_retries(
 
 
 def _explain(
-    error: Exception, model: str, kind: str, transient: bool, attempt: int
+    error: Exception, model: str, kind: str, attempt: int, transient: bool, offline: bool
 ) -> tuple[str, str]:
     """(reason, remedy) of a failure that is final."""
     if kind == FOLDER:
@@ -162,7 +165,7 @@ def _explain(
             f"the folder cannot be loaded ({_first_line(error)})",
             "Save model and tokenizer there again with save_pretrained",
         )
-    if transient or hub_constants.HF_HUB_OFFLINE:
+    if transient or offline:
         how = "it is not in the local cache and HF_HUB_OFFLINE is set"
         if transient:
             how = f"the hub could not be reached ({attempt} attempts; {_first_line(error)})"
@@ -180,8 +183,6 @@ def _explain(
 
 def _is_transient(error: BaseException) -> bool:
     """True where the same call may succeed a moment later."""
-    if hub_constants.HF_HUB_OFFLINE:
-        return False
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(

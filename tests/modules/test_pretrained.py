@@ -307,7 +307,7 @@ class Flaky:
 
 def test_passing_failures_are_retried_and_reported(caplog):
     load = Flaky(ConnectionError("reset"), TimeoutError("slow"))
-    assert load_with_retries(load, "org/name", "hub", first_delay_s=0) == "model"
+    assert load_with_retries(load, "org/name", "hub", first_delay_s=0, offline=False) == "model"
     assert load.num_calls == 3
     assert "attempt 1 of 3" in caplog.text and "reset" in caplog.text
 
@@ -315,14 +315,21 @@ def test_passing_failures_are_retried_and_reported(caplog):
 def test_a_hub_out_of_reach_says_how_to_do_without():
     load = Flaky(*[ConnectionError("Name or service not known")] * 3)
     with pytest.raises(ModelSourceError, match="could not be reached.*--local-dir.*HF_HUB_OFFLINE"):
-        load_with_retries(load, "org/name", "hub", first_delay_s=0)
+        load_with_retries(load, "org/name", "hub", first_delay_s=0, offline=False)
     assert load.num_calls == 3
 
 
 def test_failures_for_good_are_not_retried():
     load = Flaky(OSError("org/name is not a valid model identifier"))
     with pytest.raises(ModelSourceError, match="not a valid model identifier.*hf auth login"):
-        load_with_retries(load, "org/name", "hub")
+        load_with_retries(load, "org/name", "hub", offline=False)
+    assert load.num_calls == 1
+
+
+def test_offline_there_is_nothing_to_retry():
+    load = Flaky(ConnectionError("offline mode is enabled"))
+    with pytest.raises(ModelSourceError, match="not in the local cache and HF_HUB_OFFLINE is set"):
+        load_with_retries(load, "org/name", "hub", offline=True)
     assert load.num_calls == 1
 
 
