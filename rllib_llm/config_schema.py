@@ -66,17 +66,20 @@ def build_config(
 
 def allowed_keys(config: AlgorithmConfig) -> set[str]:
     """Return every key a user may set on `config`: its public attributes, by their YAML names."""
-    retired = {name for name in RETIRED if name not in RETIRED.values()}
+    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
     public = {name for name in vars(config) if not name.startswith("_")}
+    if not isinstance(config, AlgorithmConfig):  # of a Trainable that is no RLlib Algorithm
+        return public
     internal = {"algo_class", "in_evaluation", "local_gpu_idx"}
-    return (public | set(RENAMED) | {"multiagent"}) - internal - retired
+    return (public | set(RENAMED) | {"multiagent"}) - internal - set(RETIRED)
 
 
 def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for the first key of `settings` that `config` does not have."""
     allowed = allowed_keys(config)
     for key, value in settings.items():
-        if key in RETIRED and key not in allowed:
+        if key in RETIRED and RETIRED[key] in allowed:
             raise ValueError(f"{where}: unknown key {key!r}. It is {RETIRED[key]!r} now.")
         if key not in allowed:
             raise ValueError(f"{where}: unknown key {key!r}. {suggestion(key, allowed)}")

@@ -33,10 +33,10 @@ def get_algorithm_class(name: str) -> type:
     if looks_dotted(name):
         return import_dotted(name, name="run")
     from ray.rllib.algorithms.registry import ALGORITHMS as RLLIB_ALGORITHMS
-    from ray.rllib.algorithms.registry import get_algorithm_class as get_rllib_class
+    from ray.rllib.algorithms.registry import _get_algorithm_class
 
     if name in RLLIB_ALGORITHMS:
-        return get_rllib_class(name)
+        return _get_algorithm_class(name)
     known = [*ALGORITHMS, *RLLIB_ALGORITHMS]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
     hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"

@@ -7,23 +7,26 @@ from typing import TYPE_CHECKING
 from rllib_llm.cli.errors import UserError
 
 if TYPE_CHECKING:
-    from ray.rllib.algorithms import Algorithm
+    from ray.tune import Trainable
 
 
-def algorithm_class(name: str, where: str) -> type[Algorithm]:
+def algorithm_class(name: str, where: str) -> type[Trainable]:
     """Return the algorithm called `name`: a registered name or a dotted path to a class.
+
+    It is an Algorithm of RLlib, or another Trainable of Tune with a `get_default_config()`.
 
     Raises:
         UserError: nothing of that name; the message has the nearest ones.
     """
-    from ray.rllib.algorithms import Algorithm
+    from ray.tune import Trainable
 
     from rllib_llm.algorithms.registry import get_algorithm_class
 
     found = get_algorithm_class(name)
-    if not isinstance(found, type) or not issubclass(found, Algorithm):
+    is_trainable = isinstance(found, type) and issubclass(found, Trainable)
+    if not (is_trainable and hasattr(found, "get_default_config")):
         raise UserError(
-            f"{where}.run={name!r} must be a subclass of ray.rllib.algorithms.Algorithm: "
+            f"{where}.run={name!r} must be an RLlib Algorithm or another Tune Trainable: "
             f"it is {found!r}. Check the path."
         )
     return found

@@ -53,8 +53,11 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
                     f"{name}.checkpoint_config.checkpoint_at_end=False must be true: "
                     f"{experiment.name!r} uses ${{{name}.{product}}}. Drop the key."
                 )
-        config = substitute(experiment.config, lambda ref, _: stand_ins.get(ref), experiment.name)
-        stand_ins[f"{experiment.name}.model"] = config.get("model")
+        config = substitute(
+            experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
+        )
+        if isinstance(config.get("model"), str):
+            stand_ins[f"{experiment.name}.model"] = config["model"]
         filled.append(dataclasses.replace(experiment, config=config))
     return filled
 
@@ -109,7 +112,7 @@ def check_env(config: Any, algo_class: type) -> None:
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
     from rllib_llm.envs.registry import ENVIRONMENTS, creator
 
-    env = config.env
+    env = getattr(config, "env", None)
     if not isinstance(env, str):
         return
     if env in ENVIRONMENTS:
