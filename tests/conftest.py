@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before Ray or torch are imported: worker processes inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,3 +49,15 @@ def ray_session() -> Iterator[None]:
     yield
     if started_here:
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of pretrained models and data sets that are too large for the repository:
+    $RLLIB_LLM_SHARED, else `shared` beside the project. Tests that ask for it are skipped where
+    there is none."""
+    beside = Path(__file__).resolve().parents[2] / "shared"
+    folder = Path(os.environ.get("RLLIB_LLM_SHARED", beside))
+    if not (folder / "models").is_dir() or not (folder / "data").is_dir():
+        pytest.skip(f"no models and data in {folder}: RLLIB_LLM_SHARED says where they are")
+    return folder
