@@ -1,4 +1,4 @@
-"""`tuned_examples/stories_sentiment.yaml`, all its stages, very small: from a file to the report."""
+"""All stages of `tuned_examples/stories_sentiment.yaml`, very small: from a file to the report."""
 
 from __future__ import annotations
 
