@@ -13,7 +13,8 @@ from rllib_llm.weights.broadcast import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
-MAX_ROUNDS_WITHOUT_PROGRESS = 3
+MAX_ROUNDS_WITHOUT_PROGRESS = 3  # in which samplers were asked and all of them died
+MAX_SECONDS_WITHOUT_SAMPLERS = 120.0  # a restarted one first imports everything and loads models
 SECONDS_BETWEEN_PROBES = 1.0
 
 
@@ -30,39 +31,50 @@ def collect(
     given to another, which makes the same completions.
 
     Raises:
-        SamplingError: a sampler reported an exception, or none answered for several rounds.
+        SamplingError: a sampler reported an exception, all died several times in a row, or none
+            came back in two minutes.
     """
     if group.num_remote_env_runners() == 0:
         return group.local_env_runner.serve(request, published)
     pending = [(0, request.num_prompts)]
     done: dict[int, JudgedBatch] = {}
-    idle_rounds = 0
+    lost_rounds, last_seen = 0, time.monotonic()
     while pending:
-        answers, pending = _ask_all(group, request, pending, published)
-        done.update(answers)
-        idle_rounds = 0 if answers else idle_rounds + 1
-        if idle_rounds >= MAX_ROUNDS_WITHOUT_PROGRESS:
-            raise SamplingError(
-                f"num_healthy_samplers={group.num_healthy_remote_workers()} must be at least 1: "
-                f"no sampler answered in {idle_rounds} rounds. Look for the reason in the workers' "
-                "logs (out of memory is common), and raise max_num_env_runner_restarts."
-            )
+        workers = group.healthy_worker_ids()
+        if workers:
+            answers, pending = _ask_all(group, workers, request, pending, published)
+            done.update(answers)
+            lost_rounds = 0 if answers else lost_rounds + 1
+            last_seen = time.monotonic()
+        else:
+            time.sleep(SECONDS_BETWEEN_PROBES)
+        _require_progress(group, lost_rounds, time.monotonic() - last_seen)
         if pending:
             group.probe_unhealthy_env_runners(timeout_seconds=SECONDS_BETWEEN_PROBES)
     return concatenate([done[start] for start in sorted(done)])
 
 
+def _require_progress(group: EnvRunnerGroup, lost_rounds: int, waited: float) -> None:
+    if lost_rounds < MAX_ROUNDS_WITHOUT_PROGRESS and waited < MAX_SECONDS_WITHOUT_SAMPLERS:
+        return
+    reason = f"all that were asked died, {lost_rounds} times in a row"
+    if lost_rounds < MAX_ROUNDS_WITHOUT_PROGRESS:
+        reason = f"none came back in {waited:.0f} s"
+    raise SamplingError(
+        f"num_healthy_samplers={group.num_healthy_remote_workers()} must be at least 1: {reason}. "
+        "Look for the reason in the workers' logs (out of memory is common), and raise "
+        "max_num_env_runner_restarts."
+    )
+
+
 def _ask_all(
     group: EnvRunnerGroup,
+    workers: list[int],
     request: SampleRequest,
     pending: list[tuple[int, int]],
     published: PublishedWeights,
 ) -> tuple[dict[int, JudgedBatch], list[tuple[int, int]]]:
     """Answers by start of their part, and the parts that are still without one."""
-    workers = group.healthy_worker_ids()
-    if not workers:
-        time.sleep(SECONDS_BETWEEN_PROBES)
-        return {}, pending
     parts = _deal(pending, len(workers))
     busy, waiting = parts[: len(workers)], parts[len(workers) :]
     workers = workers[: len(busy)]

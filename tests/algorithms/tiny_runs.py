@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -125,3 +128,14 @@ def assert_same_weights(
             one[name], other[name], **{"rtol": 0, "atol": 0, **tolerance}, msg=lambda m, n=name:
             f"{n}: {m}",
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def built(config) -> Iterator[Any]:
+    """The algorithm of `config`, stopped and its log folder removed at the end."""
+    algorithm = config.build_algo()
+    try:
+        yield algorithm
+    finally:
+        algorithm.stop()
+        shutil.rmtree(algorithm.logdir, ignore_errors=True)

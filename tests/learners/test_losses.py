@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rllib_llm.learners.kl import approx_kl, kl_estimate
 from rllib_llm.learners.losses import (
+    POLICY_LOSSES,
     REDUCTIONS,
     LossDenominators,
     cross_entropy_tokens,
@@ -155,7 +156,7 @@ def test_clip_fraction_equals_trl():
     assert policy.stats["clipped"].sum().item() == 2
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_gradient_raises_good_tokens_and_lowers_bad_ones(kind):
     new = OLD.clone().requires_grad_()
     policy_loss(new, OLD, ADVANTAGES, MASK, kind=kind).per_token.sum().backward()
@@ -164,7 +165,7 @@ def test_gradient_raises_good_tokens_and_lowers_bad_ones(kind):
     assert torch.equal(-new.grad.sign(), expected)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_first_update_invariants(kind):
     policy = policy_loss(NEW, NEW.clone(), ADVANTAGES, MASK, kind=kind)
     assert (policy.stats["ratio"] == 1.0).all()
@@ -201,10 +202,36 @@ def test_sequence_ratio_has_the_gradient_of_the_sequence_likelihood():
     torch.testing.assert_close(new.grad, expected)
 
 
+def test_product_ratio_has_the_value_and_gradient_of_the_likelihood_ratio():
+    # Row 0: 0.4 - 0.2 + 0.1 - 0.5 = -0.2; row 2: 0.2 + 0.4. d/d logp_t of the row's mean over
+    # tokens must be that of exp(sum_t (logp_t - old_t)): the ratio itself.
+    new = NEW.clone().requires_grad_()
+    ratio = importance_ratio(new, OLD, MASK, "product")
+    torch.testing.assert_close(ratio[0], torch.full((4,), math.exp(-0.2)))
+    torch.testing.assert_close(ratio[2], torch.tensor([math.exp(0.6), math.exp(0.6), 1.0, 1.0]))
+    ((ratio * MASK).sum(dim=1) / MASK.sum(dim=1)).sum().backward()
+    torch.testing.assert_close(new.grad, ratio.detach() * MASK)
+
+
+def test_rloo_equals_trl():
+    # RLOOTrainer of TRL 1.16: -min(s A, clip(s, 0.8, 1.2) A), mean over rows, s from sums of
+    # log-probs; here from its closed form in the row sums.
+    new = NEW.clone().requires_grad_()
+    policy = policy_loss(new, OLD, ADVANTAGES, MASK, kind="rloo")
+    loss = reduce_loss(policy.per_token, MASK, "sequence_mean", LossDenominators.count(MASK))
+    loss.backward()
+    whole = NEW.clone().requires_grad_()
+    s = ((whole - OLD) * MASK).sum(dim=1).exp()
+    expected = -torch.minimum(s * ADVANTAGES, s.clamp(0.8, 1.2) * ADVANTAGES).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(new.grad, whole.grad)
+
+
 def test_masked_out_rubbish_changes_nothing():
     rubbish = torch.where(MASK, torch.zeros(()), torch.tensor(math.nan))
     new = (NEW + rubbish).requires_grad_()
-    for kind in ("ppo", "gspo", "cispo"):
+    for kind in POLICY_LOSSES:
         clean = policy_loss(NEW, OLD, ADVANTAGES, MASK, kind=kind)
         dirty = policy_loss(new, OLD + rubbish, ADVANTAGES.unsqueeze(1) + rubbish, MASK, kind=kind)
         torch.testing.assert_close(dirty.per_token, clean.per_token)
@@ -332,7 +359,7 @@ def cut_batches(draw):
 
 
 @pytest.mark.parametrize("reduction", ["grpo", "dapo", "dr_grpo", "sequence_sum"])
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
 @settings(max_examples=25, deadline=None)
 @given(batch=cut_batches())
 def test_loss_and_gradient_do_not_depend_on_the_split(kind, reduction, batch):
@@ -374,7 +401,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(kind, reduction, batch):
 @pytest.mark.parametrize(
     "settings_, message",
     [
-        ({"kind": "trpo"}, "kind='trpo' must be one of ppo, gspo, cispo"),
+        ({"kind": "trpo"}, "kind='trpo' must be one of ppo, gspo, rloo, cispo"),
         ({"clip_low": -0.1}, "clip_low=-0.1 must be >= 0"),
         ({"clip_high": math.nan}, "clip_high=nan must be >= 0"),
         ({"dual_clip": 1.0}, "dual_clip=1.0 must be above 1"),

@@ -31,8 +31,8 @@ def test_the_gradient_is_that_of_ppo_plus_gamma_times_that_of_the_text():
     texts = both._ptx_source.batch(0, 5)
     loss = text_loss(both, texts)
     named = dict(tiny.module_of(both).named_parameters())
-    expected_text = dict(zip(named, torch.autograd.grad(loss, list(named.values()),
-                                                        allow_unused=True), strict=True))  # fmt: skip
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    expected_text = dict(zip(named, gradients, strict=True))
 
     tiny.update(plain, batch)
     metrics = tiny.update(both, batch)
