@@ -17,34 +17,46 @@ class Metric:
     form: str = ".3f"
 
 
-# In the order of columns. A table shows those that its results hold.
+# Of our algorithms, in the order of columns. A table shows those that its results hold.
 METRICS = (
     Metric("episode", "episodes", ",.0f"),
     Metric("loss/sft", "loss"),
     Metric("loss/reward_model", "loss"),
     Metric("train/accuracy", "accuracy"),
-    Metric("eval/accuracy", "eval accuracy"),
-    Metric("eval/loss", "eval loss"),
     Metric("objective/scores", "reward"),
     Metric("env/gold_score", "gold"),
     Metric("objective/kl", "KL"),
-    Metric("env_runners/episode_return_mean", "return", ".1f"),
-    Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
+    Metric("eval/accuracy", "eval accuracy"),
+    Metric("eval/loss", "eval loss"),
     Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
 )
-# What a summary adds to METRICS, first against last.
+# Of RLlib's own algorithms.
+STOCK_METRICS = (
+    Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
+    Metric("env_runners/episode_return_mean", "return", ".1f"),
+)
+# What a summary shows, first against last.
 SUMMARY_METRICS = (
-    *METRICS,
-    Metric("loss/ptx_avg", "pretraining loss"),
-    Metric("env/grammatical", "grammatical"),
-    Metric("env/distinct", "distinct"),
-    Metric("eval/scores", "eval reward"),
-    Metric("eval/gold_score", "eval gold"),
-    Metric("eval/grammatical", "eval grammatical"),
-    Metric("objective/entropy", "entropy"),
-    Metric("policy/entropy_avg", "entropy per token"),
-    Metric("policy/approxkl_avg", "approx. KL of the update", ".5f"),
-    Metric("train/output_length", "completion tokens", ".1f"),
+    Metric("episode", "episodes", ",.0f"),
+    Metric("loss/sft", "loss, nats per token"),
+    Metric("loss/reward_model", "loss, nats per pair"),
+    Metric("eval/loss", "  held out"),
+    Metric("train/accuracy", "pairs ordered rightly"),
+    Metric("eval/accuracy", "  held out"),
+    Metric("objective/scores", "reward"),
+    Metric("eval/scores", "  held out"),
+    Metric("env/gold_score", "gold score"),
+    Metric("eval/gold_score", "  held out"),
+    Metric("env/grammatical", "grammatical share"),
+    Metric("eval/grammatical", "  held out"),
+    Metric("env/distinct", "distinct share"),
+    Metric("eval/distinct", "  held out"),
+    Metric("objective/kl", "KL to the reference, nats per completion"),
+    Metric("loss/ptx_avg", "pretraining loss, nats per token"),
+    Metric("eval/ptx_loss", "  held out"),
+    Metric("policy/entropy_avg", "entropy, nats per token"),
+    Metric("train/output_length", "completion length, tokens", ".1f"),
+    Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
 )
 # Which way is up, to mark the best of several trials where the experiment does not say.
 BEST = (
@@ -82,7 +94,12 @@ def number(value: Any) -> float | None:
 def present(
     results: Sequence[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS
 ) -> list[Metric]:
-    """Return those `metrics` that at least one of the flat `results` holds as a number."""
+    """Return those `metrics` that at least one of the flat `results` holds as a number.
+
+    Results of RLlib's own algorithms, which count no `episode`, have STOCK_METRICS.
+    """
+    if not any("episode" in result for result in results):
+        metrics = STOCK_METRICS
     return [m for m in metrics if any(number(r.get(m.key)) is not None for r in results)]
 
 

@@ -17,25 +17,23 @@ class Panel:
     unit: str
     key: str
     eval_key: str = ""
+    is_share: bool = False
 
 
 PANELS = (
-    Panel("Reward", "score of the judge", "objective/scores", "eval/scores"),
-    Panel("Gold score", "exact score, unseen by the policy", "env/gold_score", "eval/gold_score"),
+    Panel("Reward", "judge's score", "objective/scores", "eval/scores"),
+    Panel("Gold score", "exact score", "env/gold_score", "eval/gold_score"),
     Panel("KL to the reference", "nats per completion", "objective/kl"),
-    Panel("Pretraining loss", "nats per token", "loss/ptx_avg"),
+    Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
     Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),
-    Panel("Grammatical", "share of completions", "env/grammatical", "eval/grammatical"),
+    Panel("Grammatical", "share", "env/grammatical", "eval/grammatical", is_share=True),
     Panel("Loss", "nats per token", "loss/sft", "eval/loss"),
     Panel("Loss", "nats per pair", "loss/reward_model", "eval/loss"),
-    Panel("Accuracy", "share of pairs", "train/accuracy", "eval/accuracy"),
-    Panel("Return", "mean over episodes", "env_runners/episode_return_mean"),
+    Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy", is_share=True),
 )
-X_AXES = (
-    ("episode", "episodes"),
-    ("num_env_steps_sampled_lifetime", "environment steps"),
-    ("training_iteration", "iterations"),
-)
+STOCK_PANELS = (Panel("Return", "mean over episodes", "env_runners/episode_return_mean"),)
+X_AXIS = ("episode", "episodes")
+STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 COLORS = ("#0b6e99", "#c4540a", "#3f7d20", "#8a3ffc", "#a2191f", "#6f6f6f")
 MAX_COLUMNS = 3
 SMOOTH_FROM = 20  # points
@@ -44,7 +42,9 @@ SMOOTH_FROM = 20  # points
 def plot_stage(title: str, trial_folders: list[Path], labels: list[str], file: Path) -> Path | None:
     """Draw the trials' results into the PNG `file`; None where there is nothing to draw."""
     trials = [read_results(folder) for folder in trial_folders]
-    panels = [p for p in PANELS if any(len(series(t, X_AXES[2][0], p.key)[1]) > 1 for t in trials)]
+    is_ours = any("episode" in result for results in trials for result in results)
+    (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
+    panels = [p for p in known if any(len(series(t, x_key, p.key)[1]) > 1 for t in trials)]
     if not panels:
         return None
     import matplotlib
@@ -52,9 +52,6 @@ def plot_stage(title: str, trial_folders: list[Path], labels: list[str], file: P
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    x_key, x_title = next(
-        axis for axis in X_AXES if any(series(t, axis[0], axis[0])[0] for t in trials)
-    )
     columns = min(MAX_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
@@ -99,25 +96,9 @@ def _draw(
     xs, ys = fresh_series(results, x_key, panel.eval_key)
     if ys:
         axis.plot(
-            xs,
-            ys,
-            color=color,
-            linestyle="none",
-            marker="o",
-            markersize=4,
-            markerfacecolor="white",
-            markeredgewidth=1.2,
+            xs, ys, "o", color=color, markersize=4, markerfacecolor="white", clip_on=False, zorder=3
         )
-        axis.text(
-            0.98,
-            0.04,
-            "○ held-out prompts",
-            transform=axis.transAxes,
-            fontsize=7,
-            ha="right",
-            color="#555555",
-            fontfamily="DejaVu Sans",
-        )
+        axis.set_title("○ held out", loc="right", fontsize=7, color="#555555")
 
 
 def _dress(axis: Any, panel: Panel) -> None:
@@ -128,6 +109,9 @@ def _dress(axis: Any, panel: Panel) -> None:
     axis.set_axisbelow(True)
     axis.margins(x=0.02)
     axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.set_xlim(left=0)
+    if panel.is_share:
+        axis.set_ylim(-0.02, 1.02)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):

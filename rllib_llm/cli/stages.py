@@ -104,7 +104,6 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
         storage_path=str(run_folder),
         stop=experiment.stop or None,
         verbose=0,
-        log_to_file=True,
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=experiment.max_failures),
         checkpoint_config=tune.CheckpointConfig(

@@ -39,20 +39,21 @@ def series(results: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], 
 
 
 def fresh_series(results: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """Return the points at which an evaluation result is new.
+    """Return the points at which an evaluation's result is new.
 
-    Results repeat the newest evaluation until the next; `eval/iteration` says when it was made,
-    and iteration 0, the one before training, stands at x = 0.
+    Results repeat the newest evaluation until the next. `eval/iteration` says when it was made;
+    without it, a changed value is new. The evaluation before training stands at x = 0.
     """
     xs, ys = [], []
     seen = None
     for result in results:
-        made = result.get("eval/iteration")
         value, at = number(result.get(y)), number(result.get(x))
-        if value is None or at is None or (made is not None and made == seen):
+        made = result.get("eval/iteration", value)
+        if value is None or at is None or made == seen:
             continue
         seen = made
-        xs.append(0.0 if made == 0 else at)
+        before = result.get("eval/iteration", result["training_iteration"] - 1) == 0
+        xs.append(0.0 if before else at)
         ys.append(value)
     return xs, ys
 
