@@ -31,6 +31,7 @@ RETURNS = "returns"  # [B, T] float32, targets of the critic
 LOGPROBS = "logprobs"  # [B, T] float32
 ENTROPY = "entropy"  # [B, T] float32, nats
 VALUES = "values"  # [B, T] float32
+FULL_KL = "full_kl"  # [B, T] float32, exact KL from the reference, nats
 
 # --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
 INPUT_IDS = "input_ids"  # [N, L] int64, right-padded

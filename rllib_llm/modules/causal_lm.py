@@ -17,16 +17,19 @@ from rllib_llm import columns
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.logprobs import (
     CompletionOutputs,
+    ReferencePolicy,
     completion_hidden,
     score_completions,
     text_logprobs,
 )
+from rllib_llm.modules.lora import add_adapters
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_sequence_classifier,
     load_tokenizer,
     score_head,
 )
+from rllib_llm.modules.quantization import load_quantized
 from rllib_llm.modules.score_normalization import read_score_normalization
 from rllib_llm.sampling.engine import Completions, generate
 from rllib_llm.sampling.params import SamplingParams
@@ -45,7 +48,9 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float()
+        # A value has to be more exact than eight bits of mantissa.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float()
 
 
 class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
@@ -58,13 +63,18 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     critic_model: what a separate critic starts from, usually the reward model; the policy's model
         when None.
     temperature: sampling temperature, by which logits are divided here as well.
+    lora: adapters to train instead of the weights (`lora.py`), or None.
+    quantization: of the frozen trunk under adapters: "none", "int8" or "nf4".
+    autocast_dtype: dtype of matrix products in forward passes, or None for the weights' own.
+    gradient_checkpointing: keep only the layers' inputs for the backward pass.
     """
 
     def load(self) -> None:
         config = self.model_config
         self.temperature = float(config["temperature"])
         self.tokenizer = load_tokenizer(config["pretrained_model"])
-        self.model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
+        self.model = _load_policy(config)
+        self.save_memory(self.model)
         self.has_critic = config["critic"] != "none" and not self.inference_only
         if not self.has_critic:
             return
@@ -72,6 +82,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             self.value_head = ValueHead(_hidden_size(self.model))
         else:
             self.critic, self.value_head = _separate_critic(config)
+            self.save_memory(self.critic)
 
     def get_non_inference_attributes(self) -> list[str]:
         return ["value_head", "critic"]
@@ -88,14 +99,15 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         noise: torch.Tensor | None = None,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
-        completions: Completions = generate(
-            self.model,
-            batch[columns.PROMPT_IDS],
-            batch[columns.PROMPT_MASK],
-            params,
-            num_completions=num_completions,
-            noise=noise,
-        )
+        with self.autocast():
+            completions: Completions = generate(
+                self.model,
+                batch[columns.PROMPT_IDS],
+                batch[columns.PROMPT_MASK],
+                params,
+                num_completions=num_completions,
+                noise=noise,
+            )
         return {
             columns.COMPLETION_IDS: completions.completion_ids,
             columns.COMPLETION_MASK: completions.completion_mask,
@@ -107,14 +119,35 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
     # --- learning --------------------------------------------------------------------------
 
-    def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
+    def _forward_train(
+        self,
+        batch: dict[str, Any],
+        *,
+        full_kl_to: ReferencePolicy | None = None,
+        ref_logprobs_of: ReferencePolicy | None = None,
+        **kwargs,
+    ) -> dict[str, torch.Tensor]:
         """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
-        are given (`input_ids`), `text_logprobs` [N, L] of their target tokens."""
+        are given (`input_ids`), `text_logprobs` [N, L] of their target tokens.
+
+        full_kl_to: adds `full_kl` [B, T], the exact KL from that reference.
+        ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
+        """
+        with self.autocast():
+            if ref_logprobs_of is not None:
+                return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
+            return self._train_outputs(batch, full_kl_to)
+
+    def _train_outputs(
+        self, batch: dict[str, Any], full_kl_to: ReferencePolicy | None
+    ) -> dict[str, torch.Tensor]:
         outputs: dict[str, torch.Tensor] = {}
         if columns.COMPLETION_IDS in batch:
-            scored = self._score(batch)
+            scored = self._score(batch, full_kl_to)
             outputs[columns.LOGPROBS] = scored.logprobs
             outputs[columns.ENTROPY] = scored.entropy
+            if scored.full_kl is not None:
+                outputs[columns.FULL_KL] = scored.full_kl
             if self.has_critic:
                 outputs[columns.VALUES] = self.compute_values(batch, embeddings=scored.hidden)
         if columns.INPUT_IDS in batch:
@@ -137,13 +170,23 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             embeddings = self._score(batch).hidden
         return self.value_head(embeddings)
 
-    def _score(self, batch: dict[str, Any]) -> CompletionOutputs:
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: dict[str, Any], reference: ReferencePolicy):
+        with reference.context():
+            return score_completions(
+                reference.model, *_completion_columns(batch), temperature=self.temperature
+            ).logprobs
+
+    def _score(
+        self, batch: dict[str, Any], full_kl_to: ReferencePolicy | None = None
+    ) -> CompletionOutputs:
         return score_completions(
             self.model,
             *_completion_columns(batch),
             temperature=self.temperature,
             entropy=True,
             hidden=self.model_config["critic"] == "shared" and self.has_critic,
+            full_kl_to=full_kl_to,
         )
 
 
@@ -158,6 +201,20 @@ def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 def _hidden_size(model: nn.Module) -> int:
     return model.config.get_text_config().hidden_size
+
+
+def _load_policy(config: dict[str, Any]) -> nn.Module:
+    lora = config.get("lora")
+    if lora is None:
+        return load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
+    model = load_quantized(
+        load_causal_lm,
+        config["pretrained_model"],
+        quantization=config.get("quantization", "none"),
+        dtype=config["dtype"],
+    )
+    add_adapters(model, lora, seed=config.get("seed", 0))
+    return model
 
 
 def _separate_critic(config: dict[str, Any]) -> tuple[nn.Module, ValueHead]:

@@ -1,11 +1,17 @@
 """What RLModules around a Hugging Face model share: state, checkpoints, tied weights.
 
 On disk such a module is an ordinary Hugging Face folder (config.json, model.safetensors,
-tokenizer), with whatever RL adds to it in a second safetensors file beside it.
+tokenizer), with whatever RL adds to it in a second safetensors file beside it. A module with
+adapters on a frozen trunk is the adapters' folder (`adapter_folder.py`) instead, and its state the
+adapters' alone.
+
+Where parameters are shards of several learners, reading them gathers them: all learners must call
+`get_state` at the same time, and only the first is given the tensors.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,15 @@ import torch
 from ray.rllib.core.rl_module.torch.torch_rl_module import TorchRLModule
 from safetensors.torch import load_file, save_file
 
-from rllib_llm.modules.pretrained import quiet_transformers
+from rllib_llm.modules.adapter_folder import (
+    AdapterBase,
+    merged,
+    read_adapters,
+    save_adapters,
+)
+from rllib_llm.modules.lora import has_adapters, is_adapter
+from rllib_llm.modules.pretrained import quiet_transformers, resolve_dtype
+from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
 EXTRAS_FILE = "rl_heads.safetensors"  # value head, critic: what is not part of the model
@@ -37,15 +51,43 @@ class HuggingFaceModule(TorchRLModule):
             # RLlib takes an AttributeError for a module with an outdated constructor and hides it.
             raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error
 
+    def autocast(self) -> AbstractContextManager:
+        """The context of a forward pass: matrix products in `autocast_dtype`, if one is set, while
+        the weights stay as they are."""
+        dtype = self.model_config.get("autocast_dtype")
+        if dtype is None:
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=resolve_dtype(dtype, name="autocast_dtype"))
+
+    def save_memory(self, *models: Any) -> None:
+        """Has the layers compute their activations again in the backward pass, if so set."""
+        if self.model_config.get("gradient_checkpointing") and not self.inference_only:
+            for model in models:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+
     def get_state(
         self, components=None, *, not_components=None, inference_only: bool = False, **kwargs
     ) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, detached, in their own dtype, sharing memory with the
         module; `inference_only` leaves out the module's extras (value head, critic)."""
+        return gather(
+            {
+                name: tensor
+                for name, tensor in self.own_tensors().items()
+                if not inference_only or name.startswith(TRUNK)
+            }
+        )
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """What a state holds, by name: everything, but of a trunk under adapters only these."""
+        everything = self.state_dict(keep_vars=True)
+        if not has_adapters(self.model):
+            return everything
         return {
-            name: tensor.detach()
-            for name, tensor in self.state_dict(keep_vars=True).items()
-            if not inference_only or name.startswith(TRUNK)
+            name: tensor
+            for name, tensor in everything.items()
+            if not name.startswith(TRUNK) or is_adapter(name)
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -54,7 +96,7 @@ class HuggingFaceModule(TorchRLModule):
         Raises:
             ValueError: a parameter of this module is missing from `state` or has another shape.
         """
-        own = self.state_dict(keep_vars=True)
+        own = self.own_tensors()
         wanted = set(own) if any(not name.startswith(TRUNK) for name in state) else {
             name for name in own if name.startswith(TRUNK)
         }
@@ -74,21 +116,49 @@ class HuggingFaceModule(TorchRLModule):
                         f"{tuple(own[name].shape)}: it was saved from another architecture. "
                         "Build the module from the same model folder."
                     )
-                if source.data_ptr() != own[name].data_ptr():
-                    own[name].copy_(source)
+                write_(own[name], source)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the trunk and tokenizer as a Hugging Face folder, the extras beside them."""
+    def save_pretrained(
+        self, folder: str | Path, *, state: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """Writes trunk (or adapters) and tokenizer as a folder, the extras beside them.
+
+        `state`: what `get_state` gave, which a caller with shards must pass.
+        """
+        state = self.get_state() if state is None else state
+        trunk = {n.removeprefix(TRUNK): t for n, t in state.items() if n.startswith(TRUNK)}
         with quiet_transformers():
-            self.model.save_pretrained(folder)
+            if has_adapters(self.model):
+                save_adapters(self.model, trunk, folder, self._adapter_base())
+            elif is_sharded(self.model):
+                # Of tied tensors, which may have come as copies, the first is written.
+                own = {id(t): n for n, t in reversed(self.own_tensors().items())}
+                first = {n: t for n, t in trunk.items() if TRUNK + n in own.values()}
+                self.model.save_pretrained(folder, state_dict=first)
+            else:
+                self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-        extras = {
-            name: tensor.contiguous().cpu()
-            for name, tensor in self.get_state().items()
-            if not name.startswith(TRUNK)
-        }
+        extras = {n: t.contiguous().cpu() for n, t in state.items() if not n.startswith(TRUNK)}
         if extras:
             save_file(extras, str(Path(folder) / EXTRAS_FILE))
+
+    def export_pretrained(
+        self, folder: str | Path, *, state: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """Writes an ordinary Hugging Face folder, adapters merged into the trunk."""
+        if not has_adapters(self.model):
+            self.save_pretrained(folder, state=state)
+            return
+        state = self.get_state(inference_only=True) if state is None else state
+        trunk = {n.removeprefix(TRUNK): t for n, t in state.items() if n.startswith(TRUNK)}
+        plain = merged(self.model, trunk, self._adapter_base(), dtype=self.model_config["dtype"])
+        with quiet_transformers():
+            plain.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+    def _adapter_base(self) -> AdapterBase:
+        config = self.model_config
+        return AdapterBase(config["pretrained_model"], config.get("quantization", "none"))
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Loads what `save_pretrained` wrote into this module.
@@ -97,8 +167,9 @@ class HuggingFaceModule(TorchRLModule):
             FileNotFoundError: `folder` holds no model.
             ValueError: it holds another architecture.
         """
-        state = {TRUNK + name: tensor for name, tensor in _read_weights(Path(folder)).items()}
-        own = self.state_dict(keep_vars=True)
+        own = self.own_tensors()
+        read = read_adapters if has_adapters(self.model) else _read_weights
+        state = {TRUNK + name: tensor for name, tensor in read(Path(folder)).items()}
         for tied, source in _tied_names(own).items():
             state.setdefault(tied, state.get(source))
         extras = Path(folder) / EXTRAS_FILE
@@ -114,7 +185,8 @@ class HuggingFaceModule(TorchRLModule):
             filesystem=filesystem,
             use_msgpack=use_msgpack,
         )
-        self.save_pretrained(path)
+        # Shards were gathered by the learners, who gave their state; else it is read here.
+        self.save_pretrained(path, state=state if is_sharded(self.model) else None)
         return path
 
     def restore_from_path(self, path, *, component=None, filesystem=None, **kwargs) -> None:
@@ -126,7 +198,7 @@ def _tied_names(own: dict[str, torch.Tensor]) -> dict[str, str]:
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in own.items():
-        other = first.setdefault(tensor.data_ptr(), name)
+        other = first.setdefault(local_data(tensor).data_ptr(), name)
         if other != name:
             tied[name], tied[other] = other, name
     return tied

@@ -9,7 +9,9 @@ positions the head runs in chunks whose logits are computed again in the backwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +31,25 @@ class CompletionOutputs:
 
     logprobs [batch, completion_len] float32; entropy [batch, completion_len] float32 in nats, or
     None; hidden [batch, completion_len, hidden], the trunk's last state at the position that
-    predicts the token (the state that V_t judges), or None.
+    predicts the token (the state that V_t judges), or None; full_kl [batch, completion_len]
+    float32, the exact KL from a reference over the whole vocabulary, nats, or None.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     hidden: Tensor | None = None
+    full_kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ReferencePolicy:
+    """A frozen policy: a causal LM, and the context in which it is the reference.
+
+    The context is that of adapters switched off where the reference is the policy's own trunk.
+    """
+
+    model: nn.Module
+    context: Callable[[], AbstractContextManager] = nullcontext
 
 
 def score_completions(
@@ -47,6 +62,7 @@ def score_completions(
     temperature: float = 1.0,
     entropy: bool = False,
     hidden: bool = False,
+    full_kl_to: ReferencePolicy | None = None,
     logits_chunk_tokens: int | None = None,
 ) -> CompletionOutputs:
     """Log-probs (entropy, hidden states) of completions under `model`, an `AutoModelForCausalLM`.
@@ -56,17 +72,21 @@ def score_completions(
     Logits are divided by `temperature`; log-softmax is float32. `logits_chunk_tokens` is the number
     of positions whose logits exist at one time, by default as many as make 256 MiB. Dropout is as
     the model's mode says. Works under grad and no_grad; the result does not depend on padding or
-    chunks beyond rounding.
+    chunks beyond rounding. The gradient of `full_kl` flows into `model` only.
 
     Raises ValueError for a row without a prompt token.
     """
     wanted = completion_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
     run = _run(model, wanted, hidden)
     logprobs, entropies = _stats(run, wanted, temperature, entropy, logits_chunk_tokens)
+    full = None
+    if full_kl_to is not None:
+        full = wanted.unpack(_full_kl(run, full_kl_to, wanted, temperature, logits_chunk_tokens))
     return CompletionOutputs(
         logprobs=wanted.unpack(logprobs),
         entropy=None if entropies is None else wanted.unpack(entropies),
-        hidden=wanted.unpack(run.hidden) if hidden else None,
+        hidden=None if run.hidden is None else wanted.unpack(run.hidden),
+        full_kl=full,
     )
 
 
@@ -124,17 +144,8 @@ def completion_full_kl(
     _require_positive_temperature(temperature)
     wanted = completion_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
     run = _run(model, wanted, False)
-    with torch.no_grad():
-        ref_run = _run(ref_model, wanted, False)
-
-    def kl_of(states: Tensor, ref_states: Tensor) -> tuple[Tensor]:
-        with torch.no_grad():
-            ref_logits = ref_run.logits_of(ref_states).float() / temperature
-        return (full_kl(run.logits_of(states).float() / temperature, ref_logits),)
-
-    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
-    (kl,) = in_chunks(kl_of, (run.states, ref_run.states), chunk_tokens)
-    return wanted.unpack(kl)
+    reference = ReferencePolicy(ref_model)
+    return wanted.unpack(_full_kl(run, reference, wanted, temperature, logits_chunk_tokens))
 
 
 @dataclass(frozen=True)
@@ -150,12 +161,12 @@ class _Run:
     default_chunk_tokens: int
 
 
-def _run(model: nn.Module, wanted: WantedTokens, hidden: bool) -> _Run:
+def _run(model: Any, wanted: WantedTokens, hidden: bool) -> _Run:
     chunk_tokens = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     halves = take_apart(model)
     if halves is not None:
         states = wanted.pick(halves.hidden(wanted.input_ids))
-        return _Run(states, halves.logits, states, chunk_tokens)
+        return _Run(states, halves.logits, states if hidden else None, chunk_tokens)
     output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     last = wanted.pick(output.hidden_states[-1]) if hidden else None
     return _Run(wanted.pick(output.logits), _unchanged, last, chunk_tokens)
@@ -183,6 +194,27 @@ def _stats(
         logits_chunk_tokens = run.default_chunk_tokens
     results = in_chunks(stats_of, (run.states, wanted.targets), logits_chunk_tokens)
     return results[0], (results[1] if entropy else None)
+
+
+def _full_kl(
+    run: _Run,
+    reference: ReferencePolicy,
+    wanted: WantedTokens,
+    temperature: float,
+    logits_chunk_tokens: int | None,
+) -> Tensor:
+    """Exact KL [tokens] of what `run` computed from the reference; no gradient in the latter."""
+    with torch.no_grad(), reference.context():
+        ref_run = _run(reference.model, wanted, False)
+
+    def kl_of(states: Tensor, ref_states: Tensor) -> tuple[Tensor]:
+        with torch.no_grad(), reference.context():
+            ref_logits = ref_run.logits_of(ref_states).float() / temperature
+        return (full_kl(run.logits_of(states).float() / temperature, ref_logits),)
+
+    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
+    (kl,) = in_chunks(kl_of, (run.states, ref_run.states), chunk_tokens)
+    return kl
 
 
 def _require_positive_temperature(temperature: float) -> None:

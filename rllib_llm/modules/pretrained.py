@@ -22,6 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from rllib_llm.modules.model_source import (
     DOTTED,
+    FOLDER,
     ModelSourceError,
     build_from_dotted,
     load_with_retries,
@@ -65,6 +66,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Returns the causal language model of `model`, in eval mode, every dropout at 0.
 
+    A folder of adapters (`adapter_folder.py`) is merged with the base that it names.
+
     dtype: "float32", "bfloat16", "float16" or a torch dtype, of the weights.
     quantization_config: handed to `from_pretrained`; see `modules/quantization.py`.
 
@@ -77,6 +80,17 @@ def load_causal_lm(
         network = build_from_dotted(value)[0]
         architectures = [type(network).__name__]
     else:
+        from rllib_llm.modules.adapter_folder import is_adapter_folder, load_merged
+
+        if kind == FOLDER and is_adapter_folder(value):
+            if quantization_config is not None:
+                raise ModelSourceError(
+                    model,
+                    "it holds adapters, and weights are to be quantised while they are read",
+                    "Merge them first: algorithm.export_model(folder), or load_causal_lm(model)"
+                    ".save_pretrained(folder)",
+                )
+            return load_merged(value, dtype=dtype, device=device)
         config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
         architectures = config.architectures or []
     if any(name.endswith(_NO_GENERATOR) for name in architectures):

@@ -22,6 +22,7 @@ class RewardModelModule(HuggingFaceModule):
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )
+        self.save_memory(self.model)
         outputs = score_head(self.model).out_features
         if outputs != 1:
             raise ValueError(
@@ -31,14 +32,19 @@ class RewardModelModule(HuggingFaceModule):
             )
 
     def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
-        """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward."""
-        ids, mask = _stack(
-            batch[columns.CHOSEN_IDS],
-            batch[columns.CHOSEN_MASK],
-            batch[columns.REJECTED_IDS],
-            batch[columns.REJECTED_MASK],
-        )
-        return {columns.SCORES: sequence_scores(self.model, ids, mask)}
+        """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward; or
+        [N] of the texts `input_ids`, where these are given."""
+        if columns.INPUT_IDS in batch:
+            ids, mask = batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK]
+        else:
+            ids, mask = _stack(
+                batch[columns.CHOSEN_IDS],
+                batch[columns.CHOSEN_MASK],
+                batch[columns.REJECTED_IDS],
+                batch[columns.REJECTED_MASK],
+            )
+        with self.autocast():
+            return {columns.SCORES: sequence_scores(self.model, ids, mask).float()}
 
 
 def _stack(

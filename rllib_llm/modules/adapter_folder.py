@@ -1,0 +1,128 @@
+"""Adapters on disk, in peft's own format, and the plain model that they and their base make.
+
+    adapter_config.json, adapter_model.safetensors   as peft writes and reads them
+    base_model.json                                  what the base is loaded from, and its bits
+    config.json                                      the base's config
+
+`PeftModel.from_pretrained(base, folder)` and `AutoPeftModelForCausalLM.from_pretrained(folder)` read
+it too; the latter not where the base is a dotted path, which only this package resolves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from rllib_llm.modules.lora import ADAPTER, merge_into
+from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.quantization import load_quantized
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+_PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The frozen trunk under adapters: folder, hub id or dotted path, and its bits."""
+
+    model: str
+    quantization: str = "none"
+
+
+def save_adapters(
+    model: nn.Module, tensors: dict[str, torch.Tensor], folder: str | Path, base: AdapterBase
+) -> None:
+    """Writes an adapter folder. `tensors`: the adapters by their names in `model`."""
+    folder = Path(folder)
+    config = model.peft_config[ADAPTER]
+    config.base_model_name_or_path = base.model
+    config.inference_mode = True  # how peft marks adapters that are loaded to be used
+    config.save_pretrained(str(folder))
+    config.inference_mode = False
+    model.config.save_pretrained(folder)
+    (folder / BASE).write_text(json.dumps(asdict(base), indent=1), encoding="utf-8")
+    weights = {
+        _PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.detach().contiguous().cpu()
+        for name, tensor in tensors.items()
+    }
+    save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+def read_adapters(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter folder, by their names in a model with adapters.
+
+    Raises:
+        FileNotFoundError: it has no adapter_model.safetensors.
+    """
+    file = Path(folder) / WEIGHTS
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"checkpoint={str(folder)!r} must hold {WEIGHTS}: none was found. "
+            "Pick a complete checkpoint of a run with lora; an interrupted one can be deleted."
+        )
+    return {
+        name.removeprefix(_PEFT_PREFIX).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
+        for name, tensor in load_file(str(file)).items()
+    }
+
+
+def is_adapter_folder(folder: str | os.PathLike) -> bool:
+    """Whether adapters lie there, and no merged model."""
+    return Path(folder, CONFIG).is_file() and not list(Path(folder).glob("model*.safetensors"))
+
+
+def read_base(folder: str | Path) -> AdapterBase:
+    """What the adapters in `folder`, this package's or peft's, lie on."""
+    file = Path(folder) / BASE
+    if file.is_file():
+        return AdapterBase(**json.loads(file.read_text(encoding="utf-8")))
+    config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+    return AdapterBase(config["base_model_name_or_path"])
+
+
+def load_merged(
+    folder: str | Path, *, dtype: Any = "float32", device: Any = "cpu"
+) -> PreTrainedModel:
+    """The plain causal language model that base and adapters of `folder` make together.
+
+    A base that was quantised during training is quantised and dequantised again, so that the result
+    is the policy that was trained, not one near it.
+    """
+    from peft import PeftConfig
+
+    folder = Path(folder)
+    base = read_base(folder)
+    plain = load_causal_lm(base.model, dtype=dtype, device=device)
+    merge_into(plain, _skeleton(plain, base, PeftConfig.from_pretrained(str(folder)), device),
+               read_adapters(folder))
+    return plain
+
+
+def merged(
+    model: nn.Module, tensors: dict[str, torch.Tensor], base: AdapterBase, *, dtype: Any
+) -> PreTrainedModel:
+    """A plain model, on the CPU, that computes what `model` with the adapters `tensors` does."""
+    plain = load_causal_lm(base.model, dtype=dtype)
+    merge_into(plain, model, tensors)
+    return plain
+
+
+def _skeleton(plain: PreTrainedModel, base: AdapterBase, config: Any, device: Any) -> nn.Module:
+    """A model with the adapters' layers; it has weights only where they are quantised."""
+    from peft import inject_adapter_in_model
+
+    if base.quantization == "none":
+        with torch.device("meta"):
+            return inject_adapter_in_model(config, type(plain)(plain.config), adapter_name=ADAPTER)
+    network = load_quantized(
+        load_causal_lm, base.model, quantization=base.quantization, device=device
+    )
+    return inject_adapter_in_model(config, network, adapter_name=ADAPTER)

@@ -1,0 +1,195 @@
+"""Adapters: the base when B is 0 or they are off, the merged model when they are on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+
+from rllib_llm.modules.adapter_folder import (
+    AdapterBase,
+    load_merged,
+    merged,
+    read_adapters,
+    save_adapters,
+)
+from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
+from rllib_llm.modules.lora import add_adapters, adapters_off, check_lora, is_adapter, merge_into
+from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.quantization import load_quantized
+from rllib_llm.sampling.engine import generate
+from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.sampling.params import SamplingParams
+from tests.modules.tiny_models import tiny_model
+from tests.tiny_models import llama
+
+IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def base(family="llama"):
+    return tiny_model(family)
+
+
+def adapted(family="llama", lora=None, seed=0):
+    """The model with adapters whose B is not 0 any more, and its adapters by name."""
+    model = base(family)
+    add_adapters(model, {"r": 4, "alpha": 8, **(lora or {})}, seed=seed)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model, {n: p for n, p in model.named_parameters() if is_adapter(n)}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_new_adapters_leave_the_model_as_it_is():
+    model = base()
+    add_adapters(model, {})
+    assert torch.equal(logits(model), logits(base()))
+    # 7 linear layers in each of 2 blocks, A and B in each.
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 7 * 2 and all(is_adapter(name) for name in trained)
+
+
+def test_every_process_draws_the_same_adapters_and_leaves_random_state_alone():
+    before = torch.get_rng_state()
+    models = [base(), base()]
+    torch.set_rng_state(before)
+    for model in models:
+        add_adapters(model, {"r": 2}, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2 (soft-cap)", "qwen2 (tied)"])
+def test_adapters_off_is_the_base_and_merged_is_adapters_on(family):
+    model, tensors = adapted(family)
+    on, plain = logits(model), logits(base(family))
+    assert (on - plain).abs().max() > 0.1
+    with adapters_off(model):
+        assert torch.equal(logits(model), plain)
+    assert torch.equal(logits(model), on)
+    merged_model = base(family)
+    merge_into(merged_model, model, tensors)
+    torch.testing.assert_close(logits(merged_model), on, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrap", ["injected", "peft model"])
+def test_scores_are_those_of_the_adapted_model(wrap):
+    model, _ = adapted()
+    if wrap == "peft model":
+        # peft's own wrapper around an equal model; seeds give equal adapters.
+        inner = base()
+        wrapped = get_peft_model(inner, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+        wrapped.load_state_dict(
+            {f"base_model.model.{n}": t for n, t in model.state_dict().items()}, strict=True
+        )
+        model = wrapped.eval()
+    ones = torch.ones_like(IDS, dtype=torch.bool)
+    scored = score_completions(model, IDS[:, :4], ones[:, :4], IDS[:, 4:], ones[:, 4:])
+    own = logits(model).log_softmax(-1)[:, 3:-1].gather(-1, IDS[:, 4:, None]).squeeze(-1)
+    torch.testing.assert_close(scored.logprobs, own)
+    params = SamplingParams(max_new_tokens=30, stop_token_ids=(2,), pad_token_id=0)
+    sampled = generate(
+        model, IDS, ones, params, num_completions=2, noise=uniform_noise(0, torch.arange(4), 30)
+    )
+    rows = IDS.repeat_interleave(2, 0)
+    again = score_completions(
+        model, rows, torch.ones_like(rows, dtype=torch.bool), sampled.completion_ids,
+        sampled.completion_mask,
+    )  # fmt: skip
+    torch.testing.assert_close(sampled.logprobs, again.logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_full_kl_to_the_trunk_is_that_to_a_second_copy_gradient_included():
+    """With the head adapted as well, which must be off for the reference, chunked or not."""
+    lora = {"target_modules": ["q_proj", "lm_head"]}
+    ones = torch.ones_like(IDS, dtype=torch.bool)
+    rows = (IDS[:, :4], ones[:, :4], IDS[:, 4:], ones[:, 4:])
+    results = []
+    for chunk in (None, 3):
+        for with_copy in (True, False):
+            model, tensors = adapted(lora=lora)
+            reference = ReferencePolicy(model, lambda model=model: adapters_off(model))
+            if with_copy:
+                reference = ReferencePolicy(base())
+            kl = score_completions(
+                model, *rows, full_kl_to=reference, logits_chunk_tokens=chunk
+            ).full_kl
+            grads = torch.autograd.grad(kl.sum(), list(tensors.values()))
+            results.append([kl.detach(), *grads])
+    # By hand: sum_v p (log p - log p_ref) from the models' own logits.
+    p, ref = logits(model).log_softmax(-1)[:, 3:-1], logits(base()).log_softmax(-1)[:, 3:-1]
+    torch.testing.assert_close(results[0][0], (p.exp() * (p - ref)).sum(-1), rtol=1e-4, atol=1e-5)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_folder_is_pefts_own_and_loads_merged(tmp_path):
+    model, tensors = adapted()
+    base().save_pretrained(tmp_path / "base")
+    save_adapters(model, tensors, tmp_path / "adapters", AdapterBase(str(tmp_path / "base")))
+    held = {file.name for file in (tmp_path / "adapters").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= held
+    for name, tensor in read_adapters(tmp_path / "adapters").items():
+        assert torch.equal(tensor, tensors[name])
+    by_peft = PeftModel.from_pretrained(base(), tmp_path / "adapters")
+    torch.testing.assert_close(logits(by_peft), logits(model))
+    by_path = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")
+    torch.testing.assert_close(logits(by_path), logits(model))
+    ours = load_causal_lm(tmp_path / "adapters")
+    torch.testing.assert_close(logits(ours), logits(model), rtol=1e-4, atol=1e-4)
+    assert not any(is_adapter(name) for name, _ in ours.named_parameters())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, tmp_path):
+    llama(attention_dropout=0.0).save_pretrained(tmp_path / "base")
+    source = AdapterBase(str(tmp_path / "base"), quantization)
+    model = load_quantized(load_causal_lm, source.model, quantization=quantization)
+    plain = logits(model)
+    add_adapters(model, {"r": 4})
+    assert torch.equal(logits(model), plain)
+    model(IDS).logits.square().mean().backward()
+    tensors = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert all(is_adapter(name) for name in tensors)
+    with torch.no_grad():
+        for name, parameter in tensors.items():
+            if ".lora_B." in name:
+                assert parameter.grad.abs().max() > 0
+                parameter.copy_(0.05 * torch.randn_like(parameter))
+    on = logits(model)
+    # LLM.int8 and the weight-only kernels round activations; a dense product does not.
+    exact = merged(model, tensors, source, dtype="float32")
+    unquantised = load_causal_lm(source.model)
+    skeleton = llama(attention_dropout=0.0)
+    add_adapters(skeleton, {"r": 4})
+    merge_into(unquantised, skeleton, tensors)
+    near, far = ((logits(m) - on).abs().max() for m in (exact, unquantised))
+    assert near < 2e-3 * on.abs().max() and near < 0.1 * far
+    save_adapters(model, tensors, tmp_path / "adapters", source)
+    torch.testing.assert_close(logits(load_merged(tmp_path / "adapters")), logits(exact))
+
+
+@pytest.mark.parametrize(
+    "lora, words",
+    [
+        ("r=4", "must be a dict"),
+        ({"rank": 4}, "must hold only"),
+        ({"r": 0}, "lora.r=0 must be a whole number"),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be in"),
+        ({"target_modules": []}, "lora.target_modules"),
+    ],
+)
+def test_settings_that_are_none_are_refused(lora, words):
+    with pytest.raises(ValueError, match=words):
+        check_lora(lora)
+
+
