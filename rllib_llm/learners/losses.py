@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo")
+POLICY_LOSSES = ("ppo", "gspo", "rloo", "cispo")
+RATIO_LEVELS = {"ppo": "token", "gspo": "sequence", "rloo": "product", "cispo": "token"}
 REDUCTIONS = {
     "grpo": "sequence_mean",
     "dapo": "token_mean",
@@ -39,20 +40,27 @@ def importance_ratio(
     "token": exp(logp_t - old_logp_t). "sequence": s = exp(mean_t (logp_t - old_logp_t)), the same
     for each token of a row, its gradient flowing through that token's own log-prob:
     sg[s] exp(logp_t - sg[logp_t]) (GSPO-token, Zheng et al. 2025, eq. 14), which for an advantage
-    that is the same for the whole row is the gradient of s itself (GSPO, eq. 7).
+    that is the same for the whole row is the gradient of s itself (GSPO, eq. 7). "product": the
+    same with s = exp(sum_t (logp_t - old_logp_t)), the ratio of the whole completions' likelihoods;
+    the row's mean over tokens has the value and the gradient of s.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
     if level == "token":
         return log_ratio.exp()
-    if level != "sequence":
+    if level not in ("sequence", "product"):
         raise ValueError(
-            f"level={level!r} must be 'token' or 'sequence': a ratio belongs to one token or to "
-            "the whole completion. Use 'token' for PPO, GRPO and CISPO, 'sequence' for GSPO."
+            f"level={level!r} must be 'token', 'sequence' or 'product': a ratio belongs to one "
+            "token or to the whole completion. Use 'token' for PPO, GRPO and CISPO, 'sequence' "
+            "for GSPO, 'product' for RLOO."
         )
     num_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    sequence_ratio = (log_ratio.detach().sum(dim=1, keepdim=True) / num_tokens).exp()
-    through_token = (log_ratio - log_ratio.detach()).exp()
-    return torch.where(mask, sequence_ratio * through_token, torch.ones_like(logprobs))
+    total = log_ratio.detach().sum(dim=1, keepdim=True)
+    if level == "sequence":
+        row_ratio, power = (total / num_tokens).exp(), torch.ones_like(num_tokens)
+    else:
+        row_ratio, power = total.exp(), num_tokens
+    through_token = ((log_ratio - log_ratio.detach()) * power).exp()
+    return torch.where(mask, row_ratio * through_token, torch.ones_like(logprobs))
 
 
 def policy_loss(
@@ -73,6 +81,8 @@ def policy_loss(
     "ppo":   max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r the token's importance ratio
              (Schulman et al. 2017, eq. 7; clip_high > clip_low is DAPO's clip-higher).
     "gspo":  the same with the sequence's ratio (Zheng et al. 2025, eq. 5).
+    "rloo":  the same with the ratio of the whole completions' likelihoods, one action each
+             (Ahmadian et al. 2024, section 3.1; TRL's RLOOTrainer), to be reduced by sequence_mean.
     "cispo": -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logp: every token keeps its gradient
              (MiniMax-M1, 2025, eq. 4 and 5; there clip_low is so large, say 1, that nothing is
              clipped from below).
@@ -82,8 +92,7 @@ def policy_loss(
     if advantages.ndim == 1:
         advantages = advantages.unsqueeze(1)
     advantages = torch.where(mask, advantages, torch.zeros_like(advantages))
-    level = "sequence" if kind == "gspo" else "token"
-    ratio = importance_ratio(logprobs, old_logprobs, mask, level)
+    ratio = importance_ratio(logprobs, old_logprobs, mask, RATIO_LEVELS[kind])
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     if kind == "cispo":
         per_token = -clipped_ratio.detach() * advantages * logprobs
@@ -110,7 +119,7 @@ def _check_policy_loss(
     if kind not in POLICY_LOSSES:
         raise ValueError(
             f"kind={kind!r} must be one of {', '.join(POLICY_LOSSES)}: these are the policy losses "
-            "there are. GRPO, Dr. GRPO, DAPO and RLOO use 'ppo'."
+            "there are. GRPO, Dr. GRPO and DAPO use 'ppo'."
         )
     for name, number in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not number >= 0:
