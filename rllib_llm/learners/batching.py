@@ -10,8 +10,10 @@ from torch import Tensor
 from rllib_llm import columns
 
 # Per-token columns, by the mask that says which of their columns are alive.
-_LEFT_PADDED = {columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK)}
-_RIGHT_PADDED = {
+_LEFT_PADDED: dict[str, tuple[str, ...]] = {
+    columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK)
+}
+_RIGHT_PADDED: dict[str, tuple[str, ...]] = {
     columns.COMPLETION_MASK: (
         columns.COMPLETION_IDS,
         columns.COMPLETION_MASK,
@@ -56,6 +58,41 @@ def minibatch_indices(
         groups = torch.randperm(num_rows // group_size, generator=generator)
         rows = (groups.unsqueeze(1) * group_size + places).flatten()
         yield from rows.split(minibatch_size)
+
+
+def minibatch_indices_by_tokens(
+    lengths: Tensor,
+    token_budget: int,
+    num_epochs: int = 1,
+    generator: torch.Generator | None = None,
+    group_size: int | None = None,
+) -> Iterator[Tensor]:
+    """As `minibatch_indices`, each mini-batch of at most `token_budget` tokens.
+
+    `lengths` [batch] in tokens, padding not counted: what a step learns from. Rows (or whole groups
+    of adjacent ones) are drawn in a shuffled order until the next would pass the budget; one that
+    is larger than it stands alone.
+    """
+    group_size = group_size or 1
+    if token_budget < 1 or len(lengths) % group_size:
+        raise ValueError(
+            f"token_budget={token_budget!r} must be at least 1, and {len(lengths)} rows a multiple "
+            f"of {group_size} completions per prompt: groups are kept whole. Use a few times the "
+            "tokens of a group."
+        )
+    sizes = lengths.cpu().reshape(-1, group_size).sum(dim=1)
+    places = torch.arange(group_size)
+    for _ in range(num_epochs):
+        order = torch.randperm(len(sizes), generator=generator)
+        parts, total = [[]], 0
+        for group, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+            if parts[-1] and total + size > token_budget:
+                parts.append([])
+                total = 0
+            parts[-1].append(group)
+            total += size
+        for part in parts:
+            yield (torch.tensor(part).unsqueeze(1) * group_size + places).flatten()
 
 
 def split_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 # Largest difference between our numbers and the model's own, as a share of the largest number.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -86,16 +87,16 @@ def take_apart(model: nn.Module) -> TrunkAndHead | None:
     the model logits from -100 to 100 in the head's place. Adapters that peft put into the layers
     are part of the trunk; those that prepend virtual tokens are refused with ValueError.
     """
-    model = _without_peft_shell(model)
-    head = model.get_output_embeddings()
-    known = _verdicts.get(model)
+    inner = _without_peft_shell(model)
+    head = inner.get_output_embeddings()
+    known = _verdicts.get(inner)
     if known is not None and known[0] is head:
         return known[1]
-    halves = _matching_halves(model, head)
-    _verdicts[model] = (head, halves)
+    halves = _matching_halves(inner, head)
+    _verdicts[inner] = (head, halves)
     if halves is None:
         warnings.warn(
-            f"{type(model).__name__} is run whole for log-probs: its logits are not those of its "
+            f"{type(inner).__name__} is run whole for log-probs: its logits are not those of its "
             "trunk and output embedding. The numbers are the model's own, but logits are computed "
             "at every position, which costs time and memory.",
             stacklevel=3,
@@ -103,7 +104,7 @@ def take_apart(model: nn.Module) -> TrunkAndHead | None:
     return halves
 
 
-def _without_peft_shell(model: nn.Module) -> nn.Module:
+def _without_peft_shell(model: Any) -> PreTrainedModel:
     if not hasattr(model, "get_base_model"):
         return model
     if model.active_peft_config.is_prompt_learning:
@@ -114,10 +115,11 @@ def _without_peft_shell(model: nn.Module) -> nn.Module:
     return model.get_base_model()
 
 
-def _matching_halves(model: nn.Module, head: nn.Module | None) -> TrunkAndHead | None:
+def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAndHead | None:
     if head is None:
         return None
-    input_ids = torch.arange(3, device=model.get_input_embeddings().weight.device).unsqueeze(0)
+    embedding = next(model.get_input_embeddings().parameters())
+    input_ids = torch.arange(3, device=embedding.device).unsqueeze(0)
     with torch.no_grad(), _eval_mode(model):
         seen = _run_with_probe(model, head, input_ids)
         if seen is None:
@@ -175,8 +177,9 @@ def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
 
     def declared(name: str) -> float | None:
         number = getattr(text_config, name, None)
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        return float(number) if is_number else None
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            return None
+        return float(number)
 
     for softcap in dict.fromkeys((None, declared("final_logit_softcapping"))):
         yield LogitTransform(softcap=softcap)
