@@ -1,0 +1,149 @@
+"""Texts as token batches: which tokens are targets, EOS at the end of every text."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm import columns
+from rllib_llm.data.sources import DataSourceError
+from rllib_llm.data.texts import PairSource, TextSource, pad_right
+from tests.algorithms.tiny_runs import build_model
+from tests.tiny_models import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}A:"
+    "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}U:{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+PLAIN_TEMPLATE = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+CHAT = [
+    {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "ok"}, {"role": "assistant", "content": "bye"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_model()[1]
+
+
+def targets(tokenizer, rows, **settings):
+    """The text of each row's target tokens."""
+    source = TextSource(rows, tokenizer=tokenizer, max_length=64, shuffle=False, **settings)
+    batch = source.batch(0, len(rows))
+    return [
+        tokenizer.decode(ids[keep])
+        for ids, keep in zip(batch[columns.INPUT_IDS], batch[columns.LOSS_MASK], strict=True)
+    ]
+
+
+def test_only_the_completion_and_its_eos_are_targets(tokenizer):
+    rows = [{"prompt": "1+2=", "completion": "3"}, {"prompt": "10+20=", "completion": "30"}]
+    assert targets(tokenizer, rows) == ["3<eos>", "30<eos>"]
+    # The first token of a text is predicted by nothing.
+    assert targets(tokenizer, rows, loss_on="all") == ["+2=3<eos>", "0+20=30<eos>"]
+
+
+def test_a_plain_text_is_all_target(tokenizer):
+    assert targets(tokenizer, [{"text": "1+1=2"}]) == ["+1=2<eos>"]
+
+
+def test_rows_are_padded_on_the_right_and_padding_is_no_target(tokenizer):
+    rows = [{"prompt": "1=", "completion": "1"}, {"prompt": "1=", "completion": "111"}]
+    source = TextSource(rows, tokenizer=tokenizer, max_length=64, shuffle=False)
+    batch = source.batch(0, 2)
+    one, equals = tokenizer.convert_tokens_to_ids(["1", "="])
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert batch[columns.INPUT_IDS].tolist() == [
+        [one, equals, one, eos, pad, pad], [one, equals, one, one, one, eos],
+    ]  # fmt: skip
+    assert batch[columns.ATTENTION_MASK].int().tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
+    assert batch[columns.LOSS_MASK].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+
+
+def test_long_texts_keep_their_beginning(tokenizer):
+    source = TextSource([{"prompt": "1234", "completion": "5678"}], tokenizer=tokenizer,
+                        max_length=6)  # fmt: skip
+    batch = source.batch(0, 1)
+    assert tokenizer.decode(batch[columns.INPUT_IDS][0]) == "123456"
+    assert batch[columns.LOSS_MASK][0].int().tolist() == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("template, expected", [
+    (TEMPLATE, "yo</s>bye</s>"),  # all of the assistant's turns
+    (PLAIN_TEMPLATE, "bye</s>"),  # without marks, the last turn
+])  # fmt: skip
+def test_only_the_assistant_is_learnt_of_a_conversation(template, expected):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    assert targets(tokenizer, [{"messages": CHAT}]) == [expected]
+
+
+def test_a_pad_token_that_is_eos_leaves_eos_a_target():
+    tokenizer = byte_tokenizer(pad="</s>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    rows = [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": "cdef"}]
+    assert targets(tokenizer, rows) == ["c</s>", "cdef</s>"]
+
+
+def test_a_tokenizer_that_adds_eos_adds_only_one():
+    from tokenizers import processors
+
+    tokenizer = byte_tokenizer()
+    eos = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", eos)]
+    )
+    batch = TextSource([{"text": "ab"}, {"prompt": "ab", "completion": "c"}], shuffle=False,
+                       tokenizer=tokenizer, max_length=16).batch(0, 2)  # fmt: skip
+    assert (batch[columns.INPUT_IDS] == eos).sum(1).tolist() == [1, 1]
+
+
+def test_a_row_that_is_no_text_is_refused(tokenizer):
+    source = TextSource([{"question": "?"}], tokenizer=tokenizer, max_length=8)
+    with pytest.raises(DataSourceError, match=r"has columns \['question'\] and must have 'text'"):
+        source.batch(0, 1)
+
+
+def test_an_unknown_loss_on_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"loss_on='prompt' must be one of"):
+        TextSource([{"text": "1"}], tokenizer=tokenizer, max_length=8, loss_on="prompt")
+
+
+def test_pairs_share_their_prompt_and_end_with_eos(tokenizer):
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "33"}, {"chosen": "4", "rejected": "5"}]
+    batch = PairSource(rows, tokenizer=tokenizer, max_length=32, shuffle=False).batch(0, 2)
+
+    def texts(ids, mask):
+        pairs = zip(batch[ids], batch[mask], strict=True)
+        return [tokenizer.decode(row[keep]) for row, keep in pairs]
+
+    assert texts(columns.CHOSEN_IDS, columns.CHOSEN_MASK) == ["1+1=2<eos>", "4<eos>"]
+    assert texts(columns.REJECTED_IDS, columns.REJECTED_MASK) == ["1+1=33<eos>", "5<eos>"]
+
+
+def test_long_pairs_keep_their_end(tokenizer):
+    rows = [{"prompt": "123456", "chosen": "7", "rejected": "8"}]
+    batch = PairSource(rows, tokenizer=tokenizer, max_length=4).batch(0, 1)
+    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "567<eos>"
+
+
+def test_pairs_of_conversations_go_through_the_chat_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    rows = [{"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [CHAT[3]]}]
+    batch = PairSource(rows, tokenizer=tokenizer, max_length=64).batch(0, 1)
+    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "U:hiA:yo</s>"
+
+
+def test_a_row_that_is_no_pair_is_refused(tokenizer):
+    source = PairSource([{"chosen": "1"}], tokenizer=tokenizer, max_length=8)
+    with pytest.raises(DataSourceError, match="must have 'chosen' and 'rejected'"):
+        source.batch(0, 1)
+
+
+def test_pad_right():
+    ids, mask = pad_right([[1, 2], [3]], 9)
+    assert ids.tolist() == [[1, 2], [3, 9]]
+    assert mask.tolist() == [[True, True], [True, False]]
