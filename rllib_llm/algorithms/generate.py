@@ -14,8 +14,6 @@ import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.algorithms.checks import require
-from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config, load_tokenizer
-from rllib_llm.sampling.engine import generate
 from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 
@@ -123,6 +121,11 @@ class Generate(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         from rllib_llm.modules.pretrained import load_causal_lm
+        from rllib_llm.modules.tokenizer import (
+            eos_token_ids,
+            load_generation_config,
+            load_tokenizer,
+        )
 
         self.settings = GenerateConfig().update_from_dict(config)
         self.settings.validate()
@@ -146,6 +149,8 @@ class Generate(Trainable):
         self._rows: list[dict[str, str]] = []
 
     def step(self) -> dict[str, Any]:
+        from rllib_llm.sampling.engine import generate
+
         start = time.perf_counter()
         first, count = len(self._rows), self.settings.batch_size
         bos = torch.full((count, 1), self.tokenizer.bos_token_id)
