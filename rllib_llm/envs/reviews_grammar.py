@@ -1,13 +1,13 @@
 """Product reviews of mixed sentiment: a generator, an exact judge, and the data drawn from them.
 
-    review  = opening body body [body] verdict            all about one kind of thing
-    opening = head tail "."                               "My aunt gave me this tent by mistake."
-    body    = one to two opinions                         "It is roomy but leaky."
-    verdict = a closing line                              "I gave it to my worst enemy."
+    review  = opening of_thing of_part [of_thing] verdict    all about one kind of thing
+    opening = head tail "."                                  "My aunt gave me this tent in June."
+    of_thing, of_part                                        "It is lovely but leaky."
+    verdict                                                  "I gave it to my worst enemy."
 
-No two bodies have the same subject; the rules within a sentence are in `reviews_sentences`, spelt
-out as finite tables. The generator draws from these tables and the judge looks up in them, so the
-two cannot disagree about the language.
+What may be said of the thing and of its parts is in `reviews_sentences`, spelt out as finite
+tables; nothing is said twice. The generator draws from these tables and the judge looks up in them,
+so the two cannot disagree about the language.
 
 The sentiment of a review is the sum of its opinions, +1 or -1 each, cut to -3..+3.
 """
@@ -22,11 +22,11 @@ from functools import lru_cache
 
 from rllib_llm.envs import reviews_lexicon as words
 from rllib_llm.envs.reviews_lexicon import KINDS, Kind
-from rllib_llm.envs.reviews_sentences import Sentence, heads_of, tables
+from rllib_llm.envs.reviews_sentences import FORM_WEIGHTS, Table, heads_of, tables
 
-MAX_SENTIMENT = 3
 UNGRAMMATICAL_SCORE = -3.0
 MOODS = (0.2, 0.5, 0.8)  # a writer's chance of a good opinion, one mood for a whole review
+NUM_BODIES = (2, 2, 3)  # equally likely
 NEUTRAL_SHARE = 0.2  # of verdicts, and of sentences that can be neutral
 HELD_OUT = 8  # of the heads of openings, one in so many is kept for evaluation
 SPLITS = ("train", "eval")
@@ -90,21 +90,20 @@ def complete(opening: Opening, rng: random.Random) -> str:
     """Return the rest of a review that begins so: " on a whim. It is roomy. ... Five stars."."""
     table = tables(opening.kind)
     mood = rng.choice(MOODS)
-    num_bodies = rng.choice((2, 2, 3))
-    bodies: dict[str, Sentence] = {}
-    while len(bodies) < num_bodies:
-        (form,) = rng.choices(table.forms, weights=table.weights)
-        sentence = rng.choice(form[_sign(mood, 0 in form, rng)])
-        bodies.setdefault(sentence.subject, sentence)
-    verdict = rng.choice(table.verdicts[_sign(mood, True, rng)])
-    tail = [] if opening.tail else [f"{rng.choice(words.TAILS)}."]
-    return " " + " ".join([*tail, *(s.text for s in bodies.values()), verdict.text])
+    said = [] if opening.tail else [f"{rng.choice(words.TAILS)}."]
+    for role in (table.of_thing, table.of_part, table.of_thing)[: rng.choice(NUM_BODIES)]:
+        body = _draw(role, mood, rng)
+        while body in said:
+            body = _draw(role, mood, rng)
+        said.append(body)
+    return " " + " ".join([*said, _draw(table.verdicts, mood, rng)])
 
 
-def _sign(mood: float, may_be_neutral: bool, rng: random.Random) -> int:
-    if may_be_neutral and rng.random() < NEUTRAL_SHARE:
-        return 0
-    return +1 if rng.random() < mood else -1
+def _draw(table: Table, mood: float, rng: random.Random) -> str:
+    (form,) = rng.choices(table.forms, weights=FORM_WEIGHTS[: len(table.forms)])
+    if 0 in form and rng.random() < NEUTRAL_SHARE:
+        return rng.choice(form[0]).text
+    return rng.choice(form[+1 if rng.random() < mood else -1]).text
 
 
 def judge(text: str) -> Judgement:
@@ -113,24 +112,24 @@ def judge(text: str) -> Judgement:
     Every character counts, but for white space before and after the text. Never raises.
     """
     no_review = Judgement(grammatical=False, sentiment=0)
-    first, *rest = re.split(r"(?<=\.) ", text.strip())
+    first, *said = _sentences(text.strip())
     kind = _kind_of_first_sentence().get(first)
-    if kind is None or len(rest) not in (3, 4):
+    if kind is None or len(said) - 1 not in NUM_BODIES or len(set(said)) < len(said):
         return no_review
     table = tables(kind)
-    found = [table.by_text.get(sentence) for sentence in rest]
-    subjects = [sentence.subject for sentence in found if sentence is not None]
-    if len(subjects) < len(rest) or len(set(subjects)) < len(rest) or subjects[-1] != "verdict":
+    roles = [*(table.of_thing, table.of_part, table.of_thing)[: len(said) - 1], table.verdicts]
+    opinions = [role.sentiments.get(text) for role, text in zip(roles, said, strict=True)]
+    known = [opinion for opinion in opinions if opinion is not None]
+    if len(known) < len(opinions):
         return no_review
-    total = sum(sentence.sentiment for sentence in found if sentence is not None)
-    return Judgement(grammatical=True, sentiment=max(-MAX_SENTIMENT, min(MAX_SENTIMENT, total)))
-
-
-# --- what goes wrong in a text that is no review -----------------------------------------------
+    return Judgement(grammatical=True, sentiment=max(-3, min(3, sum(known))))
 
 
 def _sentences(text: str) -> list[str]:
     return re.split(r"(?<=\.) ", text)
+
+
+# --- what goes wrong in a text that is no review -----------------------------------------------
 
 
 def _drop_word(text: str, rng: random.Random) -> str:

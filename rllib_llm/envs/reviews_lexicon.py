@@ -7,71 +7,50 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of thing: its name, its parts (True = plural) and what only its reviews say."""
+    """A kind of thing: its name, its parts, and what only its reviews say it did."""
 
     name: str
-    plural: bool
-    parts: tuple[tuple[str, bool], ...]
-    good: tuple[str, ...]  # adjectives that can be graded ("very ...") and negated ("not ...")
-    bad: tuple[str, ...]
-    delights: tuple[str, ...]  # what "it" or "they" did well, a verb phrase
+    parts: tuple[str, ...]
+    delights: tuple[str, ...]  # what "it" did well, a verb phrase
     troubles: tuple[str, ...]
 
 
 KINDS = (
     Kind(
         "coffee maker",
-        False,
-        (("lid", False), ("timer", False), ("filters", True)),
-        ("sturdy", "quiet", "elegant", "clever"),
-        ("flimsy", "noisy", "clumsy", "sticky"),
-        ("brews in two minutes", "never spills a drop", "makes the whole house smell good"),
-        ("leaks all over the floor", "burns every cup", "makes all my coffee taste of fish"),
+        ("lid", "timer", "filter"),
+        ("brews in two minutes", "never spills a drop"),
+        ("leaks all over", "burns every cup"),
     ),
     Kind(
-        "headphones",
-        True,
-        (("cushions", True), ("cable", False), ("buttons", True)),
-        ("comfortable", "light", "sturdy", "elegant"),
-        ("itchy", "heavy", "flimsy", "noisy"),
-        ("make every song shine", "last all day", "keep out the whole train"),
-        ("hurt after one song", "fall off in the rain", "play every song twice"),
+        "guitar",
+        ("neck", "bridge", "case"),
+        ("stays in tune", "makes every song shine"),
+        ("falls out of tune", "scares the cat"),
     ),
     Kind(
         "backpack",
-        False,
-        (("straps", True), ("zipper", False), ("pockets", True)),
-        ("roomy", "sturdy", "comfortable", "clever"),
-        ("flimsy", "heavy", "stiff", "clumsy"),
-        ("fits under every seat", "keeps my books dry", "makes all the stairs feel flat"),
-        ("soaks up all the rain", "smells of fish", "fell apart on the stairs"),
+        ("strap", "zipper", "pocket"),
+        ("fits under every seat", "keeps out the rain"),
+        ("smells of fish", "fell apart in one week"),
     ),
     Kind(
         "tent",
-        False,
-        (("poles", True), ("floor", False), ("zipper", False)),
-        ("roomy", "light", "sturdy", "quiet"),
-        ("leaky", "heavy", "flimsy", "stiff"),
-        ("goes up in two minutes", "laughs at the wind", "keeps out every bug"),
-        ("lets in all the rain", "fell over in the wind", "smells of wet dog"),
+        ("pole", "floor", "roof"),
+        ("goes up in ten seconds", "laughs at the wind"),
+        ("lets in the bugs", "smells of wet dog"),
     ),
     Kind(
         "novel",
-        False,
-        (("plot", False), ("ending", False), ("jokes", True)),
-        ("gripping", "clever", "funny", "touching"),
-        ("dull", "clumsy", "silly", "flat"),
-        ("kept me up all night", "made me laugh on the train", "gets better on every page"),
-        ("put me to sleep twice", "gives away the ending", "gets lost on every page"),
+        ("plot", "ending", "cover"),
+        ("kept me up all night", "made me laugh on the train"),
+        ("put me to sleep", "gives away the murderer"),
     ),
     Kind(
-        "running shoes",
-        True,
-        (("soles", True), ("laces", True), ("heels", True)),
-        ("light", "comfortable", "sturdy", "bouncy"),
-        ("heavy", "stiff", "itchy", "slippery"),
-        ("fit like a dream", "make every hill feel flat", "dry in one night"),
-        ("fell apart in one week", "squeak all day", "soak up all the rain"),
+        "bicycle",
+        ("saddle", "bell", "chain"),
+        ("climbs every hill", "turns on a coin"),
+        ("squeaks all day", "goes nowhere fast"),
     ),
 )
 
@@ -95,34 +74,33 @@ TAILS = (
 )
 
 # Said of any thing and any part; neither graded nor negated.
-PRAISE = ("wonderful", "lovely", "superb", "brilliant", "perfect")
-BLAME = ("awful", "terrible", "dreadful", "useless", "hopeless")
+PRAISE = ("wonderful", "lovely", "superb", "brilliant")
+BLAME = ("awful", "terrible", "dreadful", "useless")
+# Said of any thing and any part; may be graded ("very ...") and negated ("not ...").
+GOOD = ("sturdy", "light", "quiet", "clever", "comfortable", "elegant")
+BAD = ("flimsy", "heavy", "noisy", "clumsy", "itchy", "stiff")
 DEGREES = ("very", "really")
 GLAD = ("Luckily", "Happily", "To my delight")
 SAD = ("Sadly", "Worse", "To my horror")
 LOVE = ("I love", "I adore", "I am proud of")
 HATE = ("I hate", "I cannot stand", "I am sick of")
 
-# {it}, {It}, {is}, {does} and {was} agree with the thing.
 VERDICTS = {
     +1: (
         "Five stars.",
-        "I would buy {it} again.",
-        "{It} {is} worth every cent.",
-        "Best gift of the year.",
-        "My friends all want {it} now.",
+        "I would buy it again.",
+        "It is worth every cent.",
+        "My friends all want it now.",
     ),
     0: (
         "Three stars.",
-        "{It} {does} the job.",
-        "I have seen better and worse.",
+        "It does the job.",
         "You get what you pay for.",
     ),
     -1: (
         "One star.",
-        "I sent {it} back.",
+        "I sent it back.",
         "I want my money back.",
-        "Not worth one cent.",
-        "I gave {it} to my worst enemy.",
+        "I gave it to my worst enemy.",
     ),
 }

@@ -69,7 +69,11 @@ def build_model(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
+        # Wide initial weights and slow rotations: a shallow model on short texts learns the
+        # grammar in about half the steps that the usual 0.02 and 10 000 take.
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
