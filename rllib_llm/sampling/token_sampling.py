@@ -1,10 +1,13 @@
-"""Logits to token and log-prob: pure functions of tensors, one pass, no host synchronisation."""
+"""Logits to token and log-prob: pure functions of tensors, one exponential per logit for both."""
 
 from __future__ import annotations
 
 import torch
 
 from rllib_llm.sampling.params import SamplingParams
+
+# A nucleus is looked for among this many likeliest tokens before the whole vocabulary is sorted.
+_LIKELY_NUCLEUS = 512
 
 
 def choose_tokens(
@@ -28,22 +31,22 @@ def choose_tokens(
         tokens [batch] int64; logprobs [batch] float32, log_softmax(logits / temperature) of the
         token before anything is forbidden or truncated.
     """
-    scores = logits.float()
+    logits = logits.float()
+    top = logits.amax(dim=-1, keepdim=True)
+    weights = logits - top
     if params.temperature != 1.0:
-        scores = scores / params.temperature
-    top = scores.amax(dim=-1, keepdim=True)
-    weights = (scores - top).exp_()
+        weights /= params.temperature
+    weights.exp_()
     log_total = weights.sum(dim=-1, keepdim=True).log_()
-
     if params.greedy:
-        allowed = scores if forbidden is None else scores.index_fill(-1, forbidden, -torch.inf)
+        allowed = logits if forbidden is None else logits.index_fill(-1, forbidden, -torch.inf)
         tokens = allowed.argmax(dim=-1, keepdim=True)
     else:
         assert noise is not None, "sampling needs one uniform per row"
         if forbidden is not None:
-            weights = weights.index_fill(-1, forbidden, 0.0)
+            weights.index_fill_(-1, forbidden, 0.0)
         tokens = invert_cdf(truncate(weights, params.top_k, params.top_p), noise)
-    logprobs = scores.gather(-1, tokens) - top - log_total
+    logprobs = (logits.gather(-1, tokens) - top) / params.temperature - log_total
     return tokens.squeeze(-1), logprobs.squeeze(-1)
 
 
@@ -76,12 +79,31 @@ def truncate(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     Returns:
         [batch, vocab] float32, the same tensor when nothing is cut.
     """
-    if 0 < top_k < weights.shape[-1]:
+    vocab = weights.shape[-1]
+    if 0 < top_k < vocab:
         kth = weights.topk(top_k, dim=-1).values[:, -1:]
         weights = weights.where(weights >= kth, 0.0)
     if top_p < 1.0:
-        ordered, order = weights.sort(dim=-1, descending=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        kept = ordered.where(before < top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
+        wanted = top_p * weights.sum(dim=-1, keepdim=True)
+        ordered, order, cdf = _likeliest(weights, wanted)
+        kept = ordered.where(cdf - ordered < wanted, 0.0)
         weights = torch.zeros_like(weights).scatter_(-1, order, kept)
     return weights
+
+
+def _likeliest(
+    weights: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights in falling order, their ids and their cumulative sum, [batch, k] each.
+
+    k is as many as hold the mass `wanted` [batch, 1] in every row, or the vocabulary. Asking
+    whether a few do costs a GPU a synchronisation, so it sorts all.
+    """
+    vocab = weights.shape[-1]
+    if weights.device.type == "cpu" and vocab > 8 * _LIKELY_NUCLEUS:
+        ordered, order = weights.topk(_LIKELY_NUCLEUS, dim=-1)
+        cdf = ordered.cumsum(dim=-1)
+        if bool((cdf[:, -1:] >= wanted).all()):
+            return ordered, order, cdf
+    ordered, order = weights.sort(dim=-1, descending=True)
+    return ordered, order, ordered.cumsum(dim=-1)

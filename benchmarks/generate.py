@@ -1,0 +1,206 @@
+"""Tokens per second of the decode loop against transformers.generate, in one process.
+
+    python benchmarks/generate.py --cases 5m_full 5m_mixed 80m_full --rounds 5 --threads 1
+
+Both sides get the same random model, the same prompts and threads, and take turns; each line is one
+JSON object with the medians and the ratio of transformers' time to ours, in CPU seconds (which hold
+on a shared machine) and in wall seconds. `--profile` prints where our time goes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rllib_llm.sampling.engine import generate
+from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.sampling.params import SamplingParams
+
+PAD, STOP = 0, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch; `mean_len` tokens is the mean completion where a stop token ends it."""
+
+    hidden: int
+    layers: int
+    vocab: int
+    groups: int = 8
+    num_completions: int = 8
+    prompt_len: int = 32
+    completion_len: int = 64
+    mean_len: int | None = None
+    ragged: bool = False
+    key_value_heads: int | None = None
+
+
+CASES = {
+    "5m_full": Case(256, 4, 2048),
+    "5m_mixed": Case(256, 4, 2048, mean_len=21),
+    "5m_ragged": Case(256, 4, 2048, mean_len=21, ragged=True),
+    "5m_gqa": Case(256, 4, 2048, key_value_heads=2),
+    "80m_full": Case(768, 6, 16384, groups=4, completion_len=32),
+}
+
+
+def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
+    """A random Llama; with `mean_len`, its stop token always has the probability 1 / mean_len."""
+    torch.manual_seed(0)
+    heads = case.hidden // 64
+    config = LlamaConfig(
+        vocab_size=case.vocab,
+        hidden_size=case.hidden,
+        intermediate_size=4 * case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=case.key_value_heads or heads,
+        max_position_embeddings=2048,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        eos_token_id=STOP,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    if case.mean_len is not None:
+        bias = torch.zeros(case.vocab)
+        bias[STOP] = math.log(case.vocab / (case.mean_len - 1))
+        model.lm_head.bias = nn.Parameter(bias)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def build_prompts(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random prompts and their mask [groups, prompt_len], left-padded where `ragged`."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (case.groups, case.prompt_len)
+    ids = torch.randint(3, case.vocab, shape, generator=generator)
+    mask = torch.ones(shape, dtype=torch.bool)
+    if case.ragged:
+        lengths = torch.linspace(case.prompt_len // 2, case.prompt_len, case.groups).long()
+        mask = torch.arange(case.prompt_len) >= case.prompt_len - lengths[:, None]
+    return ids.masked_fill(~mask, PAD).to(device), mask.to(device)
+
+
+def contestants(case: Case, model: nn.Module, device: str) -> dict[str, Callable[[int], int]]:
+    """Name to a function of the round number that generates once and returns tokens made."""
+    ids, mask = build_prompts(case, device)
+    rows = case.groups * case.num_completions
+    stops = (STOP,) if case.mean_len is not None else ()
+    params = SamplingParams(
+        pad_token_id=PAD, stop_token_ids=stops, max_new_tokens=case.completion_len
+    )
+
+    def ours(round_number: int) -> int:
+        noise = uniform_noise(round_number, range(rows), case.completion_len)
+        out = generate(model, ids, mask, params, num_completions=case.num_completions, noise=noise)
+        return int(out.completion_mask.sum())
+
+    def transformers(round_number: int) -> int:
+        torch.manual_seed(round_number)
+        out = model.generate(
+            input_ids=ids.repeat_interleave(case.num_completions, dim=0),
+            attention_mask=mask.long().repeat_interleave(case.num_completions, dim=0),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=case.completion_len,
+            eos_token_id=list(stops) or None,
+            pad_token_id=PAD,
+        )[:, ids.shape[1] :]
+        ended = (out == STOP).long().cumsum(dim=1) - (out == STOP).long() if stops else out * 0
+        return int((ended == 0).sum())
+
+    return {"ours": ours, "transformers": transformers}
+
+
+def measure(run: Callable[[int], int], round_number: int, device: str) -> tuple[float, float, int]:
+    """(wall seconds, CPU seconds of all threads, tokens) of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = run(round_number)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - wall, time.process_time() - cpu, tokens
+
+
+def compare(name: str, rounds: int, device: str, dtype: torch.dtype) -> dict:
+    """Medians over interleaved rounds, after one round of warm-up."""
+    case = CASES[name]
+    model = build_model(case, device, dtype)
+    runs = contestants(case, model, device)
+    times: dict[str, list[tuple[float, float, int]]] = {key: [] for key in runs}
+    for round_number in range(rounds + 1):
+        for key, run in runs.items():
+            sample = measure(run, round_number, device)
+            if round_number:
+                times[key].append(sample)
+    line = {
+        "case": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+    }
+    for key, samples in times.items():
+        wall, cpu, tokens = (statistics.median(column) for column in zip(*samples, strict=True))
+        per_cpu = statistics.median(tokens / cpu for _, cpu, tokens in samples)
+        per_wall = statistics.median(tokens / wall for wall, _, tokens in samples)
+        line[key] = {
+            "wall_s": round(wall, 4),
+            "cpu_s": round(cpu, 4),
+            "tokens": tokens,
+            "tokens_per_cpu_s": round(per_cpu, 1),
+            "tokens_per_wall_s": round(per_wall, 1),
+        }
+    for unit in ("cpu", "wall"):
+        # Per token, since the two draw different completions; turn by turn, since load changes.
+        column = 1 if unit == "cpu" else 0
+        ratios = [
+            (theirs[column] / theirs[2]) / (mine[column] / mine[2])
+            for mine, theirs in zip(times["ours"], times["transformers"], strict=True)
+        ]
+        line[f"ratio_{unit}"] = round(statistics.median(ratios), 2)
+    return line
+
+
+def profile(name: str, device: str, dtype: torch.dtype) -> str:
+    """Table of operators by their own time in one call of ours."""
+    case = CASES[name]
+    model = build_model(case, device, dtype)
+    run = contestants(case, model, device)["ours"]
+    run(0)
+    with torch.profiler.profile() as record:
+        run(1)
+    return record.key_averages().table(sort_by="self_cpu_time_total", row_limit=22)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    for name in args.cases:
+        if args.profile:
+            print(profile(name, args.device, dtype))
+        else:
+            print(json.dumps(compare(name, args.rounds, args.device, dtype)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

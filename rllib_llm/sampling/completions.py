@@ -1,0 +1,80 @@
+"""Completions as they are handed back, and the buffers they are written to step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Completions:
+    """Completions of a batch, rows of a group adjacent. T = the longest completion of the batch."""
+
+    completion_ids: torch.Tensor
+    """[batch, T] int64, right-padded with the pad token."""
+    completion_mask: torch.Tensor
+    """[batch, T] bool, True for sampled tokens, the stop token among them."""
+    logprobs: torch.Tensor
+    """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 behind the end."""
+    finished: torch.Tensor
+    """[batch] bool, True where a stop token ended the completion."""
+
+
+class CompletionBuffers:
+    """Tokens of all rows, step-major, so that one step writes one contiguous line.
+
+    Args:
+        steps: longest completion.
+        batch: rows.
+        pad_token_id: what stands behind the end of a completion.
+        device: where the tokens are sampled.
+    """
+
+    def __init__(self, steps: int, batch: int, pad_token_id: int, device: torch.device) -> None:
+        self._tokens = torch.full((steps, batch), pad_token_id, device=device)
+        self._mask = torch.zeros((steps, batch), dtype=torch.bool, device=device)
+        self._logprobs = torch.zeros((steps, batch), dtype=torch.float32, device=device)
+
+    def write(
+        self,
+        step: int,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        alive: torch.Tensor,
+    ) -> None:
+        """Records one step of some rows.
+
+        Args:
+            step: place in the completion.
+            rows: [n] int64, which rows of the batch.
+            tokens: [n] int64.
+            logprobs: [n] float32.
+            alive: [n] bool, False for a row that has ended before.
+        """
+        self._tokens[step].index_copy_(0, rows, tokens)
+        self._mask[step].index_copy_(0, rows, alive)
+        self._logprobs[step].index_copy_(0, rows, logprobs.where(alive, 0.0))
+
+    def completions(self, stop_token_ids: torch.Tensor) -> Completions:
+        """What was written, cut to the longest row, as tensors of their own.
+
+        Args:
+            stop_token_ids: [k] int64.
+
+        Raises:
+            FloatingPointError: a log-prob is not finite.
+        """
+        longest = int(self._mask.any(dim=1).sum())
+        tokens, mask, logprobs = (
+            steps[:longest].t().clone(memory_format=torch.contiguous_format)
+            for steps in (self._tokens, self._mask, self._logprobs)
+        )
+        if not bool(logprobs.isfinite().all()):
+            raise FloatingPointError(
+                "logits must be finite: the model gave NaN or infinity while sampling. "
+                "Check the weights it was given, its dtype and the learning rate."
+            )
+        last = tokens.gather(1, mask.sum(dim=1, keepdim=True) - 1)
+        return Completions(tokens, mask, logprobs, (last == stop_token_ids).any(dim=1))
