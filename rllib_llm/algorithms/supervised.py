@@ -12,6 +12,7 @@ from typing import Any
 
 from gymnasium.spaces import Discrete
 from ray.rllib.algorithms.algorithm_config import NotProvided
+from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.checks import require
@@ -154,3 +155,7 @@ class Supervised(LanguageModelAlgorithm):
         if PIPELINE_STATE in state:
             self.position = state[PIPELINE_STATE]["position"]
             self.eval_metrics = state[PIPELINE_STATE]["eval_metrics"]
+
+    def restore_from_path(self, path, *args, **kwargs) -> None:
+        # Algorithm's own would go on to update samplers, of which there are none.
+        Checkpointable.restore_from_path(self, path, *args, **kwargs)

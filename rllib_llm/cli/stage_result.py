@@ -108,7 +108,8 @@ def setting(key: str, value: Any) -> str:
 
 
 def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
-    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one."""
+    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one;
+    adapters are merged with their base."""
     if checkpoint is None:
         return None
     source = Path(checkpoint.path) / MODEL_IN_CHECKPOINT
@@ -116,4 +117,8 @@ def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
         return None
     target = trial_folder / "model"
     shutil.rmtree(target, ignore_errors=True)
+    if (source / "adapter_config.json").is_file():
+        from rllib_llm.modules.adapter_folder import merge_folder  # loads transformers
+
+        return merge_folder(source, target)
     return Path(shutil.copytree(source, target))

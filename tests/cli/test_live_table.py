@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+import pickle
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from rllib_llm.cli.live_table import LiveTable, TrialRow
+
+
+def trial(name: str, **params: object) -> SimpleNamespace:
+    return SimpleNamespace(trial_id=name, evaluated_params=params)
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=110)
+
+
+def result(iteration: int, **values: float) -> dict:
+    return {"training_iteration": iteration, "episode": 10 * iteration, **values}
+
+
+def rendered(table: LiveTable) -> str:
+    out = Console(file=io.StringIO(), width=110)
+    out.print(table.table())
+    return out.file.getvalue()
+
+
+def test_one_row_per_trial_with_the_settings_that_vary():
+    table = LiveTable("ppo · PPOPtx", {"training_iteration": 4}, console(terminal=True))
+    slow, fast = trial("a", lr=1e-5), trial("b", lr=1e-3)
+    table.on_trial_start(0, [], slow)
+    table.on_trial_result(1, [], fast, result(2, objective={"scores": 1.5, "kl": 0.25}))
+    text = rendered(table)
+    assert "lr=1e-05" in text and "lr=0.001" in text and "starting" in text
+    row = next(line for line in text.splitlines() if "lr=0.001" in line)
+    assert "2/4" in row and "20" in row and "1.500" in row and "0.250" in row
+
+
+def test_a_single_trial_carries_the_name_of_its_stage():
+    table = LiveTable("sft · SFT", {}, console(terminal=True))
+    assert "sft" in rendered(table)  # also before the trial starts
+    table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}))
+    assert "2.000" in rendered(table)
+    table.on_trial_error(2, [], trial("a"))
+    assert "failed" in rendered(table)
+
+
+def test_without_a_terminal_there_are_plain_lines_not_too_many():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 9}, out) as table:
+        for iteration in range(1, 10):
+            table.on_trial_result(iteration, [], trial("a"), result(iteration, loss={"sft": 2.0}))
+        table.on_trial_complete(9, [], trial("a"))
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 2  # the first and the last; those between came within ten seconds
+    assert lines[0].startswith("sft  iteration 1/9  episodes 10  loss 2.000")
+    assert lines[-1].endswith("done")
+
+
+def test_tune_can_pickle_it_while_it_is_live():
+    with LiveTable("sft · SFT", {}, console(terminal=True)) as table:
+        assert isinstance(pickle.loads(pickle.dumps(table)), LiveTable)
+
+
+def test_the_time_left_follows_the_pace_since_the_first_result():
+    row = TrialRow("a", {"training_iteration": 10})
+    row.update({"training_iteration": 2})
+    assert row.eta_s() is None
+    row._first = (row._last_time - 4.0, 0.2)  # as if the first result were 4 s old
+    row.update({"training_iteration": 6})
+    # 0.4 of the way in 4 s, 0.4 to go: 4 s more.
+    assert abs(row.eta_s() - 4.0) < 0.5

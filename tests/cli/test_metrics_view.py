@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.cli.metrics_view import METRICS, flatten, number, present, progress
+
+
+def test_nested_results_become_flat():
+    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, 1.0), ("2.5", 2.5), (True, None), (None, None), (float("nan"), None), ("x", None)],
+)
+def test_numbers_are_finite_floats(value: object, expected: float | None):
+    assert number(value) == expected
+
+
+def test_columns_are_those_that_results_hold():
+    ours = [{"episode": 1}, {"episode": 2, "objective/kl": 0.1, "objective/scores": None}]
+    assert [metric.key for metric in present(ours, METRICS)] == ["episode", "objective/kl"]
+    stock = [{"env_runners/episode_return_mean": 3.0, "num_env_steps_sampled_lifetime": 5}]
+    assert [metric.title for metric in present(stock)] == ["env steps", "return"]
+
+
+def test_progress_is_that_of_the_nearest_counter():
+    result = {"training_iteration": 5, "episode": 90, "objective/scores": 0.9}
+    assert progress(result, {"training_iteration": 10, "episode": 100}) == 0.9
+    assert progress(result, {"training_iteration": 4}) == 1.0
+    assert progress(result, {"objective/scores": 1.0}) == 0.0  # a goal, not a counter
+    assert progress(result, {"absent": 3}) == progress(result, {}) == 0.0

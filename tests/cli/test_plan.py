@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.cli.errors import UserError
+from rllib_llm.cli.plan import check_disk, check_experiments, check_resources, with_stand_ins
+from rllib_llm.cli.yaml_experiments import Experiment, load
+from tests.cli.tiny_trainables import COUNTER
+
+
+def counter(name: str = "a", **settings: object) -> Experiment:
+    return Experiment(name, COUNTER, **settings)  # type: ignore[arg-type]
+
+
+def test_the_hungriest_trial_says_what_is_needed():
+    experiments = [counter("a"), counter("b", config={"num_cpus": {"grid_search": [2, 5]}})]
+    assert check_experiments(experiments)["CPU"] == 5
+
+
+def test_every_point_of_the_grid_is_validated():
+    with pytest.raises(UserError, match=r"b: lr=-0\.5 must be at least 0"):
+        check_experiments([counter("a"), counter("b", config={"lr": {"grid_search": [1, -0.5]}})])
+
+
+def test_a_later_stage_is_checked_with_the_model_that_the_earlier_one_starts_from():
+    data = {
+        "sft": {"run": COUNTER, "config": {"model": "org/base"}},
+        "rm": {"run": COUNTER, "config": {"model": "${sft.model}"}},
+        "ppo": {"run": COUNTER, "config": {"model": "${rm.model}", "x": "${sft.checkpoint}/t"}},
+    }
+    filled = with_stand_ins(load(data, "x.yaml"))
+    assert [experiment.config["model"] for experiment in filled] == ["org/base"] * 3
+    assert filled[2].config["x"] == "${sft.checkpoint}/t"
+
+
+def test_a_stage_that_others_use_must_save_a_checkpoint():
+    data = {
+        "sft": {"run": COUNTER, "checkpoint_config": {"checkpoint_at_end": False}},
+        "ppo": {"run": COUNTER, "config": {"model": "${sft.model}"}},
+    }
+    with pytest.raises(UserError, match=r"sft\.checkpoint_config\.checkpoint_at_end=False must"):
+        check_experiments(load(data, "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"config": {"lrr": 1}}, r"a\.config: unknown key 'lrr'.*'lr'"),
+        ({"restore": "/nowhere"}, r"a\.restore='/nowhere' must be a checkpoint folder"),
+        ({"scheduler": "ashha"}, r"a\.scheduler='ashha'.*Did you mean 'asha'"),
+        ({"scheduler": "asha"}, r"a\.metric is missing"),
+        ({"scheduler_config": {"max_t": 3}}, r"a\.scheduler_config must come with scheduler"),
+        (
+            {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_tt": 3}},
+            r"a\.scheduler_config: unknown key 'max_tt'.*'max_t'",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(settings: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        check_experiments([counter(**settings)])
+
+
+@pytest.mark.parametrize(
+    ("run", "env", "config", "message"),
+    [
+        ("PPO", "CartPole-v9", {}, "Did you mean 'CartPole-v1'"),
+        ("PPOPtx", "rllib_llm/Revews-v0", {"model": "m"}, "rllib_llm/Reviews-v0"),
+        ("PPOPtxx", None, {}, "PPOPtx"),
+        (
+            "PPOPtx",
+            "rllib_llm/Arithmetic-v0",
+            {"model": "m", "env_config": {"digit": 2}},
+            "Did you mean 'digits'",
+        ),
+    ],
+)
+def test_names_are_checked_with_the_nearest(run: str, env: str, config: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        check_experiments([Experiment("a", run, env, config)])
+
+
+def test_a_trial_that_can_never_start_is_refused():
+    check_resources({"CPU": 2, "GPU": 0}, {"CPU": 2})
+    with pytest.raises(UserError, match="one trial reserves 3 CPUs and must fit into Ray's 2"):
+        check_resources({"CPU": 3}, {"CPU": 2})
+    with pytest.raises(UserError, match="--ray-num-gpus"):
+        check_resources({"GPU": 1}, {"CPU": 2})
+
+
+def test_too_little_disk_is_told_before_the_run(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(2**42)  # 4 TiB of holes
+    large = counter(config={"model": str(model)}, stop={"training_iteration": 9})
+    check_disk([counter()], tmp_path / "run")
+    with pytest.raises(UserError, match=r"must have about 16384\.\d+ GiB free"):
+        check_disk([large], tmp_path / "run")
