@@ -93,3 +93,25 @@ def test_the_loss_of_grpo_holds_beta_times_k3():
     gap = (batch[columns.SAMPLER_LOGPROBS] - batch[columns.REF_LOGPROBS])[mask]
     k3 = (torch.exp(-gap) - 1 + gap).mean()
     assert metrics["loss/ref_kl_avg"] == pytest.approx(float(k3), rel=1e-4)
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_exact_kl():
+    """E over the policy's own tokens of the gradient, all 18 of them weighed by probability."""
+    config = grpo(minibatch_size=None, num_epochs=1, ref_kl_unbiased=True)
+    learner = tiny.build(config)
+    # One prompt, and as completions each token of the vocabulary: the expectation is a sum.
+    batch = tiny.completions([1] * 18)
+    batch[columns.PROMPT_IDS][:] = batch[columns.PROMPT_IDS][0]
+    batch[columns.PROMPT_MASK][:] = batch[columns.PROMPT_MASK][0]
+    batch[columns.COMPLETION_IDS] = torch.arange(18).unsqueeze(1)
+    logprobs = tiny.module_of(learner).forward_train(batch)[columns.LOGPROBS]
+    old = logprobs.detach()
+    reference = torch.log_softmax(torch.arange(18) / 9.0, 0).unsqueeze(1)
+    batch |= {columns.OLD_LOGPROBS: old, columns.REF_LOGPROBS: reference}
+    estimate = learner._loss_kl(logprobs, batch, batch[columns.COMPLETION_MASK])
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    weights = list(tiny.module_of(learner).model.parameters())
+    by_estimate = torch.autograd.grad((old.exp() * estimate).sum(), weights, retain_graph=True)
+    by_exact = torch.autograd.grad(exact, weights)
+    for one, other in zip(by_estimate, by_exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)

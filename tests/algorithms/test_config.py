@@ -1,0 +1,153 @@
+"""Settings: each wrong one is refused with value, rule, reason and remedy; none gets lost."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
+from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+from tests.algorithms import tiny_runs as tiny
+
+CONFIGS = {"ppo": tiny.ppo, "grpo": tiny.grpo, "rloo": tiny.rloo, "sft": tiny.sft,
+           "reward_model": tiny.reward_model}  # fmt: skip
+
+WRONG = [
+    ("ppo", {"pretrained_model": None}, "model=None must be a Hugging Face folder"),
+    ("ppo", {"lr": -1e-3}, "lr=-0.001 must be a number of at least 0"),
+    ("ppo", {"lr": [[0, 1e-3], [10, 0.0]]}, r"lr=\[.*must be a number of at least 0: schedules"),
+    ("ppo", {"lr_schedule": "cubic"}, "lr_schedule='cubic' must be one of"),
+    ("ppo", {"lr_schedule": "linear"}, "lr_num_updates=None must be a positive number"),
+    ("ppo", {"num_epochs": 0}, "num_epochs=0 must be at least 1"),
+    ("ppo", {"micro_batch_size": 2, "micro_batch_tokens": 64},
+     "micro_batch_size=2 must be None while micro_batch_tokens=64"),
+    ("ppo", {"minibatch_size": 13}, "minibatch_size=13 must be at most train_batch_size_per_learn"),
+    ("ppo", {"critic": "none"}, "critic='none' must be 'shared' or 'separate': PPO's advantages"),
+    ("ppo", {"critic": "twin"}, "critic='twin' must be one of"),
+    ("ppo", {"ptx_coeff": -1.0}, "ptx_coeff=-1.0 must be at least 0"),
+    ("ppo", {"ptx_coeff": 0.5}, "ptx_data=None must be given with ptx_coeff=0.5"),
+    ("ppo", {"temperature": 0.0}, "temperature=0.0 must be above 0: logits are divided by it"),
+    ("ppo", {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+    ("ppo", {"min_new_tokens": 6}, "max_new_tokens=5 must be at least 1 and min_new_tokens=6"),
+    ("ppo", {"ref_kl_coeff": -0.1}, "ref_kl_coeff=-0.1 must be at least 0"),
+    ("ppo", {"ref_kl_in": "advantage"}, "ref_kl_in='advantage' must be one of"),
+    ("ppo", {"ref_kl_estimator": "k4"}, "ref_kl_estimator='k4' must be"),
+    ("ppo", {"policy_loss": "a2c"}, "policy_loss='a2c' must be one of"),
+    ("ppo", {"loss_reduction": "sum"}, "loss_reduction='sum' must be one of"),
+    ("ppo", {"importance_sampling": "clip"}, "importance_sampling='clip' must be one of"),
+    ("ppo", {"num_completions": 0}, "num_completions=0 must be at least 1"),
+    ("grpo", {"num_completions": 1}, "num_completions=1 must be at least 2: the baseline is"),
+    ("grpo", {"num_completions": 5},
+     r"train_batch_size_per_learner=12 must be such that all learners' rows \(12\) are a multiple "
+     "of num_completions=5.* Use 10"),
+    ("grpo", {"critic": "shared"}, "critic='shared' must be 'none': advantages come from the grou"),
+    ("rloo", {"critic": "separate"}, "critic='separate' must be 'none'"),
+    ("sft", {"data": None}, "data=None must be a data set"),
+    ("sft", {"evaluation_interval": 1}, "eval_data=None must be given with evaluation_interval=1"),
+    ("sft", {"loss_on": "prompt"}, "loss_on='prompt' must be one of"),
+    ("reward_model", {"data": None}, "data=None must be a data set"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, settings, said", WRONG)
+def test_a_wrong_setting_is_refused(name, settings, said):
+    config = CONFIGS[name]().update_from_dict(settings)
+    if {"micro_batch_size", "micro_batch_tokens"} <= settings.keys():
+        config.micro_batch_tokens = settings["micro_batch_tokens"]
+    with pytest.raises(ValueError, match=said) as caught:
+        config.validate()
+    assert str(caught.value).endswith(".")  # the remedy is a sentence
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_settings_used_in_these_tests_are_right(name):
+    config = CONFIGS[name]()
+    config.validate()
+    assert config.algo_class.get_default_config().__class__ is type(config)
+
+
+def test_rlhf_needs_an_environment():
+    with pytest.raises(ValueError, match=r"env=None must be an environment's name or class"):
+        PPOPtxConfig().language_model(model=tiny.MODEL).validate()
+
+
+# What RLlib writes down in a form of its own, and what has no equality.
+NOT_COMPARED = {"algo_class", "policies", "stats_cls_lookup", "observation_space", "action_space"}
+
+
+def fields(config):
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if not name.startswith("_") and name not in NOT_COMPARED
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_dict_keeps_every_field(name):
+    config = CONFIGS[name](weight_decay=0.1, adam_betas=(0.8, 0.9), micro_batch_size=3,
+                           lr_schedule="cosine", lr_num_updates=10)  # fmt: skip
+    again = type(config)().update_from_dict(config.to_dict())
+    config.validate()
+    again.validate()
+    assert fields(again) == fields(config)
+    assert again.micro_batch_tokens is None
+
+
+def test_what_python_says_yaml_says():
+    settings = yaml.safe_load(
+        f"""
+        model: {tiny.MODEL}
+        env: rllib_llm/RLHF-v0
+        env_config: {{reward_functions: {tiny.HERE}.num_digits, max_prompt_len: 8}}
+        num_completions: 2
+        top_k: 5
+        max_new_tokens: 5
+        train_batch_size_per_learner: 8
+        micro_batch_size: 4
+        minibatch_size: 4
+        lambda: 0.9
+        lr: 0.001
+        critic: separate
+        ref_kl_target: 6.0
+        """
+    )
+    by_yaml = PPOPtxConfig().update_from_dict(settings)
+    by_python = (
+        PPOPtxConfig()
+        .language_model(model=tiny.MODEL)
+        .environment("rllib_llm/RLHF-v0",
+                     env_config={"reward_functions": f"{tiny.HERE}.num_digits",
+                                 "max_prompt_len": 8})
+        .sampling(num_completions=2, top_k=5, max_new_tokens=5)
+        .training(train_batch_size_per_learner=8, micro_batch_size=4, minibatch_size=4,
+                  lambda_=0.9, lr=0.001, critic="separate", ref_kl_target=6.0)
+    )  # fmt: skip
+    by_yaml.validate()
+    by_python.validate()
+    assert fields(by_yaml) == fields(by_python)
+    assert by_yaml.pretrained_model == tiny.MODEL
+
+
+def test_rows_of_an_iteration_are_those_of_all_learners():
+    config = tiny.grpo(train_batch_size_per_learner=6).learners(num_learners=2)
+    config.validate()
+    assert config.total_train_batch_size == 12
+    assert config.num_prompts_per_iteration == 4
+    # 5 + 5 rows are no multiple of 3, though neither learner is asked alone.
+    config = tiny.grpo(train_batch_size_per_learner=5, minibatch_size=5).learners(num_learners=2)
+    with pytest.raises(ValueError, match=r"rows \(10\) are a multiple of num_completions=3"):
+        config.validate()
+
+
+@pytest.mark.parametrize("name", ["PPOPtx", "GRPO", "RLOO", "ReinforcePP", "SFT", "RewardModel"])
+def test_every_algorithm_is_known_by_name(name):
+    assert name in ALGORITHMS
+    algorithm = get_algorithm_class(name)
+    assert algorithm.__name__ == name
+    assert algorithm.get_default_config().algo_class is algorithm
+
+
+def test_an_unknown_algorithm_is_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match="PPOPtx"):
+        get_algorithm_class("PPOPTX2")
