@@ -29,8 +29,9 @@ DEFAULTS: dict[str, Any] = {
 def create(env_config: Mapping[str, Any]) -> BanditEnv:
     """The environment; its keys and their defaults are `DEFAULTS`.
 
-    The reward is that of `reward_model` and `reward_functions`; without either it is the gold
-    score. Metrics in any case: gold_score [B], -3..+3, and grammatical [B], 0 or 1.
+    The reward is that of `reward_model` and `reward_functions`; without either it is the grammar's
+    own: the gold score, or -3 where the text is no review. Metrics in any case: gold_score [B],
+    -3..+3, the sentiment of what is said, and grammatical [B], 0 or 1.
     """
     settings = rlhf.with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Reviews-v0")
     functions = settings["reward_functions"] or []
@@ -51,9 +52,10 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
 def gold(
     prompts: Sequence[str], completions: Sequence[str]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Gold scores [B] of the texts, and the metrics gold_score [B] and grammatical [B]."""
+    """What the grammar's judge makes of the texts [B], and gold_score [B] and grammatical [B]."""
     texts = (prompt + completion for prompt, completion in zip(prompts, completions, strict=True))
     judgements = [judge(text) for text in texts]
     scores = [judgement.score for judgement in judgements]
     grammatical = [float(judgement.grammatical) for judgement in judgements]
-    return scores, {"gold_score": scores, "grammatical": grammatical}
+    gold_scores = [float(judgement.sentiment) for judgement in judgements]
+    return scores, {"gold_score": gold_scores, "grammatical": grammatical}

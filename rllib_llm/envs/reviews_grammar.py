@@ -2,7 +2,7 @@
 
     review  = opening of_thing of_part [of_thing] verdict    all about one kind of thing
     opening = head tail "."                                  "My aunt gave me this tent in June."
-    of_thing, of_part                                        "It is lovely but leaky."
+    of_thing, of_part                                        "It is lovely but heavy."
     verdict                                                  "I gave it to my worst enemy."
 
 What may be said of the thing and of its parts is in `reviews_sentences`, spelt out as finite
@@ -25,9 +25,9 @@ from rllib_llm.envs.reviews_lexicon import KINDS, Kind
 from rllib_llm.envs.reviews_sentences import FORM_WEIGHTS, Table, heads_of, tables
 
 UNGRAMMATICAL_SCORE = -3.0
-MOODS = (0.2, 0.5, 0.8)  # a writer's chance of a good opinion, one mood for a whole review
+MOODS = (0.1, 0.5, 0.9)  # a writer's chance of a good opinion, one mood for a whole review
 NUM_BODIES = (2, 2, 3)  # equally likely
-NEUTRAL_SHARE = 0.2  # of verdicts, and of sentences that can be neutral
+NEUTRAL_SHARE = 0.1  # of verdicts, and of sentences that can be neutral
 HELD_OUT = 8  # of the heads of openings, one in so many is kept for evaluation
 SPLITS = ("train", "eval")
 
@@ -37,11 +37,11 @@ class Judgement:
     """What the exact judge says of a text."""
 
     grammatical: bool
-    sentiment: int  # -3..+3; 0 where the text is not grammatical
+    sentiment: int  # -3..+3, of the sentences that belong to the language, wherever they stand
 
     @property
     def score(self) -> float:
-        """The gold score, -3..+3: a review's sentiment; a text that is none scores the lowest."""
+        """What people prefer, -3..+3: a review's sentiment; a text that is none is worth least."""
         return float(self.sentiment) if self.grammatical else UNGRAMMATICAL_SCORE
 
 
@@ -87,7 +87,7 @@ def _kind_of_first_sentence() -> dict[str, Kind]:
 
 
 def complete(opening: Opening, rng: random.Random) -> str:
-    """Return the rest of a review that begins so: " on a whim. It is roomy. ... Five stars."."""
+    """Return the rest of a review that begins so: " on a whim. It is light. ... Five stars."."""
     table = tables(opening.kind)
     mood = rng.choice(MOODS)
     said = [] if opening.tail else [f"{rng.choice(words.TAILS)}."]
@@ -111,18 +111,25 @@ def judge(text: str) -> Judgement:
 
     Every character counts, but for white space before and after the text. Never raises.
     """
-    no_review = Judgement(grammatical=False, sentiment=0)
     first, *said = _sentences(text.strip())
+    opinions = sum(_opinions().get(sentence, 0) for sentence in said)
+    return Judgement(_is_review(first, said), sentiment=max(-3, min(3, opinions)))
+
+
+def _is_review(first: str, said: list[str]) -> bool:
     kind = _kind_of_first_sentence().get(first)
     if kind is None or len(said) - 1 not in NUM_BODIES or len(set(said)) < len(said):
-        return no_review
+        return False
     table = tables(kind)
     roles = [*(table.of_thing, table.of_part, table.of_thing)[: len(said) - 1], table.verdicts]
-    opinions = [role.sentiments.get(text) for role, text in zip(roles, said, strict=True)]
-    known = [opinion for opinion in opinions if opinion is not None]
-    if len(known) < len(opinions):
-        return no_review
-    return Judgement(grammatical=True, sentiment=max(-3, min(3, sum(known))))
+    return all(sentence in role.sentiments for role, sentence in zip(roles, said, strict=True))
+
+
+@lru_cache(maxsize=1)
+def _opinions() -> dict[str, int]:
+    """Return the sentiment of every sentence of the language; it is the same in all reviews."""
+    roles = (role for kind in KINDS for role in vars(tables(kind)).values())
+    return {text: sentiment for role in roles for text, sentiment in role.sentiments.items()}
 
 
 def _sentences(text: str) -> list[str]:
@@ -223,30 +230,34 @@ def preference_pairs(
     seed: int = 0,
     split: str = "train",
     noise: float = 0.1,
-    spoilt: float = 0.25,
+    spoilt: float = 0.1,
+    min_gap: float = 2.0,
 ) -> list[dict[str, str]]:
     """Return n {"prompt", "chosen", "rejected"} rows: two completions of one opening.
 
-    The one of higher gold score is chosen, except in exactly round(noise * n) rows, whose labels
+    The one of higher gold score is chosen (they are at least `min_gap` apart, since nobody asks
+    people to compare what is alike), except in exactly round(noise * n) rows, whose labels
     are the wrong way round. In a share `spoilt` of the rows (each with this chance) one completion
     has a fault and is no review any more.
     """
     rng = random.Random(f"pairs {split} {seed}")
     choices = openings(split)
-    rows = [_pair(rng.choice(choices), rng.random() < spoilt, rng) for _ in range(n)]
+    rows = [_pair(rng.choice(choices), rng.random() < spoilt, min_gap, rng) for _ in range(n)]
     for place in rng.sample(range(n), round(noise * n)):
         row = rows[place]
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     return rows
 
 
-def _pair(opening: Opening, with_fault: bool, rng: random.Random) -> dict[str, str]:
+def _pair(
+    opening: Opening, with_fault: bool, min_gap: float, rng: random.Random
+) -> dict[str, str]:
     text = opening.text
     while True:
         one, other = complete(opening, rng), complete(opening, rng)
         if with_fault:
             other = spoil(text, other, rng)
         scores = judge(text + one).score, judge(text + other).score
-        if scores[0] != scores[1]:
+        if abs(scores[0] - scores[1]) >= max(min_gap, 1):
             chosen, rejected = (one, other) if scores[0] > scores[1] else (other, one)
             return {"prompt": text, "chosen": chosen, "rejected": rejected}
