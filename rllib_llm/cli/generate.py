@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,14 +16,18 @@ from rich.console import Console
 from rllib_llm.cli.errors import user_errors
 from rllib_llm.cli.session import prepare
 
+if TYPE_CHECKING:
+    from rllib_llm.sampling.params import SamplingParams
+
 BATCH_PROMPTS = 32
+DEFAULT_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How completions are sampled; see `SamplingParams`."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None
     temperature: float
     top_p: float
     top_k: int
@@ -50,8 +55,15 @@ def generate(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSONL file for the completions of --file.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Logits are divided by it.")] = 1.0,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest completion, tokens. Default: 64, or what the model has room for."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Logits are divided by it; 0 is the same as --greedy.")
+    ] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from this probability mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: all.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False,
@@ -110,11 +122,11 @@ class Completer:
             stop_token_ids=eos_token_ids(
                 self.model.config, self.tokenizer, self.model.generation_config
             ),
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens or DEFAULT_NEW_TOKENS,
+            temperature=sampling.temperature or 1.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            greedy=sampling.greedy,
+            greedy=sampling.greedy or sampling.temperature == 0,
         )
         self._encoder = PromptEncoder(self.tokenizer, sampling.max_prompt_len)
         self._num_done = 0
@@ -132,14 +144,15 @@ class Completer:
         ids, _ = self._encoder.encode(rows)
         prompt_ids, prompt_mask = pad_left(ids, self.params.pad_token_id)
         row_ids = np.arange(start * n, (start + len(prompts)) * n)
-        noise = uniform_noise(self.sampling.seed, row_ids, self.params.max_new_tokens)
+        params = self._params_for(prompt_ids.shape[1])
+        noise = uniform_noise(self.sampling.seed, row_ids, params.max_new_tokens)
         made = sample(
             self.model,
             prompt_ids,
             prompt_mask,
-            self.params,
+            params,
             num_completions=n,
-            noise=None if self.params.greedy else noise,
+            noise=None if params.greedy else noise,
         )
         self._num_done += len(prompts)
         completions = [
@@ -152,6 +165,14 @@ class Completer:
             for row in range(len(prompts) * n)
         ]
         return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+    def _params_for(self, prompt_len: int) -> SamplingParams:
+        """Return the sampling settings; a limit that the user left open fits the model."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        if self.sampling.max_new_tokens is not None or positions is None:
+            return self.params
+        room = max(1, min(DEFAULT_NEW_TOKENS, positions - prompt_len))
+        return dataclasses.replace(self.params, max_new_tokens=room)
 
     def _wrapped(self, prompt: Any) -> Any:
         if self.sampling.chat and isinstance(prompt, str):

@@ -78,7 +78,7 @@ class Counter(Trainable):
             "completion": f"number {self.count}",
             "score": float(self.count),
         }
-        with (Path(self.logdir) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+        with (Path(self._storage.trial_fs_path) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from rllib_llm.cli.main import app
+from rllib_llm.envs.registry import ENVIRONMENTS
+from tests.cli.said import said
+
+
+def test_environments_are_listed_with_what_they_do():
+    result = CliRunner().invoke(app, ["env", "list"])
+    assert result.exit_code == 0
+    text = said(result.output)
+    assert all(name in text for name in ENVIRONMENTS)
+    assert "sums with verified answers" in text
+
+
+def test_a_good_environment_keeps_the_contract():
+    arguments = ["env", "check", "rllib_llm/Arithmetic-v0", "--env-config", "{num_problems: 20}"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "rllib_llm/Arithmetic-v0 keeps the contract." in said(result.output)
+
+
+def broken_environment(env_config: dict):
+    """An Arithmetic-v0 whose rewards are of the wrong shape."""
+    from rllib_llm.envs.registry import make
+
+    env = make("rllib_llm/Arithmetic-v0", env_config)
+    step = env.step
+    env.step = lambda actions: (lambda o, r, *rest: (o, r[:-1], *rest))(*step(actions))
+    return env
+
+
+def test_a_broken_environment_is_told_what_is_wrong():
+    arguments = ["env", "check", f"{__name__}.broken_environment", "-c", "{num_problems: 20}"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    assert "rewards" in said(result.output)
+
+
+def test_an_unknown_name_is_told_with_the_nearest():
+    result = CliRunner().invoke(app, ["env", "check", "rllib_llm/Arithmetc-v0"])
+    assert result.exit_code == 2
+    assert "rllib_llm/Arithmetic-v0" in said(result.output)

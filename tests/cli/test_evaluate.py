@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rllib_llm.cli.main import app
+from rllib_llm.cli.stage_result import StageResult
+from tests.cli.said import said
+
+MODEL = "rllib_llm.envs.arithmetic.build_model"
+TEXTS = {"path": "rllib_llm.envs.arithmetic.sft_texts", "limit": 32}
+STAGES = {
+    "sft": {
+        "run": "SFT",
+        "stop": {"training_iteration": 2},
+        "config": {"model": MODEL, "data": TEXTS, "eval_data": TEXTS, "lr": 1e-3,
+                   "train_batch_size_per_learner": 16},
+    },
+    "ppo": {
+        "run": "PPOPtx",
+        "env": "rllib_llm/Arithmetic-v0",
+        "stop": {"training_iteration": 2},
+        "config": {"model": "${sft.model}", "train_batch_size_per_learner": 16,
+                   "minibatch_size": 8, "max_new_tokens": 4, "evaluation_interval": 1,
+                   "evaluation_duration": 8, "env_config": {"num_problems": 40}},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, ray_session):
+    """SFT and PPO-ptx on sums, two iterations each, through the command line."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "x.yaml").write_text(json.dumps(STAGES), encoding="utf-8")
+    arguments = ["--storage-path", str(folder), "--experiment-name", "run"]
+    result = CliRunner().invoke(app, ["train", "file", str(folder / "x.yaml"), *arguments])
+    assert result.exit_code == 0, result.output
+    assert "Held-out prompts: completions before and after" in said(result.output)
+    return folder / "run"
+
+
+def test_a_policy_is_judged_on_held_out_prompts(run_folder, tmp_path):
+    checkpoint = StageResult.load(run_folder / "ppo").checkpoint
+    out = tmp_path / "results.json"
+    result = CliRunner().invoke(
+        app, ["evaluate", str(checkpoint), "--duration", "6", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    results = json.loads(out.read_text())
+    assert 0.0 <= results["correct_rewards"] <= 1.0
+    assert results["iteration"] == 2
+    assert "scores" in said(result.output)
+
+
+def test_the_same_prompts_give_the_results_of_training(run_folder, tmp_path):
+    stage = StageResult.load(run_folder / "ppo")
+    out = tmp_path / "results.json"
+    result = CliRunner().invoke(app, ["evaluate", str(stage.checkpoint), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["scores"] == stage.metrics["eval/scores"]
+
+
+def test_a_supervised_stage_is_judged_by_its_held_out_loss(run_folder, tmp_path):
+    checkpoint = StageResult.load(run_folder / "sft").checkpoint
+    out = tmp_path / "results.json"
+    result = CliRunner().invoke(app, ["evaluate", str(checkpoint), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert 0.0 < json.loads(out.read_text())["loss"] < 10.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere"], "must be a checkpoint folder of an algorithm"),
+        (["{checkpoint}", "--config", "{lrr: 1}"], "--config: unknown key 'lrr'"),
+    ],
+)
+def test_mistakes_are_told(run_folder, arguments: list[str], message: str):
+    checkpoint = StageResult.load(run_folder / "ppo").checkpoint
+    result = CliRunner().invoke(
+        app, ["evaluate", *(text.replace("{checkpoint}", str(checkpoint)) for text in arguments)]
+    )
+    assert result.exit_code == 2
+    assert message in said(result.output)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from rllib_llm.cli.errors import UserError
+from rllib_llm.cli.options import RayOptions
+from rllib_llm.cli.session import _init_arguments, prepare
+
+
+def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():
+    arguments = _init_arguments(RayOptions(), needed_cpus=1000.5)
+    assert arguments["num_cpus"] == 1001
+    assert arguments["include_dashboard"] is False and arguments["log_to_driver"] is False
+    assert 80 * 1024**2 <= arguments["object_store_memory"] <= 512 * 1024**2
+    asked = _init_arguments(RayOptions(ray_num_cpus=3, ray_num_gpus=1, verbose=1), needed_cpus=9)
+    assert (asked["num_cpus"], asked["num_gpus"], asked["log_to_driver"]) == (3, 1, True)
+
+
+def test_a_running_cluster_keeps_its_resources():
+    arguments = _init_arguments(RayOptions(ray_address="auto"), needed_cpus=1)
+    assert arguments["address"] == "auto" and "num_cpus" not in arguments
+    with pytest.raises(UserError, match="--ray-num-cpus=2 must be left out with --ray-address"):
+        _init_arguments(RayOptions(ray_address="auto", ray_num_cpus=2), needed_cpus=1)
+
+
+def test_modules_of_the_folder_can_be_imported_here_and_in_workers(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    prepare()
+    assert sys.path[0] == str(tmp_path)
+    assert os.environ["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/elsewhere"
+
+
+def test_the_users_environment_wins(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    prepare()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rllib_llm.cli.main import app
+from rllib_llm.cli.stage_result import StageResult
+from tests.cli.said import said
+from tests.cli.tiny_trainables import COUNTER
+
+TWO_STAGES = {
+    "first": {
+        "run": COUNTER,
+        "stop": {"training_iteration": 2},
+        "config": {"model": "org/base"},
+    },
+    "second": {
+        "run": COUNTER,
+        "stop": {"training_iteration": 3},
+        "config": {"model": "${first.model}", "lr": 2.0},
+        "checkpoint_config": {"checkpoint_frequency": 1},
+        "pass_criteria": {"objective/scores": 5.5, "eval/scores": 9},
+    },
+}
+
+
+@pytest.fixture
+def run(tmp_path, ray_session):
+    """Runs `rllib train file` on experiments with results in tmp_path/results."""
+
+    def run_file(experiments: dict, *arguments: str):
+        file = tmp_path / "x.yaml"
+        file.write_text(yaml.safe_dump(experiments, sort_keys=False), encoding="utf-8")
+        storage = ["--storage-path", str(tmp_path / "results"), "--experiment-name", "run"]
+        return CliRunner().invoke(app, ["train", "file", str(file), *storage, *arguments])
+
+    return run_file
+
+
+def test_stages_run_in_order_each_with_what_the_earlier_one_made(run, tmp_path):
+    result = run(TWO_STAGES)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "results" / "run"
+    first, second = (StageResult.load(folder / name) for name in ("first", "second"))
+    made_from = json.loads((second.model / "config.json").read_text())["made_from"]
+    assert made_from == str(first.model) == str(first.best_trial_folder / "model")
+    assert second.metrics["objective/scores"] == 6.0  # 3 iterations of lr = 2
+    assert second.metrics["training_iteration"] == 3
+    names = [file.name for file in second.best_trial_folder.iterdir()]
+    assert {"result.json", "progress.csv", "params.json", "samples.jsonl", "model"} <= set(names)
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert (folder / "second" / "curves.png").stat().st_size > 10_000
+
+    text = said(result.output)
+    assert "number 1" in text and "number 3" in text  # before and after
+    assert "passed second: objective/scores = 6, at least 5.5 wanted" in text
+    assert "not passed second: eval/scores = 3, at least 9 wanted" in text
+    assert f"Everything is in {folder}" in text
+    assert f"rllib generate {second.model}" in text
+    assert f"rllib evaluate {second.checkpoint}" in text
+
+
+def test_as_test_turns_a_missed_criterion_into_an_exit_code(run):
+    assert run(TWO_STAGES, "--as-test").exit_code == 1
+    assert run(TWO_STAGES, "--as-test", "--set", "second.lr=9").exit_code == 0
+
+
+def test_of_several_trials_the_best_one_is_handed_on(run, tmp_path):
+    search = {"a": {**TWO_STAGES["first"], "config": {"lr": {"grid_search": [1.0, 3.0, 2.0]}}}}
+    result = run(search)
+    assert result.exit_code == 0, result.output
+    stage = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert stage.labels == ["lr=1", "lr=3", "lr=2"] or stage.labels == [
+        "lr=1.0",
+        "lr=3.0",
+        "lr=2.0",
+    ]
+    assert (stage.best, stage.metrics["objective/scores"]) == (1, 6.0)
+    assert "best of 3 trials: lr=3" in said(result.output)
+
+
+def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
+    failing = {**TWO_STAGES, "second": {**TWO_STAGES["second"]}}
+    failing["second"]["config"] = {**TWO_STAGES["second"]["config"], "fail_at": 3}
+    result = run(failing)
+    assert result.exit_code == 1
+    text = said(result.output)
+    assert "second: ValueError: fail_at=3 must not be reached: a test wants it. Stop." in text
+    assert "tiny_trainables.py:" in text and "error.txt" in text
+    assert "Traceback" not in text
+
+    folder = tmp_path / "results" / "run"
+    record = (folder / "first" / "stage.json").stat().st_mtime_ns
+    resumed = run(failing, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    second = StageResult.load(folder / "second")
+    assert second.metrics["objective/scores"] == 6.0
+    assert (folder / "first" / "stage.json").stat().st_mtime_ns == record  # not run again
+    assert len(list(folder.glob("second/Counter_*"))) == 1  # the same trial
+
+
+def test_restore_starts_from_a_checkpoint(run, tmp_path):
+    assert run(TWO_STAGES).exit_code == 0
+    first = StageResult.load(tmp_path / "results" / "run" / "first")
+    longer = {"a": {**TWO_STAGES["first"], "stop": {"training_iteration": 3}}}
+    result = run(longer, "--restore", str(first.checkpoint))
+    assert result.exit_code == 0, result.output
+    a = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert a.metrics["episode"] == 30
+    assert a.metrics["iterations_since_restore"] == 1  # two of the three were made before
+
+
+def test_a_full_disk_is_told_in_plain_words(run):
+    full = {"a": {**TWO_STAGES["first"], "config": {"full_disk": True}}}
+    result = run(full)
+    assert result.exit_code == 1
+    text = said(result.output)
+    assert "No space left on device" in text and "--keep-checkpoints-num" in text
+
+
+def test_options_lie_over_the_file(run, tmp_path):
+    one = {"a": TWO_STAGES["first"]}
+    result = run(
+        one, "--stop", '{"training_iteration": 4}', "--checkpoint-freq", "1",
+        "--keep-checkpoints-num", "2", "--num-samples", "2", "--set", "lr=0.5",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    stage = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert len(stage.trial_folders) == 2
+    assert (stage.metrics["training_iteration"], stage.metrics["objective/scores"]) == (4, 2.0)
+    assert len(list(stage.best_trial_folder.glob("checkpoint_*"))) == 2
+
+
+def test_a_trial_that_needs_too_much_is_refused(run):
+    result = run({"a": {**TWO_STAGES["first"], "config": {"num_cpus": 1000}}})
+    assert result.exit_code == 2
+    assert "one trial reserves 1000 CPUs and must fit" in said(result.output)
+
+
+def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
+    config = {
+        "num_env_runners": 0,
+        "train_batch_size_per_learner": 64,
+        "minibatch_size": 32,
+        "num_epochs": 1,
+        "model": {"fcnet_hiddens": [8]},
+    }
+    arguments = ["train", "--algo", "PPO", "--env", "CartPole-v1", "--config", json.dumps(config)]
+    result = CliRunner().invoke(
+        app, [*arguments, "--stop", "{training_iteration: 1}", "--storage-path", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "env steps" in said(result.output)
+    (run,) = tmp_path.glob("default_*")
+    stage = StageResult.load(run / "ppo")
+    assert stage.checkpoint.is_dir() and stage.model is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "file", "absent.yaml"], "must be a YAML file: there is none"),
+        (["train"], "--algo is missing"),
+        (["train", "--algo", "PPOO"], "Did you mean 'PPO'"),
+        (["train", "--algo", "PPO", "--config", "[1]"], "--config='[1]' must be a mapping"),
+        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "unknown key 'lrr'"),
+        (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
+        (["train", "--algo", COUNTER, "--wandb-run-name", "x"], "must come with --wandb-project"),
+        (
+            ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],
+            "no run of 'default' lies in '/nowhere'",
+        ),
+    ],
+)
+def test_mistakes_are_one_panel_and_exit_code_2(arguments: list[str], message: str):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    text = said(result.output)
+    assert message in text
+    assert "Traceback" not in text
