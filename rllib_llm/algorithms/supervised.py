@@ -31,6 +31,8 @@ class SupervisedConfig(LanguageModelConfig):
         self.data: Any = None
         self.eval_data: Any = None
         self.max_length = 256
+        # RLHF's 1e-5 is large beside the gradients of a nearly learnt text.
+        self.adam_epsilon = 1e-8
         self.shuffle = True
         self.train_batch_size_per_learner = 64
         self.evaluation_duration = 256

@@ -25,7 +25,7 @@ from rllib_llm.envs.reviews_lexicon import KINDS, Kind
 from rllib_llm.envs.reviews_sentences import FORM_WEIGHTS, Table, heads_of, tables
 
 UNGRAMMATICAL_SCORE = -3.0
-MOODS = (0.1, 0.5, 0.9)  # a writer's chance of a good opinion, one mood for a whole review
+MOODS = (0.05, 0.5, 0.95)  # a writer's chance of a good opinion, one mood for a whole review
 NUM_BODIES = (2, 2, 3)  # equally likely
 NEUTRAL_SHARE = 0.1  # of verdicts, and of sentences that can be neutral
 HELD_OUT = 8  # of the heads of openings, one in so many is kept for evaluation

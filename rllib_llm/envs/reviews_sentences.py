@@ -23,7 +23,7 @@ from rllib_llm.envs import reviews_lexicon as words
 from rllib_llm.envs.reviews_lexicon import KINDS, Kind
 
 SIGNS = (+1, -1)
-FORM_WEIGHTS = (4, 4, 2, 2)  # of the forms of body, in the order of `tables`
+FORM_WEIGHTS = (3, 5, 2, 2)  # of the forms of body, in the order of `tables`
 
 
 @dataclass(frozen=True)
