@@ -48,6 +48,16 @@ def check_inputs(
     _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
 
 
+def check_at_least_one(**settings: int | None) -> None:
+    """Raises ValueError for a setting that is given and below 1."""
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise ValueError(
+                f"{name}={value!r} must be at least 1: it is a count. Leave it out for the "
+                "device's own."
+            )
+
+
 def _check_positions(model: nn.Module, longest_prompt: int, params: SamplingParams) -> None:
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 
 @dataclass
@@ -19,6 +21,29 @@ class Completions:
     """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 behind the end."""
     finished: torch.Tensor
     """[batch] bool, True where a stop token ended the completion."""
+
+
+def concatenate(parts: Sequence[Completions], pad_token_id: int) -> Completions:
+    """The rows of all parts, one after the other, as wide as the widest.
+
+    Args:
+        parts: at least one.
+        pad_token_id: fills the narrower parts.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(part.completion_ids.shape[1] for part in parts)
+
+    def stack(name: str, filler: int) -> torch.Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=filler) for t in tensors])
+
+    return Completions(
+        stack("completion_ids", pad_token_id),
+        stack("completion_mask", False),
+        stack("logprobs", 0),
+        torch.cat([part.finished for part in parts]),
+    )
 
 
 class CompletionBuffers:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rllib_llm.sampling.check_inputs import check_inputs
-from rllib_llm.sampling.completions import CompletionBuffers, Completions
+from rllib_llm.sampling.check_inputs import check_at_least_one, check_inputs
+from rllib_llm.sampling.completions import CompletionBuffers, Completions, concatenate
 from rllib_llm.sampling.decode_step import DecodeStep, open_decode_step
 from rllib_llm.sampling.kv_cache import SharedPromptCache, make_cache
 from rllib_llm.sampling.params import SamplingParams
+from rllib_llm.sampling.row_budget import row_budget
 from rllib_llm.sampling.token_sampling import choose_tokens
 
 __all__ = ["Completions", "generate"]
@@ -33,6 +34,7 @@ def generate(
     num_completions: int = 1,
     noise: torch.Tensor | None = None,
     steps_between_looks: int | None = None,
+    max_rows: int | None = None,
 ) -> Completions:
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -46,6 +48,8 @@ def generate(
             decided by noise[i, t]; may be None only when params.greedy.
         steps_between_looks: tokens sampled between two looks at which rows have ended and can leave
             the batch; None is 1 on a CPU and 8 elsewhere. Changes speed only.
+        max_rows: completions decoded at once, rounded down to whole groups but at least one; None
+            is all on a CPU, and on a GPU what its free memory holds. Changes speed only.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, or more positions
@@ -53,19 +57,26 @@ def generate(
         FloatingPointError: the model's logits are not finite.
     """
     check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
+    check_at_least_one(steps_between_looks=steps_between_looks, max_rows=max_rows)
     device = next(model.parameters()).device
     if steps_between_looks is None:
         steps_between_looks = 1 if device.type == "cpu" else _STEPS_BETWEEN_LOOKS_ON_GPU
-    elif steps_between_looks < 1:
-        raise ValueError(
-            f"steps_between_looks={steps_between_looks!r} must be at least 1: it counts tokens. "
-            "Leave it out for the device's own."
-        )
-    # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
-    with torch.inference_mode():
-        decoder = _Decoder(model, prompt_mask.to(device), params, num_completions, noise)
-        decoder.run(prompt_ids.to(device), steps_between_looks)
-    return decoder.buffers.completions(decoder.stops)
+    if max_rows is None:
+        max_rows = row_budget(model, prompt_ids.shape[1] + params.max_new_tokens)
+    groups = len(prompt_ids)
+    groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
+    parts = []
+    for start in range(0, groups, groups_at_once):
+        part = slice(start, start + groups_at_once)
+        rows = slice(start * num_completions, (start + groups_at_once) * num_completions)
+        part_noise = None if noise is None or params.greedy else noise[rows].to(device)
+        # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
+        with torch.inference_mode():
+            mask = prompt_mask[part].to(device)
+            decoder = _Decoder(model, mask, params, num_completions, part_noise)
+            decoder.run(prompt_ids[part].to(device), steps_between_looks)
+        parts.append(decoder.buffers.completions(decoder.stops))
+    return concatenate(parts, params.pad_token_id)
 
 
 class _Decoder:
@@ -92,8 +103,8 @@ class _Decoder:
         self.buffers = CompletionBuffers(steps, batch, params.pad_token_id, device)
         self.stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self.noise = None
-        if noise is not None and not params.greedy:
-            self.noise = noise[:, :steps].to(device, torch.float32).t().contiguous()
+        if noise is not None:
+            self.noise = noise[:, :steps].float().t().contiguous()
         # Of the rows still in the batch: place in the output, not ended yet, position of the next
         # token, and which positions count [rows, prompt_len + steps] if not all do.
         self.rows = torch.arange(batch, device=device)

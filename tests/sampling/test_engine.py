@@ -243,6 +243,22 @@ def test_when_ended_rows_leave_does_not_change_the_completions(looks):
     torch.testing.assert_close(out.logprobs, expected.logprobs, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 12])
+def test_how_many_rows_are_decoded_at_once_does_not_change_the_completions(max_rows):
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts()
+    params = SamplingParams(pad_token_id=PAD, max_new_tokens=30, stop_token_ids=STOPS)
+    noise = uniform_noise(1, range(15), 30)
+
+    expected = generate(model, ids, mask, params, num_completions=3, noise=noise)
+    out = generate(model, ids, mask, params, num_completions=3, noise=noise, max_rows=max_rows)
+
+    assert torch.equal(out.completion_ids, expected.completion_ids)
+    assert torch.equal(out.completion_mask, expected.completion_mask)
+    assert torch.equal(out.finished, expected.finished)
+    torch.testing.assert_close(out.logprobs, expected.logprobs, atol=2e-5, rtol=0)
+
+
 def test_padding_in_front_of_all_prompts_changes_nothing():
     model = tiny_model("llama")
 
@@ -412,7 +428,8 @@ def test_inputs_that_do_not_fit_are_named():
         ("noise=None must be", {"noise": None}),
         (r"noise=\(5, 3\) must be \[5, >= 4\]", {"noise": noise[:, :3]}),
         (r"must be \[10, >= 4\]", {"num_completions": 2}),
-        ("steps_between_looks=0", {"steps_between_looks": 0}),
+        ("steps_between_looks=0 must be at least 1", {"steps_between_looks": 0}),
+        ("max_rows=0 must be at least 1", {"max_rows": 0}),
     ]
     for message, change in cases:
         arguments = {"prompt_ids": ids, "prompt_mask": mask, "params": params, "noise": noise}
