@@ -15,6 +15,8 @@ class GRPOConfig(RLHFConfig):
     `policy_loss="cispo"`.
     """
 
+    ignored_settings = ("gamma", "lambda_", "whiten_advantages", "whiten_rewards")
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or GRPO)
         self.num_completions = 8
@@ -36,6 +38,8 @@ class GRPOConfig(RLHFConfig):
 class RLOOConfig(RLHFConfig):
     """Leave-one-out baseline, KL in the score (Ahmadian et al. 2024, "Back to Basics")."""
 
+    ignored_settings = ("gamma", "lambda_", "scale_by_std", "whiten_rewards")
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RLOO)
         self.num_completions = 4
@@ -53,6 +57,14 @@ class RLOOConfig(RLHFConfig):
 
 class ReinforcePPConfig(RLHFConfig):
     """REINFORCE++ with global advantage normalisation (Hu 2025)."""
+
+    ignored_settings = (
+        "lambda_",
+        "whiten_advantages",
+        "whiten_rewards",
+        "scale_by_std",
+        "drop_zero_variance_groups",
+    )
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or ReinforcePP)

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from pyarrow.fs import LocalFileSystem
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig, NotProvided
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
-
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.checks import check_adapters, check_precision, require
+from rllib_llm.algorithms.no_effect import warn_of_no_effect
 from rllib_llm.learners.schedule import learning_rate_factor
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
@@ -31,6 +32,11 @@ class LanguageModelConfig(AlgorithmConfig):
         self.enable_env_runner_and_connector_v2 = True
         self.pretrained_model: str | None = None
         self.dtype = "float32"
+        self.autocast_dtype: str | None = None
+        self.gradient_checkpointing = False
+        self.lora: dict[str, Any] | None = None
+        self.quantization = "none"
+        self.learner_strategy = "ddp"
         self.lr = 1e-5
         self.lr_schedule = "constant"
         self.lr_num_warmup_updates = 0
@@ -42,6 +48,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.grad_clip_by = "global_norm"
         self.num_epochs = 1
         self.minibatch_size: int | None = None
+        self.minibatch_tokens: int | None = None
         self.micro_batch_size: int | None = None
         self.micro_batch_tokens: int | None = 16_384
         self.refused_batch_dir: str | None = None
@@ -49,20 +56,64 @@ class LanguageModelConfig(AlgorithmConfig):
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
 
-    def language_model(self, *, model: str = NotProvided, dtype: str = NotProvided):
-        """Sets what the model starts from.
+    # Settings of a base class that this algorithm does not use.
+    ignored_settings: tuple[str, ...] = ()
+    trains_adapters = True  # whether `lora` can be set
+
+    def language_model(
+        self,
+        *,
+        model: str = NotProvided,
+        dtype: str = NotProvided,
+        autocast_dtype: str | None = NotProvided,
+        gradient_checkpointing: bool = NotProvided,
+        lora: dict[str, Any] | None = NotProvided,
+        quantization: str = NotProvided,
+    ):
+        """Sets what the model starts from and what of it is trained.
 
         Args:
             model: a Hugging Face folder, a hub id, or the dotted path of a function that returns
                 (model, tokenizer). It gives tokenizer and weights. In YAML simply `model:`.
             dtype: of the weights being trained: "float32" (default; optimiser steps below about
                 1e-3 of a weight are lost in bfloat16), "bfloat16" or "float16".
+            autocast_dtype: "bfloat16" has matrix products done in it, in the sampler as well, while
+                weights, gradients and optimiser stay in `dtype`; None (default): nothing changes.
+            gradient_checkpointing: keep only the layers' inputs for the backward pass and compute
+                the rest again: less memory for about a third more time.
+            lora: {r, alpha, dropout, target_modules, ...} trains adapters on the frozen model
+                (`modules/lora.py`); {} is r=16, alpha=32 on all linear layers; None: all weights.
+            quantization: of the frozen model under adapters (QLoRA): "none", "int8" or "nf4".
         """
+        values = {**locals(), "model": NotProvided}  # RLlib keeps something else under `model`
+        self._assign(values, LanguageModelConfig.language_model)
         if model is not NotProvided:
             self.pretrained_model = model
-        if dtype is not NotProvided:
-            self.dtype = dtype
         return self
+
+    def learners(self, *, strategy: str = NotProvided, **kwargs):
+        """As RLlib's; in YAML the strategy is `learner_strategy:`.
+
+        Args:
+            strategy: what several learners (`num_learners` >= 2) hold. "ddp" (default): each the
+                whole model. "fsdp": each a share of weights, gradients and optimiser (FSDP2), a
+                layer being gathered while it computes. The numbers are the same.
+        """
+        if strategy is not NotProvided:
+            self.learner_strategy = strategy
+        return super().learners(**kwargs)
+
+    def build_learner_group(
+        self, *, env=None, spaces=None, rl_module_spec=None, placement_group=None
+    ):
+        """As RLlib's, with a group that can read shards."""
+        from rllib_llm.learners.learner_group import LanguageModelLearnerGroup
+
+        if rl_module_spec is None:
+            rl_module_spec = self.get_multi_rl_module_spec(env=env, spaces=spaces)
+        return LanguageModelLearnerGroup(
+            config=self.copy(), module_spec=rl_module_spec, placement_group=placement_group
+        )
 
     def training(
         self,
@@ -73,6 +124,7 @@ class LanguageModelConfig(AlgorithmConfig):
         adam_betas: tuple[float, float] = NotProvided,
         adam_epsilon: float = NotProvided,
         weight_decay: float = NotProvided,
+        minibatch_tokens: int | None = NotProvided,
         micro_batch_size: int | None = NotProvided,
         micro_batch_tokens: int | None = NotProvided,
         refused_batch_dir: str | None = NotProvided,
@@ -91,6 +143,8 @@ class LanguageModelConfig(AlgorithmConfig):
             lr_num_updates: optimiser steps at which the decay reaches 0.
             adam_betas, adam_epsilon, weight_decay: of AdamW; epsilon 1e-5 as in the original
                 RLHF code (vwxyzjn, "The N implementation details of RLHF with PPO").
+            minibatch_tokens: instead of minibatch_size: tokens (prompt and completion, without
+                padding) of one optimiser step per learner; rows are many where they are short.
             micro_batch_size: rows whose activations are held at a time; gradients are the same.
             micro_batch_tokens: the same as a budget of tokens, padding included (default 16384;
                 rows of like length go together). Set None to use micro_batch_size.
@@ -99,6 +153,8 @@ class LanguageModelConfig(AlgorithmConfig):
         """
         if micro_batch_size is not NotProvided and micro_batch_size is not None:
             self.micro_batch_tokens = None
+        if minibatch_tokens is not NotProvided and minibatch_tokens is not None:
+            self.minibatch_size = None
         super().training(**kwargs)
         self._assign(locals(), LanguageModelConfig.training)
         return self
@@ -116,6 +172,8 @@ class LanguageModelConfig(AlgorithmConfig):
             config_dict["pretrained_model"] = config_dict.pop("model")
         if config_dict.get("micro_batch_size") is not None:
             config_dict.setdefault("micro_batch_tokens", None)
+        if config_dict.get("minibatch_tokens") is not None:
+            config_dict.setdefault("minibatch_size", None)
         return super().update_from_dict(config_dict)
 
     def module_class(self) -> type:
@@ -130,6 +188,10 @@ class LanguageModelConfig(AlgorithmConfig):
         return super()._model_config_auto_includes | {
             "pretrained_model": self.pretrained_model,
             "dtype": self.dtype,
+            "autocast_dtype": self.autocast_dtype,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "lora": self.lora,
+            "quantization": self.quantization,
             "seed": self.seed or 0,
         }
 
@@ -172,6 +234,18 @@ class LanguageModelConfig(AlgorithmConfig):
             "each says alone where a batch is cut",
             "Set one of them to None",
         )
+        require(
+            self.minibatch_tokens is None or (self.minibatch_size is None
+                                              and self.minibatch_tokens >= 1),
+            "minibatch_tokens",
+            self.minibatch_tokens,
+            f"None while minibatch_size={self.minibatch_size}, or at least 1",
+            "each says alone what one optimiser step learns from",
+            "Set one of them to None",
+        )  # fmt: skip
+        check_precision(self)
+        check_adapters(self)
+        warn_of_no_effect(self)
         for name in ("num_epochs", "train_batch_size_per_learner"):
             value = getattr(self, name)
             require(
@@ -189,6 +263,15 @@ class LanguageModelAlgorithm(Algorithm):
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
         super().setup(config)
+
+    @property
+    def trial_folder(self) -> Path:
+        """Where this run's files go: the trial's own folder where Tune keeps it on this disk,
+        else the log folder, which Tune uploads with `SyncConfig(sync_artifacts=True)`."""
+        storage = getattr(self, "_storage", None)
+        if storage is not None and isinstance(storage.storage_filesystem, LocalFileSystem):
+            return Path(storage.trial_fs_path)
+        return Path(self.logdir)
 
     def learner_metrics(self) -> dict[str, dict[str, float]]:
         """The learners' latest means, `group/name` nested by group; the rest under ''."""
@@ -225,9 +308,8 @@ class LanguageModelAlgorithm(Algorithm):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = str(folder.resolve())
-        self.learner_group.foreach_learner(
-            lambda learner: learner.module[DEFAULT_MODULE_ID].unwrapped().save_pretrained(path)
-            if learner.rank == 0
-            else None
-        )
+        results = self.learner_group.foreach_learner(lambda learner: learner.export_model(path))
+        errors = [result.get() for result in results if not result.ok]
+        if errors:
+            raise errors[0]
         return folder

@@ -13,6 +13,8 @@ from rllib_llm.algorithms.rlhf import RLHF, RLHFConfig
 class PPOPtxConfig(RLHFConfig):
     """`ptx_coeff=0` (the default) is plain PPO for language models."""
 
+    ignored_settings = ("scale_by_std", "drop_zero_variance_groups")
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or PPOPtx)
         self.critic = "shared"

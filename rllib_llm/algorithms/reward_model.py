@@ -16,6 +16,8 @@ from rllib_llm.data.texts import PairSource, TextSource
 class RewardModelConfig(SupervisedConfig):
     """A classifier with one output, or a causal LM whose trunk gets one, on (chosen, rejected)."""
 
+    trains_adapters = False
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RewardModel)
         self.center_rewards_coeff = 0.0

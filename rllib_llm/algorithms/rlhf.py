@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
@@ -24,7 +23,7 @@ from ray.rllib.utils.metrics import (
 )
 
 from rllib_llm import columns
-from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.checks import check_reference, require
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
 from rllib_llm.algorithms.samples import SampleLog
@@ -73,6 +72,7 @@ class RLHFConfig(LanguageModelConfig):
         self.ref_kl_unbiased = False
         self.ref_kl_target: float | None = None
         self.ref_kl_horizon = 10_000.0
+        self.reference_in: str | None = None
         # Loss.
         self.policy_loss = "ppo"
         self.loss_reduction = "token_mean"
@@ -147,6 +147,7 @@ class RLHFConfig(LanguageModelConfig):
         ref_kl_unbiased: bool = NotProvided,
         ref_kl_target: float | None = NotProvided,
         ref_kl_horizon: float = NotProvided,
+        reference_in: str | None = NotProvided,
         policy_loss: str = NotProvided,
         loss_reduction: str = NotProvided,
         clip_param: float = NotProvided,
@@ -178,11 +179,17 @@ class RLHFConfig(LanguageModelConfig):
             critic_model: what a separate critic starts from: usually the reward model.
             ref_kl_coeff: β, weight of the KL to the reference in nats; 0 switches it off.
             ref_kl_in: "reward" (per token, Ziegler 2019) or "loss" (Shao 2024).
-            ref_kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence").
+            ref_kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence"), or
+                "full", the exact KL over the vocabulary, which a reference in the environment
+                cannot give.
             ref_kl_unbiased: weigh the loss's KL by π/π_old when taking several steps per batch.
             ref_kl_target: nats per completion that an adaptive β aims at; None: β is fixed.
             ref_kl_horizon: samples over which the adaptive β changes by at most a fifth.
-            policy_loss: "ppo", "gspo" (sequence-level ratio) or "cispo".
+            reference_in: who computes the reference's log-probs: "environment" (a frozen model in
+                every sampler, quantised if so set), "policy" (the trunk with its adapters off; with
+                lora, where it is the default) or "learner" (a copy in every learner).
+            policy_loss: "ppo" (ratio of each token), "gspo" (a completion's geometric mean),
+                "rloo" (a completion's whole ratio) or "cispo".
             loss_reduction: "token_mean" (dapo), "sequence_mean" (grpo) or "dr_grpo".
             clip_param: ε below, and above unless `clip_param_high` (DAPO's clip-higher) is set.
             dual_clip: bound on the loss of negative advantages, > 1; None: off.
@@ -222,6 +229,11 @@ class RLHFConfig(LanguageModelConfig):
         }
 
     @property
+    def reference_place(self) -> str:
+        """Who computes the reference's log-probs: "environment", "policy" or "learner"."""
+        return self.reference_in or ("environment" if self.lora is None else "policy")
+
+    @property
     def num_prompts_per_iteration(self) -> int:
         """Prompt groups that one iteration samples."""
         return self.total_train_batch_size // self.num_completions
@@ -229,6 +241,7 @@ class RLHFConfig(LanguageModelConfig):
     def validate(self) -> None:
         super().validate()
         _check_choices(self)
+        check_reference(self)
         _check_sampling(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
@@ -244,7 +257,7 @@ def _check_choices(config: RLHFConfig) -> None:
     choices = {
         "critic": CRITICS,
         "ref_kl_in": ("reward", "loss"),
-        "ref_kl_estimator": ("k1", "k2", "k3"),
+        "ref_kl_estimator": ("k1", "k2", "k3", "full"),
         "policy_loss": tuple(POLICY_LOSSES),
         "loss_reduction": tuple(REDUCTIONS),
         "importance_sampling": (None, "truncate", "mask"),
@@ -297,7 +310,7 @@ class RLHF(LanguageModelAlgorithm):
         self.position = 0  # prompt groups handed out so far
         self.weights_version = 0  # learner updates so far
         super().setup(config)
-        self.samples = SampleLog(Path(self.logdir))
+        self.samples = SampleLog(self.trial_folder)
         local = self.learner_group.is_local
         self._publisher = WeightsPublisher(
             self.learner_group, shared_module=local and self.config.num_env_runners == 0

@@ -37,9 +37,15 @@ class StageResult:
         return self.trial_folders[self.best]
 
     def save(self) -> None:
-        """Write the record, the mark of a finished stage."""
-        text = json.dumps(dataclasses.asdict(self), indent=1, default=str)
-        (self.folder / RECORD).write_text(text, encoding="utf-8")
+        """Write the record, the mark of a finished stage. Its paths are relative to its folder."""
+
+        def text(value: Any) -> str:
+            return str(value.relative_to(self.folder))
+
+        record = dataclasses.asdict(self)
+        del record["folder"]
+        file = self.folder / RECORD
+        file.write_text(json.dumps(record, indent=1, default=text), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> StageResult | None:
@@ -48,10 +54,10 @@ class StageResult:
         if not file.is_file():
             return None
         record = json.loads(file.read_text(encoding="utf-8"))
-        for key in ("folder", "model", "checkpoint"):
-            record[key] = Path(record[key]) if record[key] else None
-        record["trial_folders"] = [Path(path) for path in record["trial_folders"]]
-        return cls(**record)
+        for key in ("model", "checkpoint"):
+            record[key] = folder / record[key] if record[key] else None
+        record["trial_folders"] = [folder / path for path in record["trial_folders"]]
+        return cls(folder=folder, **record)
 
 
 def collect_result(experiment: Experiment, folder: Path, trials: Sequence[Any]) -> StageResult:
@@ -66,7 +72,7 @@ def collect_result(experiment: Experiment, folder: Path, trials: Sequence[Any]) 
     checkpoint = trials[best].checkpoint
     result = StageResult(
         name=experiment.name,
-        algorithm=experiment.run,
+        algorithm=short_name(experiment.run),
         folder=folder,
         trial_folders=[Path(trial.path) for trial in trials],
         labels=trial_labels([trial.config or {} for trial in trials]),
@@ -105,6 +111,11 @@ def setting(key: str, value: Any) -> str:
     """Return "name=value", short: the last part of the key, floats to four digits."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return f"{key.rpartition('/')[2]}={text}"
+
+
+def short_name(run: str) -> str:
+    """Return an algorithm's name without the modules of a dotted path."""
+    return run.rpartition(".")[2].rpartition(":")[2]
 
 
 def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:

@@ -8,6 +8,7 @@ Every learner receives the whole batch and takes its share of each mini-batch's 
 advantages, whitening and loss denominators are global without communication, mini-batches are
 the same however many learners there are, and no learner runs out of rows and hangs the others.
 Losses are sums over global denominators: gradients are summed over micro-batches and learners.
+With the strategy "ddp" each learner holds all weights, with "fsdp" a share (`sharding.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,26 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 
-from rllib_llm.learners.batching import micro_batches, minibatch_indices, trim
+from rllib_llm import columns
+from rllib_llm.learners.batching import (
+    micro_batch_indices,
+    minibatch_indices,
+    minibatch_indices_by_tokens,
+    row_lengths,
+    take_rows,
+    trim,
+)
 from rllib_llm.learners.metrics import WeightedMeans
 from rllib_llm.learners.schedule import learning_rate_factor
+from rllib_llm.learners.sharding import (
+    ShardedModule,
+    clip_gradients_,
+    gradient_norm,
+    shard_module,
+    shard_optimizer_state,
+)
+from rllib_llm.modules.pretrained import resolve_dtype
+from rllib_llm.modules.shards import gather
 
 logger = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
@@ -49,6 +67,7 @@ class LanguageModelLearner(TorchLearner):
         self.num_refused_updates = 0
         self._consecutive_refusals = 0
         self.means = WeightedMeans()
+        self._sharded: ShardedModule | None = None
         super().build()
 
     # --- hooks -------------------------------------------------------------------------------
@@ -63,6 +82,10 @@ class LanguageModelLearner(TorchLearner):
     def extra_losses(self) -> Iterator[torch.Tensor]:
         """Further losses of the current mini-batch, each backpropagated by itself."""
         return iter(())
+
+    def forward_options(self) -> dict[str, Any]:
+        """Keyword arguments of the forward passes whose losses are learnt from."""
+        return {}
 
     def should_stop(self) -> bool:
         """Whether the remaining mini-batches of this update are skipped (asked after each)."""
@@ -86,9 +109,30 @@ class LanguageModelLearner(TorchLearner):
         """Modules stay bare: gradients are summed once per optimiser step, after all
         micro-batches, which needs no DDP reducer and forgives unused parameters."""
 
-    def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """This learner's part of row indices [n]: every world_size-th."""
-        return rows[self.rank :: self.world_size]
+    def _map_module_to_device(self, module) -> None:
+        if not (self.distributed and self.config.learner_strategy == "fsdp"):
+            super()._map_module_to_device(module)
+            return
+        autocast = self.config.autocast_dtype
+        self._sharded = shard_module(
+            module[DEFAULT_MODULE_ID].unwrapped(),
+            torch.device(self._device),
+            param_dtype=None if autocast is None else resolve_dtype(autocast),
+        )
+
+    def forward(self, micro_batch: Batch, **options: Any) -> Batch:
+        """`forward_train` of the module. With shards, all learners call it equally often."""
+        if self._sharded is None:
+            return self.module[DEFAULT_MODULE_ID].unwrapped().forward_train(micro_batch, **options)
+        outputs = self._sharded(micro_batch, **options)
+        if not torch.is_grad_enabled():
+            # No backward pass will do it, and what is gathered now would be used after the step.
+            self._sharded.reshard()
+        return outputs
+
+    def share(self, rows: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """This learner's (or another's) part of row indices [n]: every world_size-th."""
+        return rows[self.rank if rank is None else rank :: self.world_size]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over all learners, in place."""
@@ -111,6 +155,34 @@ class LanguageModelLearner(TorchLearner):
         )
         self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params)
 
+    def _get_optimizer_state(self) -> dict[str, Any]:
+        """Whole moments as tensors on the CPU; with shards, {} at all learners but the first."""
+        states = {}
+        for name, optimizer in self._named_optimizers.items():
+            state = optimizer.state_dict()
+            tensors = gather(
+                {(i, key): value for i, entry in state["state"].items()
+                 for key, value in entry.items()}
+            )  # fmt: skip
+            whole: dict[int, dict[str, torch.Tensor]] = {}
+            for (i, key), tensor in tensors.items():
+                whole.setdefault(i, {})[key] = tensor.cpu()
+            states[name] = {
+                "module_id": self._optimizer_name_to_module[name],
+                "state": {**state, "state": whole},
+            }
+        return states
+
+    def _cut_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with moments of its own, and where weights are shards, their shards."""
+        cut = {}
+        for name, entry in state.items():
+            params = self._named_optimizers[name].param_groups[0]["params"]
+            whole = entry["state"]
+            shards = shard_optimizer_state(whole["state"], params)
+            cut[name] = {**entry, "state": {**whole, "state": shards}}
+        return cut
+
     def _set_optimizer_state(self, state: dict[str, Any]) -> None:
         """The moments of a checkpoint under the settings of this config, which may be others
         (population-based search)."""
@@ -118,7 +190,7 @@ class LanguageModelLearner(TorchLearner):
             name: [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
             for name, opt in self._named_optimizers.items()
         }
-        super()._set_optimizer_state(state)
+        super()._set_optimizer_state(self._cut_optimizer_state(state))
         for name, groups in own.items():
             for group, settings in zip(
                 self._named_optimizers[name].param_groups, groups, strict=True
@@ -169,6 +241,14 @@ class LanguageModelLearner(TorchLearner):
         generator = torch.Generator().manual_seed(
             (self.config.seed or 0) * 1_000_003 + self._weights_seq_no
         )
+        if self.config.minibatch_tokens is not None:
+            return minibatch_indices_by_tokens(
+                row_lengths(rows),
+                self.config.minibatch_tokens * self.world_size,
+                self.config.num_epochs,
+                generator,
+                group_size=self.num_completions_per_group(),
+            )
         return iter(
             minibatch_indices(
                 num_rows,
@@ -184,9 +264,11 @@ class LanguageModelLearner(TorchLearner):
         for optimizer in self._named_optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self._device)
+        options = self.forward_options()
         for micro_batch in self.micro_batches(minibatch):
-            share = self._backward(micro_batch)
-            loss += share
+            loss += self._backward(micro_batch, options)
+        for idle in self.idle_rounds(minibatch):
+            zero_loss(self.forward(idle, **options)).backward()
         for extra in self.extra_losses():
             extra.backward()
             loss += extra.detach()
@@ -194,21 +276,56 @@ class LanguageModelLearner(TorchLearner):
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """This learner's rows of `batch`, cut into micro-batches without dead padding."""
-        num_rows = len(next(iter(batch.values())))
-        mine = self.share(torch.arange(num_rows))
+        for rows in self.micro_batch_rows(batch):
+            yield trim(take_rows(batch, rows))
+
+    def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
+        """Row indices of each micro-batch of this learner, or of another."""
+        mine = self.share(torch.arange(len(next(iter(batch.values())))), rank)
         if len(mine) == 0:
-            return
-        own = {name: column[mine] for name, column in batch.items()}
-        for micro_batch in micro_batches(
-            own,
+            return []
+        indices = micro_batch_indices(
+            take_rows(batch, mine),
             micro_batch_size=self.config.micro_batch_size,
             token_budget=self.config.micro_batch_tokens,
-        ):
-            yield trim(micro_batch)
+        )
+        return [mine[index.cpu()] for index in indices]
 
-    def _backward(self, micro_batch: Batch) -> torch.Tensor:
-        module = self.module[DEFAULT_MODULE_ID]
-        outputs = module.forward_train(micro_batch)
+    def idle_rounds(self, batch: Batch) -> Iterator[Batch]:
+        """The shortest row of `batch`, as often as another learner has more micro-batches of it.
+
+        Nothing is learnt from it: the weights' shards are gathered by all learners or none.
+        Everyone knows the whole batch, so nobody has to ask.
+        """
+        if self._sharded is None:
+            return
+        counts = [len(self.micro_batch_rows(batch, rank)) for rank in range(self.world_size)]
+        shortest = row_lengths(batch).argmin().reshape(1)
+        for _ in range(max(counts) - counts[self.rank]):
+            yield trim(take_rows(batch, shortest))
+
+    @torch.no_grad()
+    def evaluated(self, batch: Batch, **options: Any) -> Iterator[tuple[Batch, Batch]]:
+        """(micro-batch, outputs) for this learner's rows, without gradient."""
+        for micro_batch in self.micro_batches(batch):
+            yield micro_batch, self.forward(micro_batch, **options)
+        for idle in self.idle_rounds(batch):
+            self.forward(idle, **options)
+
+    @torch.no_grad()
+    def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
+        """Outputs [B, T] of all rows of completions, without gradient; each row by one learner."""
+        like = batch[columns.COMPLETION_MASK]
+        whole = {name: torch.zeros(like.shape, device=like.device) for name in names}
+        rows = self.micro_batch_rows(batch)
+        outputs = [out for _, out in self.evaluated(batch, **options)]
+        for index, out in zip(rows, outputs, strict=True):
+            for name in names:
+                whole[name][index.to(like.device), : out[name].shape[1]] = out[name]
+        return {name: self.all_reduce(column) for name, column in whole.items()}
+
+    def _backward(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
+        outputs = self.forward(micro_batch, **options)
         loss = self.compute_loss_for_module(
             module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro_batch, fwd_out=outputs
         )
@@ -220,13 +337,14 @@ class LanguageModelLearner(TorchLearner):
         params = [param for param in self._params.values() if param.requires_grad]
         self._sum_gradients(params)
         self.all_reduce(loss)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        grads = [param.grad for param in params if param.grad is not None]
+        norm = gradient_norm(grads)
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             self._refuse(loss, norm, minibatch)
             return
         self._consecutive_refusals = 0
         if self.config.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(params, self.config.grad_clip, norm)
+            clip_gradients_(grads, norm, self.config.grad_clip)
         for optimizer in self._named_optimizers.values():
             self._set_optimizer_lr(optimizer, self.learning_rate)
             optimizer.step()
@@ -235,7 +353,7 @@ class LanguageModelLearner(TorchLearner):
         self.num_updates += 1
 
     def _sum_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        if not self.distributed:
+        if not self.distributed or self._sharded is not None:  # shards are summed as they are made
             return
         for param in params:
             if param.grad is None:  # this learner had no rows, or never uses it
@@ -302,3 +420,16 @@ class LanguageModelLearner(TorchLearner):
         super().set_state(state)
         if STATE_KEY in state:
             self.set_extra_state(state[STATE_KEY])
+
+    def export_model(self, folder: str) -> None:
+        """Writes the model as it is now, as `from_pretrained` reads it; all learners must call it,
+        and the first one writes."""
+        module = self.module[DEFAULT_MODULE_ID].unwrapped()
+        state = module.get_state()
+        if self.rank == 0:
+            module.export_pretrained(folder, state=state)
+
+
+def zero_loss(outputs: Batch) -> torch.Tensor:
+    """A loss of 0 that goes through everything the outputs came from."""
+    return sum(0.0 * output.sum() for output in outputs.values() if output.requires_grad)

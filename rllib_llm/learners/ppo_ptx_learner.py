@@ -12,7 +12,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm import columns
 from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.advantages import gae, masked_whiten, token_rewards
-from rllib_llm.learners.language_model_learner import Batch
+from rllib_llm.learners.language_model_learner import Batch, zero_loss
 from rllib_llm.learners.losses import cross_entropy_tokens
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 
@@ -64,27 +64,30 @@ class PPOPtxLearner(RLHFLearner):
         texts = self._next_texts()
         num_tokens = texts[columns.LOSS_MASK].sum().clamp(min=1)
         self.means.add_count("loss/ptx_avg", 1)
-        module = self.module[DEFAULT_MODULE_ID].unwrapped()
+        if not self.config.ptx_coeff:
+            for micro_batch, outputs in self.evaluated(texts):
+                self._text_loss(micro_batch, outputs, num_tokens)
+            return
         for micro_batch in self.micro_batches(texts):
-            with torch.set_grad_enabled(self.config.ptx_coeff > 0):
-                logprobs = module.forward_train(micro_batch)[columns.TEXT_LOGPROBS]
-                mask = micro_batch[columns.LOSS_MASK]
-                loss = cross_entropy_tokens(logprobs, mask).sum() / num_tokens
-            self.means.add_total("loss/ptx_avg", loss)
-            if self.config.ptx_coeff > 0:
-                yield self.config.ptx_coeff * loss
+            outputs = self.forward(micro_batch)
+            yield self.config.ptx_coeff * self._text_loss(micro_batch, outputs, num_tokens)
+        for idle in self.idle_rounds(texts):
+            yield zero_loss(self.forward(idle))
 
-    @torch.no_grad()
+    def _text_loss(self, texts: Batch, outputs: Batch, num_tokens: torch.Tensor) -> torch.Tensor:
+        losses = cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], texts[columns.LOSS_MASK])
+        loss = losses.sum() / num_tokens
+        self.means.add_total("loss/ptx_avg", loss)
+        return loss
+
     def held_out_ptx_loss(self) -> tuple[float, int]:
         """(cross-entropy in nats, tokens), summed over this learner's share of the held-out
         pretraining texts; weights and position are untouched."""
-        module = self.module[DEFAULT_MODULE_ID].unwrapped()
         texts = self._to_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
         total, num_tokens = 0.0, 0
-        for micro_batch in self.micro_batches(texts):
+        for micro_batch, outputs in self.evaluated(texts):
             mask = micro_batch[columns.LOSS_MASK]
-            logprobs = module.forward_train(micro_batch)[columns.TEXT_LOGPROBS]
-            total += float(cross_entropy_tokens(logprobs, mask).sum())
+            total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
             num_tokens += int(mask.sum())
         return total, num_tokens
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
 from rllib_llm.learners.losses import preference_loss
-from rllib_llm.modules.sequence_scores import sequence_scores
 
 
 class RewardModelLearner(LanguageModelLearner):
@@ -34,15 +32,13 @@ class RewardModelLearner(LanguageModelLearner):
         self.means.add_total("train/accuracy", correct.sum())
         return loss / self._num_pairs
 
-    @torch.no_grad()
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """Sums over pairs of loss and correct order, and of the scores and their squares."""
-        module = self.module[DEFAULT_MODULE_ID].unwrapped()
         sums = dict.fromkeys(("loss_sum", "accuracy_sum", "score_sum", "score_square_sum"), 0.0)
         num_pairs = 0
         batch = {name: column.to(self._device) for name, column in batch.items()}
-        for micro_batch in self.micro_batches(batch):
-            scores = module.forward_train(micro_batch)[columns.SCORES]
+        for _, outputs in self.evaluated(batch):
+            scores = outputs[columns.SCORES]
             per_pair, correct = preference_loss(*scores.chunk(2))
             sums["loss_sum"] += float(per_pair.sum())
             sums["accuracy_sum"] += float(correct.sum())
@@ -56,17 +52,13 @@ class RewardModelLearner(LanguageModelLearner):
             "score_count": 2 * num_pairs,
         }
 
-    @torch.no_grad()
     def score_texts(self, batch: Batch) -> dict[str, float]:
         """Sums over this learner's texts (`input_ids`, `attention_mask` [N, L]) of their scores
         and the squares."""
-        model = self.module[DEFAULT_MODULE_ID].unwrapped().model
         sums = dict.fromkeys(("score_sum", "score_square_sum", "score_count"), 0.0)
         batch = {name: column.to(self._device) for name, column in batch.items()}
-        for micro_batch in self.micro_batches(batch):
-            scores = sequence_scores(
-                model, micro_batch[columns.INPUT_IDS], micro_batch[columns.ATTENTION_MASK]
-            ).double()
+        for _, outputs in self.evaluated(batch):
+            scores = outputs[columns.SCORES].double()
             sums["score_sum"] += float(scores.sum())
             sums["score_square_sum"] += float(scores.square().sum())
             sums["score_count"] += len(scores)

@@ -7,6 +7,7 @@ An algorithm is a subclass with one method, `compute_advantages`. The arithmetic
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners import losses, scores
-from rllib_llm.learners.batching import micro_batch_indices, restore_rows, take_rows, trim
 from rllib_llm.learners.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+from rllib_llm.modules.logprobs import ReferencePolicy
+from rllib_llm.modules.lora import adapters_off
+from rllib_llm.modules.pretrained import load_causal_lm
 
 
 class RLHFLearner(LanguageModelLearner):
@@ -27,6 +30,7 @@ class RLHFLearner(LanguageModelLearner):
         self.score_scale = scores.RunningScoreScale()
         self._approx_kl = 0.0
         super().build()
+        self.reference = self._make_reference()
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         """The columns `advantages` [B, T] and, with a critic, `returns` [B, T].
@@ -49,62 +53,73 @@ class RLHFLearner(LanguageModelLearner):
         batch[columns.COMPLETION_MASK] = (
             batch[columns.COMPLETION_MASK] & batch[columns.VALID].unsqueeze(1)
         )
-        self._require_reference(batch)
         batch.update(self._old_policy(batch))
-        mask = batch[columns.COMPLETION_MASK]
-        kl = torch.zeros_like(batch[columns.OLD_LOGPROBS])
-        if columns.REF_LOGPROBS in batch:
-            estimator = self.config.ref_kl_estimator if self.config.ref_kl_in == "reward" else "k1"
-            estimate = kl_estimate(
-                batch[columns.OLD_LOGPROBS], batch[columns.REF_LOGPROBS], estimator
-            )
-            kl = estimate.where(mask, 0.0)
+        measured = self._reference_kl(batch)
+        kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
         processed = self._process_scores(batch)
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, kl)
         batch.update(self.compute_advantages(batch, processed, kl))
-        if columns.REF_LOGPROBS in batch:
-            valid = batch[columns.VALID]
-            num_valid = int(valid.sum())
-            if num_valid:
-                self.ref_kl.update(float(kl.sum() / num_valid), num_valid)
+        num_valid = int(batch[columns.VALID].sum())
+        if measured is not None and num_valid:
+            self.ref_kl.update(float(kl.sum() / num_valid), num_valid)
         return batch
 
-    def _require_reference(self, batch: Batch) -> None:
-        if columns.REF_LOGPROBS not in batch and self.ref_kl.value > 0:
-            raise ValueError(
-                f"ref_kl_coeff={self.ref_kl.value} must be 0 without a reference: the environment "
-                "gave no reference log-probs. Set env_config.reference (the SFT model), or "
-                "ref_kl_coeff=0."
-            )
+    def _make_reference(self) -> ReferencePolicy | None:
+        """The reference that this learner owns: the policy's trunk with its adapters off, or a
+        copy of what training started from. The copy is a plain attribute: neither trained, nor
+        published, nor kept in checkpoints. None where the environment has it or the KL is off."""
+        place = self.config.reference_place
+        if place == "environment" or not self.config.ref_kl_coeff:
+            return None
+        if place == "policy":
+            model = self.module[DEFAULT_MODULE_ID].unwrapped().model
+            return ReferencePolicy(model, functools.partial(adapters_off, model))
+        model = load_causal_lm(
+            self.config.pretrained_model, dtype=self.config.dtype, device=self._device
+        )
+        return ReferencePolicy(model.requires_grad_(False))
 
-    @torch.no_grad()
+    def _reference_kl(self, batch: Batch) -> torch.Tensor | None:
+        """KL of the policy before the update from the reference, [B, T], None without one; adds
+        the reference's log-probs to `batch` unless the environment did."""
+        in_reward, estimator = self.config.ref_kl_in == "reward", self.config.ref_kl_estimator
+        mask = batch[columns.COMPLETION_MASK]
+        if self.reference is not None and in_reward and estimator == "full":
+            name = columns.FULL_KL
+            return self.evaluate_rows(batch, [name], full_kl_to=self.reference)[name]
+        if self.reference is not None:
+            name = columns.REF_LOGPROBS
+            batch.update(self.evaluate_rows(batch, [name], ref_logprobs_of=self.reference))
+        if columns.REF_LOGPROBS not in batch:
+            if self.ref_kl.value > 0:
+                raise ValueError(
+                    f"ref_kl_coeff={self.ref_kl.value} must be 0 without a reference: the "
+                    "environment gave no reference log-probs. Set env_config.reference (the SFT "
+                    "model), reference_in='learner', or ref_kl_coeff=0."
+                )
+            return None
+        estimate = kl_estimate(
+            batch[columns.OLD_LOGPROBS],
+            batch[columns.REF_LOGPROBS],
+            estimator if in_reward else "k1",
+        )
+        return estimate.where(mask, 0.0)
+
+    def forward_options(self) -> dict[str, Any]:
+        full = self.config.ref_kl_in == "loss" and self.config.ref_kl_estimator == "full"
+        return {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
+
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner."""
         sampled = batch[columns.SAMPLER_LOGPROBS]
         module = self.module[DEFAULT_MODULE_ID].unwrapped()
         if not (module.has_critic or self.config.recompute_old_logprobs):
             return {columns.OLD_LOGPROBS: sampled}
-        names = [columns.LOGPROBS] + [columns.VALUES] * module.has_critic
-        mine = self.share(torch.arange(len(sampled)))
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        rows = micro_batch_indices(
-            take_rows(batch, mine),
-            micro_batch_size=self.config.micro_batch_size,
-            token_budget=self.config.micro_batch_tokens,
-        ) if len(mine) else []
-        for index in rows:
-            outputs = module.forward_train(trim(take_rows(batch, mine[index])))
-            for name in names:
-                parts[name].append(outputs[name])
-        old = {columns.LOGPROBS: columns.OLD_LOGPROBS, columns.VALUES: columns.OLD_VALUES}
-        whole = {}
-        for name in names:
-            column = torch.zeros_like(sampled)
-            if len(mine):
-                column[mine] = restore_rows(parts[name], rows, sampled.shape[1])
-            whole[old[name]] = self.all_reduce(column)
-        return whole
+        old = {columns.LOGPROBS: columns.OLD_LOGPROBS}
+        if module.has_critic:
+            old[columns.VALUES] = columns.OLD_VALUES
+        return {old[name]: column for name, column in self.evaluate_rows(batch, list(old)).items()}
 
     def _process_scores(self, batch: Batch) -> torch.Tensor:
         """Scores [B] after penalties, clipping and running scaling, in this order."""
@@ -168,7 +183,7 @@ class RLHFLearner(LanguageModelLearner):
         loss = policy_loss = self._reduce(policy.per_token, mask)
         if config.ref_kl_in == "loss" and self.ref_kl.value > 0:
             loss = loss + self.ref_kl.value * self._reduce(
-                self._loss_kl(logprobs, batch, policy.stats["ratio"], mask), mask
+                self._loss_kl(logprobs, batch, mask, fwd_out.get(columns.FULL_KL)), mask
             )
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * self._reduce(
@@ -195,11 +210,22 @@ class RLHFLearner(LanguageModelLearner):
             mode=self.config.importance_sampling,
         )
 
-    def _loss_kl(self, logprobs, batch: Batch, ratio, mask) -> torch.Tensor:
-        unbiased = ratio if self.config.ref_kl_unbiased else None
-        kl = kl_estimate(
-            logprobs, batch[columns.REF_LOGPROBS], self.config.ref_kl_estimator, ratio=unbiased
-        ).where(mask, 0.0)
+    def _loss_kl(
+        self,
+        logprobs: torch.Tensor,
+        batch: Batch,
+        mask: torch.Tensor,
+        full: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """KL to the reference at each token, [B, T], with its gradient; `full`: the exact one."""
+        if full is None:
+            ratio = None
+            if self.config.ref_kl_unbiased:
+                ratio = losses.importance_ratio(logprobs, batch[columns.OLD_LOGPROBS], mask)
+            full = kl_estimate(
+                logprobs, batch[columns.REF_LOGPROBS], self.config.ref_kl_estimator, ratio=ratio
+            )
+        kl = full.where(mask, 0.0)
         self.means.add_total("loss/ref_kl_avg", kl.sum())
         return kl
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
@@ -27,15 +26,12 @@ class SFTLearner(LanguageModelLearner):
         self.means.add_total("loss/sft", total)
         return total / self._num_targets
 
-    @torch.no_grad()
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """{"loss": nats per target token, "num_tokens"} of texts, weights untouched."""
-        module = self.module[DEFAULT_MODULE_ID].unwrapped()
         total, count = 0.0, 0
         batch = {name: column.to(self._device) for name, column in batch.items()}
-        for micro_batch in self.micro_batches(batch):
+        for micro_batch, outputs in self.evaluated(batch):
             mask = micro_batch[columns.LOSS_MASK]
-            logprobs = module.forward_train(micro_batch)[columns.TEXT_LOGPROBS]
-            total += float(cross_entropy_tokens(logprobs, mask).sum())
+            total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
             count += int(mask.sum())
         return {"loss_sum": total, "loss_count": count}

@@ -4,8 +4,8 @@
     base_model.json                                  what the base is loaded from, and its bits
     config.json                                      the base's config
 
-`PeftModel.from_pretrained(base, folder)` and `AutoPeftModelForCausalLM.from_pretrained(folder)` read
-it too; the latter not where the base is a dotted path, which only this package resolves.
+`PeftModel.from_pretrained(base, folder)` and `AutoPeftModelForCausalLM.from_pretrained(folder)`
+read it too; the latter not where the base is a dotted path, which only this package resolves.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from rllib_llm.modules.lora import ADAPTER, merge_into
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import load_quantized
+from rllib_llm.modules.tokenizer import load_tokenizer
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 _PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
@@ -31,10 +32,11 @@ _PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The frozen trunk under adapters: folder, hub id or dotted path, and its bits."""
+    """The frozen trunk under adapters: folder, hub id or dotted path; its bits and its dtype."""
 
     model: str
     quantization: str = "none"
+    dtype: str = "float32"
 
 
 def save_adapters(
@@ -107,12 +109,19 @@ def load_merged(
 
 
 def merged(
-    model: nn.Module, tensors: dict[str, torch.Tensor], base: AdapterBase, *, dtype: Any
+    model: nn.Module, tensors: dict[str, torch.Tensor], base: AdapterBase
 ) -> PreTrainedModel:
     """A plain model, on the CPU, that computes what `model` with the adapters `tensors` does."""
-    plain = load_causal_lm(base.model, dtype=dtype)
+    plain = load_causal_lm(base.model, dtype=base.dtype)
     merge_into(plain, model, tensors)
     return plain
+
+
+def merge_folder(source: str | Path, target: str | Path) -> Path:
+    """Writes the plain model and tokenizer of the adapter folder `source` to `target`."""
+    load_merged(source, dtype=read_base(source).dtype).save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)
+    return Path(target)
 
 
 def _skeleton(plain: PreTrainedModel, base: AdapterBase, config: Any, device: Any) -> nn.Module:
@@ -123,6 +132,10 @@ def _skeleton(plain: PreTrainedModel, base: AdapterBase, config: Any, device: An
         with torch.device("meta"):
             return inject_adapter_in_model(config, type(plain)(plain.config), adapter_name=ADAPTER)
     network = load_quantized(
-        load_causal_lm, base.model, quantization=base.quantization, device=device
+        load_causal_lm,
+        base.model,
+        quantization=base.quantization,
+        dtype=base.dtype,
+        device=device,
     )
     return inject_adapter_in_model(config, network, adapter_name=ADAPTER)

@@ -151,14 +151,16 @@ class HuggingFaceModule(TorchRLModule):
             return
         state = self.get_state(inference_only=True) if state is None else state
         trunk = {n.removeprefix(TRUNK): t for n, t in state.items() if n.startswith(TRUNK)}
-        plain = merged(self.model, trunk, self._adapter_base(), dtype=self.model_config["dtype"])
+        plain = merged(self.model, trunk, self._adapter_base())
         with quiet_transformers():
             plain.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
     def _adapter_base(self) -> AdapterBase:
         config = self.model_config
-        return AdapterBase(config["pretrained_model"], config.get("quantization", "none"))
+        return AdapterBase(
+            config["pretrained_model"], config.get("quantization", "none"), config["dtype"]
+        )
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Loads what `save_pretrained` wrote into this module.

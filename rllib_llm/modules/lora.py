@@ -49,7 +49,7 @@ def check_lora(lora: Any) -> None:
             )
     settings = {**DEFAULTS, **lora}
     rules = {
-        "r": (isinstance(settings["r"], int) and settings["r"] >= 1, "a whole number of at least 1"),
+        "r": (settings["r"] in range(1, 2**16), "a whole number of at least 1"),
         "alpha": (settings["alpha"] > 0, "above 0"),
         "dropout": (0 <= settings["dropout"] < 1, "in [0, 1)"),
         "target_modules": (bool(settings["target_modules"]), "'all-linear' or a list of names"),

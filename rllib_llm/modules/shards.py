@@ -58,9 +58,9 @@ def write_(target: Tensor, source: Tensor) -> None:
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole`, which every learner has, cut as `like` is, without communication."""
+    """A copy of `whole`, which every learner has, cut as `like` is, without communication."""
     if not isinstance(like, DTensor):
-        return whole
+        return whole.clone()
     return distribute_tensor(
         whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )

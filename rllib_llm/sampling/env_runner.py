@@ -73,7 +73,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         settings.setdefault("seed", config.seed or 0)
         settings.setdefault("device", str(self._device))
         settings.setdefault("split", "eval" if config.in_evaluation else "train")
-        if config.in_evaluation or not config.ref_kl_coeff:
+        elsewhere = config.reference_place != "environment"  # then the learner has it
+        if config.in_evaluation or not config.ref_kl_coeff or elsewhere:
             settings.setdefault("reference", None)
         else:
             settings.setdefault("reference", {"model": config.pretrained_model})

@@ -36,10 +36,15 @@ class PublishedWeights:
     publish_seconds: float = 0.0
 
 
-def export_module(learner) -> FlatBuffer:
-    """The flat buffer of the policy that `learner` trains, without critic and value head."""
+def export_module(learner) -> FlatBuffer | None:
+    """The flat buffer of the policy that `learner` trains, without critic and value head.
+
+    Of a policy under adapters these alone. Where learners hold shards, all must call it, and all
+    but the first get None.
+    """
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
-    return pack(module.get_state(inference_only=True))
+    state = module.get_state(inference_only=True)
+    return pack(state) if state else None
 
 
 class WeightsPublisher:
@@ -60,8 +65,11 @@ class WeightsPublisher:
             ref, num_bytes = ray.put(flat), flat.num_bytes
         else:
             # The return value of an actor's task is owned by its caller: it survives the learner.
+            sharded = self._learner_group.config.learner_strategy == "fsdp"
             results = self._learner_group.foreach_learner(
-                export_module, remote_actor_ids=[0], return_obj_refs=True
+                export_module,
+                remote_actor_ids=None if sharded else [0],
+                return_obj_refs=True,
             )
             ref = next(iter(results)).get()
             num_bytes = 0

@@ -12,6 +12,7 @@ from rllib_llm.learners.batching import (
     micro_batch_indices,
     micro_batches,
     minibatch_indices,
+    minibatch_indices_by_tokens,
     restore_rows,
     row_lengths,
     split_by_tokens,
@@ -203,3 +204,27 @@ def test_trim_does_not_change_what_it_was_given():
     before = {name: column.clone() for name, column in batch.items()}
     trim(batch)
     assert all(torch.equal(batch[name], before[name]) for name in before)
+
+
+def test_minibatches_by_tokens_fill_the_budget_with_whole_groups():
+    lengths = torch.tensor([1, 2, 9, 1, 3, 3, 2, 2, 5, 4])
+    # Groups of two adjacent rows: 3, 10, 6, 4 and 9 tokens; 10 is above the budget of 8.
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        parts = list(minibatch_indices_by_tokens(lengths, 8, 2, generator, group_size=2))
+        rows = torch.cat(parts)
+        assert rows[:10].sort().values.tolist() == rows[10:].sort().values.tolist() == [*range(10)]
+        sizes = [int(lengths[part].sum()) for part in parts]
+        assert all(size <= 8 or len(part) == 2 for size, part in zip(sizes, parts, strict=True))
+        assert all((part[1::2] == part[::2] + 1).all() for part in parts)
+        # Nothing was cut off before it had to be: the next group would have passed the budget.
+        ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+        for size, part, end in zip(sizes, parts[1:], ends, strict=False):
+            if end != 10:  # an epoch ends there
+                assert size + int(lengths[part[:2]].sum()) > 8
+
+
+def test_minibatches_by_tokens_need_a_budget_and_whole_groups():
+    for budget, group_size in ((0, 1), (8, 3)):
+        with pytest.raises(ValueError, match="token_budget"):
+            list(minibatch_indices_by_tokens(torch.ones(4), budget, group_size=group_size))

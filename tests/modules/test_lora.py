@@ -14,7 +14,7 @@ from rllib_llm.modules.adapter_folder import (
     save_adapters,
 )
 from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
-from rllib_llm.modules.lora import add_adapters, adapters_off, check_lora, is_adapter, merge_into
+from rllib_llm.modules.lora import adapters_off, add_adapters, check_lora, is_adapter, merge_into
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import load_quantized
 from rllib_llm.sampling.engine import generate
@@ -167,7 +167,7 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
                 parameter.copy_(0.05 * torch.randn_like(parameter))
     on = logits(model)
     # LLM.int8 and the weight-only kernels round activations; a dense product does not.
-    exact = merged(model, tensors, source, dtype="float32")
+    exact = merged(model, tensors, source)
     unquantised = load_causal_lm(source.model)
     skeleton = llama(attention_dropout=0.0)
     add_adapters(skeleton, {"r": 4})

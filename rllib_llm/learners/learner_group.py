@@ -1,0 +1,35 @@
+"""RLlib's LearnerGroup for learners that may hold shards: their state is read from all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.rllib.core import COMPONENT_LEARNER
+from ray.rllib.core.learner.learner_group import LearnerGroup
+
+
+class LanguageModelLearnerGroup(LearnerGroup):
+    """As RLlib's, which asks only its first learner; that one would wait for the others forever."""
+
+    def get_state(
+        self, components=None, *, not_components=None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The whole state, as any number of learners with or without shards can take it."""
+        wanted = self._check_component(COMPONENT_LEARNER, components, not_components)
+        if self.is_local or not wanted:
+            return super().get_state(components, not_components=not_components, **kwargs)
+        parts = self._get_subcomponents(COMPONENT_LEARNER, components)
+        not_parts = self._get_subcomponents(COMPONENT_LEARNER, not_components)
+
+        def read(learner):
+            state = learner.get_state(parts, not_components=not_parts, **kwargs)
+            return state if learner.rank == 0 else None
+
+        states = self._get_results(self.foreach_learner(read))
+        return {COMPONENT_LEARNER: next(state for state in states if state is not None)}
+
+    def save_to_path(self, path=None, *, state=None, **kwargs: Any) -> str:
+        """As RLlib's, with the state read from all learners."""
+        if state is None and self.is_remote:
+            state = self.get_state()
+        return super().save_to_path(path, state=state, **kwargs)

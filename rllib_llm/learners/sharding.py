@@ -1,0 +1,105 @@
+"""FSDP2: weights, gradients and optimiser spread over the learners, a layer gathered at a time.
+
+    layer i's shards ─ gather ─▶ forward ─▶ free        (again in the backward pass)
+    layer i's gradient ─ sum over learners ─▶ each keeps its shard
+
+Gathering takes every learner, so all must run the same number of forward and backward passes:
+`LanguageModelLearner.idle_rounds` sees to that. Gradients are summed, not averaged: losses here are
+sums over global denominators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from rllib_llm.modules.lm_head import take_apart
+from rllib_llm.modules.shards import local_data, shard_like
+
+STRATEGIES = ("ddp", "fsdp")
+
+
+class ShardedModule(nn.Module):
+    """Root of the shards: what belongs to no layer (embeddings, norm, heads) is gathered while its
+    forward runs, which is the RLModule's `forward_train`."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
+        return self.module.forward_train(batch, **kwargs)
+
+
+def shard_module(
+    module: nn.Module, device: torch.device, *, param_dtype: torch.dtype | None = None
+) -> ShardedModule:
+    """Shards every parameter of an RLModule over all learners, in place, and moves it to `device`.
+
+    Layers are moved one by one: on a GPU the whole model never has to fit. All learners must hold
+    the same weights.
+
+    param_dtype: of gathered weights and thereby of the layers' arithmetic; None: their own. Shards,
+        optimiser and the sum of gradients stay as they are, and float32.
+    """
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
+            take_apart(model)  # runs the model, so before all learners have to take part in it
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    # Inputs of the root are token ids and float32 columns; they must stay what they are.
+    precision = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
+    for layer in _layers(module):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32))
+    root = fully_shard(ShardedModule(module), mesh=mesh, mp_policy=precision)
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    root.to(device)  # buffers outside the layers
+    return root
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The transformer layers of every Hugging Face model inside, by the names they declare."""
+    names: set[str] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            names.update(model._no_split_modules or ())
+    return [part for part in module.modules() if type(part).__name__ in names]
+
+
+def gradient_norm(grads: list[Tensor]) -> Tensor:
+    """L2 norm of all gradients, a scalar; of shards it is taken over all learners."""
+    if not any(local_data(grad) is not grad for grad in grads):
+        return torch.nn.utils.get_total_norm(grads)
+    square = torch.nn.utils.get_total_norm([local_data(grad) for grad in grads]).square()
+    torch.distributed.all_reduce(square)
+    return square.sqrt()
+
+
+def clip_gradients_(grads: list[Tensor], norm: Tensor, limit: float) -> None:
+    """Scales gradients, or shards of them, of total `norm` to at most `limit`, in place."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for grad in grads:
+        local_data(grad).mul_(factor.to(grad.device))
+
+
+def shard_optimizer_state(
+    state: dict[int, Any], params: list[nn.Parameter]
+) -> dict[int, Any]:
+    """An optimiser's whole state, by parameter number, copied and cut as its parameters are."""
+
+    def cut(value: Any, param: nn.Parameter) -> Any:
+        value = torch.as_tensor(value)
+        return shard_like(value, param) if value.shape == param.shape else value.clone()
+
+    return {
+        index: {name: cut(value, params[index]) for name, value in entry.items()}
+        for index, entry in state.items()
+    }

@@ -1,0 +1,85 @@
+"""A policy under adapters through the whole loop: sampled, learnt, published, kept, merged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.modules.adapter_folder import merge_folder
+from rllib_llm.modules.lora import is_adapter
+from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
+from rllib_llm.weights.broadcast import export_module
+from tests.algorithms import tiny_runs
+
+LORA = {"r": 4, "alpha": 8}
+IDS = torch.randint(3, 13, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory):
+    """The tiny model on disk, so that peft can find it too."""
+    folder = tmp_path_factory.mktemp("base")
+    for part in tiny_runs.build_model():
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def module_of(algorithm):
+    return algorithm.learner_group._learner.module[DEFAULT_MODULE_ID].unwrapped()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("make", [tiny_runs.ppo, tiny_runs.grpo])
+def test_adapters_through_the_loop(make, base_folder, tmp_path):
+    config = make(ref_kl_coeff=0.1, lr=0.01).language_model(model=base_folder, lora=LORA)
+    with tiny_runs.built(config) as algorithm:
+        first = algorithm.train()
+        # The environment owns no reference, and the first policy is the trunk itself.
+        assert algorithm.env_runner.env.reference is None
+        assert first["objective"]["kl"] == pytest.approx(0, abs=1e-5)
+        second = algorithm.train()
+        assert abs(second["objective"]["kl"]) > 1e-4
+        module = module_of(algorithm)
+        trunk = {n: p for n, p in module.model.named_parameters() if not is_adapter(n)}
+        for name, tensor in load_causal_lm(base_folder).named_parameters():
+            stem, _, leaf = name.rpartition(".")
+            kept = trunk.get(name, trunk.get(f"{stem}.base_layer.{leaf}"))
+            assert torch.equal(kept, tensor)
+
+        # Published: the adapters, 7 linear layers of A [4, in] and B [out, 4] and nothing else.
+        flat = export_module(algorithm.learner_group._learner)
+        assert len(flat.slots) == 14 and all(is_adapter(name) for name in flat.slots)
+
+        path = algorithm.save_to_path(tmp_path / "checkpoint")
+        folder = tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT
+        held = {file.name for file in folder.iterdir()}
+        assert "adapter_model.safetensors" in held and "model.safetensors" not in held
+        assert ("rl_heads.safetensors" in held) == module.has_critic
+        assert json.loads((folder / "base_model.json").read_text())["model"] == base_folder
+        on = logits(module.model)
+        torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), on)
+        for plain in (algorithm.export_model(tmp_path / "a"), merge_folder(folder, tmp_path / "b")):
+            assert (plain / "model.safetensors").is_file()
+            assert not (plain / "adapter_config.json").exists()
+            torch.testing.assert_close(logits(load_causal_lm(plain)), on, rtol=1e-4, atol=1e-5)
+            assert len(load_tokenizer(plain)) == len(module.tokenizer)
+
+        third = tiny_runs.learnt(algorithm.train())
+        algorithm.restore_from_path(path)
+        assert tiny_runs.learnt(algorithm.train()) == third
+
+
+def test_sft_under_adapters_lowers_the_loss(base_folder):
+    config = tiny_runs.sft(lr=0.02).language_model(model=base_folder, lora=LORA)
+    with tiny_runs.built(config) as algorithm:
+        losses = [algorithm.train()["loss"]["sft"] for _ in range(6)]
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,138 @@
+"""Two learners are one: the same weights and moments after several updates, whole or in shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm import columns
+from rllib_llm.weights.broadcast import WeightsPublisher, WeightsReceiver
+from tests.learners import tiny_learners as tiny
+from tests.learners import two_learners as two
+
+LORA = {"r": 4, "alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def group(ray_session):
+    """Two FSDP learners of PPO-ptx, in processes of their own."""
+    with two.learner_group(two.paired(two.ppo_ptx(), "fsdp")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def one_and_batches():
+    """The state that one learner comes to in two updates, and the batches."""
+    learner = tiny.build(two.alone(two.ppo_ptx()))
+    batches = two.judged_batches(learner)
+    start = learner.get_state()
+    start = {**start, "rl_module": _copied(start["rl_module"])}
+    two.train(learner, batches)
+    return learner.get_state(), batches, start
+
+
+def _copied(modules):
+    return {
+        module_id: {name: tensor.clone() for name, tensor in tensors.items()}
+        for module_id, tensors in modules.items()
+    }
+
+
+def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batches, tmp_path):
+    state, batches, _ = one_and_batches
+    for batch in batches:
+        two.group_update(group, batch)
+    sharded = group.get_state()["learner"]
+    two.assert_same_state(sharded, state)
+
+    received = {}
+    published = WeightsPublisher(group, shared_module=False).publish(2)
+    WeightsReceiver().ensure(published, received.update)
+    whole = sharded["rl_module"][DEFAULT_MODULE_ID]
+    assert set(received) == {name for name in whole if name.startswith("model.")}
+    for name, tensor in received.items():
+        assert torch.equal(tensor, whole[name])
+
+    # A checkpoint of two with shards is one of a single learner, and the reverse.
+    path = group.save_to_path(tmp_path / "of_two")
+    learner = tiny.build(two.alone(two.ppo_ptx()))
+    learner.restore_from_path(f"{path}/learner")
+    two.assert_same_state(learner.get_state(), sharded, rtol=0, atol=0)
+    two.train(learner, batches)
+    learner.save_to_path(tmp_path / "of_one" / "learner")
+    for batch in batches:
+        two.group_update(group, batch)
+    two.assert_same_state(group.get_state()["learner"], learner.get_state())
+    group.restore_from_path(path)  # back to before these updates
+    two.assert_same_state(group.get_state()["learner"], sharded, rtol=0, atol=0)
+    group.set_state({"learner": learner.get_state()})
+    two.assert_same_state(group.get_state()["learner"], learner.get_state(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "config, strategy",
+    [
+        (two.ppo_ptx(), "ddp"),
+        (two.grpo(), "ddp"),
+        (two.grpo().language_model(gradient_checkpointing=True), "fsdp"),
+        (two.ppo_ptx(critic="separate", ptx_coeff=0.0), "fsdp"),
+        (two.grpo(ref_kl_estimator="full").language_model(lora=LORA), "fsdp"),
+        (two.grpo(ref_kl_estimator="full", reference_in="learner"), "ddp"),
+    ],
+    ids=["ppo-ddp", "grpo-ddp", "grpo-fsdp", "ppo-fsdp-critic", "lora-fsdp", "full-kl-ddp"],
+)
+def test_two_learners_come_to_the_same_state(group, config, strategy):
+    learner = tiny.build(two.alone(config))
+    # Groups of three completions for GRPO: the last mini-batch has one group for two learners.
+    batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5, 3, 3, 2))
+    two.train(learner, batches)
+    state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
+    two.assert_same_state(state, learner.get_state())
+
+
+def test_a_learner_without_rows_hangs_nobody(group):
+    config = two.ppo_ptx()
+    learner = tiny.build(two.alone(config))
+    batches = [tiny.judged(learner, lengths) for lengths in ((4,), (2, 3))]
+    two.train(learner, batches)
+    for strategy in ("fsdp", "ddp"):
+        state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
+        two.assert_same_state(state, learner.get_state())
+
+
+def test_shards_refuse_a_batch_that_is_not_finite_and_learn_from_the_next(group, tmp_path):
+    config = two.ppo_ptx(refused_batch_dir=str(tmp_path))
+    learner = tiny.build(two.alone(config))
+    good = two.judged_batches(learner, num=1)[0]
+    bad = {**good, columns.SCORES: good[columns.SCORES] * float("nan")}
+    two.train(learner, [good])
+    # Nothing of the bad batch is left but its place in the order of mini-batches.
+    config_two = two.paired(two.ppo_ptx(refused_batch_dir=str(tmp_path), num_epochs=1,
+                                        minibatch_size=None), "fsdp")  # fmt: skip
+    before = two.in_both(group, two.train_new, config_two, [])
+    after = two.in_both(group, two.train_new, config_two, [bad])
+    for name, tensor in before["rl_module"][DEFAULT_MODULE_ID].items():
+        assert torch.equal(tensor, after["rl_module"][DEFAULT_MODULE_ID][name])
+    assert after["rllib_llm"]["num_refused_updates"] == 1
+    assert list(tmp_path.glob("refused_batch_*"))
+    learnt = two.in_both(group, two.train_new, config_two, [good], after)
+    assert learnt["rllib_llm"]["num_updates"] == 1
+
+
+def test_half_precision_layers_keep_float32_shards(group):
+    """bf16 arithmetic: the same direction as float32 to three bits, weights and moments float32."""
+    config = two.grpo(grad_clip=None, num_epochs=1, minibatch_size=None)
+    learner = tiny.build(config)
+    batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5), num=1)
+    start = tiny.parameters(learner)
+    two.train(learner, batches)
+    config = config.copy(copy_frozen=False).language_model(autocast_dtype="bfloat16")
+    state = two.in_both(group, two.train_new, two.paired(config, "fsdp"), batches)
+    ours, exact = state["rl_module"][DEFAULT_MODULE_ID], tiny.parameters(learner)
+    assert all(tensor.dtype == torch.float32 for tensor in ours.values())
+    steps = [
+        torch.cat([(after[name] - start[name]).flatten() for name in start])
+        for after in (ours, exact)
+    ]
+    assert torch.cosine_similarity(*steps, dim=0) > 0.99
