@@ -1,0 +1,135 @@
+"""Held-out prompts: before training and in between, greedy or sampled, without a trace in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.algorithms.evaluation import held_out_metrics
+from rllib_llm.sampling.request import JudgedBatch
+from tests.algorithms import tiny_runs as tiny
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def evaluated(config, **settings):
+    defaults = {"evaluation_interval": 1, "evaluation_duration": 6,
+                "evaluation_config": {"explore": False}}  # fmt: skip
+    return config.evaluation(**{**defaults, **settings})
+
+
+def samples(algorithm, split="eval"):
+    path = algorithm.samples.path
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["split"] == split]
+
+
+@pytest.mark.parametrize("config", [tiny.ppo, tiny.grpo])
+def test_evaluation_leaves_training_untouched(config):
+    with tiny.built(config()) as algorithm:
+        metrics, weights = tiny.train(algorithm, 3), tiny.weights(algorithm)
+    with tiny.built(evaluated(config())) as algorithm:
+        assert tiny.train(algorithm, 3) == metrics
+        tiny.assert_same_weights(tiny.weights(algorithm), weights)
+
+
+def test_before_training_and_after_every_second_iteration():
+    with tiny.built(evaluated(tiny.ppo(), evaluation_interval=2)) as algorithm:
+        found = [algorithm.train()["eval"]["iteration"] for _ in range(4)]
+        rows = samples(algorithm)
+    # The latest results stay in sight until the next.
+    assert found == [0, 2, 2, 4]
+    assert [row["iteration"] for row in rows] == [0] * 6 + [2] * 6 + [4] * 6
+
+
+def test_the_same_prompts_and_the_same_noise_every_time():
+    config = evaluated(tiny.ppo(lr=0.0), evaluation_config={"explore": True})
+    with tiny.built(config) as algorithm:
+        results = [algorithm.train()["eval"] for _ in range(2)]
+        rows = samples(algorithm)
+    assert {**results[0], "iteration": 0} == {**results[1], "iteration": 0}
+    first, second, third = rows[:6], rows[6:12], rows[12:]
+    for one, two, three in zip(first, second, third, strict=True):
+        assert {**one, "iteration": 0} == {**two, "iteration": 0} == {**three, "iteration": 0}
+    assert {row["prompt"] for row in rows} == {row["prompt"] for row in tiny.EVAL_PROMPTS}
+
+
+@pytest.mark.parametrize("explore", [False, True])
+def test_greedy_or_sampled(explore):
+    config = evaluated(tiny.grpo(), evaluation_duration=9, evaluation_config={"explore": explore})
+    config.sampling(num_logged_samples=9)
+    with tiny.built(config) as algorithm:
+        algorithm.train()
+        rows = samples(algorithm)[:9]
+    by_prompt = {}
+    for row in rows:
+        by_prompt.setdefault(row["prompt"], set()).add(row["completion"])
+    assert len(by_prompt) == 3
+    # Three completions of a prompt are all alike only if none is drawn at random.
+    assert all((len(texts) == 1) != explore for texts in by_prompt.values())
+
+
+def test_rows_of_the_samples_file():
+    config = evaluated(tiny.ppo()).sampling(log_samples_every=2, num_logged_samples=4)
+    with tiny.built(config) as algorithm:
+        results = [algorithm.train() for _ in range(3)]
+        held_out, train = samples(algorithm), samples(algorithm, "train")
+    assert [row["iteration"] for row in train] == [1] * 4 + [3] * 4
+    assert [row["iteration"] for row in held_out] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    for row in held_out + train:
+        assert row.keys() == {
+            "iteration", "split", "prompt_index", "prompt", "completion", "score", "num_digits",
+        }  # fmt: skip
+        assert row["score"] == row["num_digits"] == tiny.num_digits([row["completion"]])[0]
+    for row in held_out:
+        assert tiny.EVAL_PROMPTS[row["prompt_index"]]["prompt"] == row["prompt"]
+    for row in train:
+        assert tiny.PROMPTS[row["prompt_index"]]["prompt"] == row["prompt"]
+    assert results[0]["eval"]["scores"] == results[0]["eval"]["num_digits_rewards"]
+
+
+def test_rllib_s_own_place_has_the_results_too():
+    with tiny.built(evaluated(tiny.ppo())) as algorithm:
+        result = algorithm.train()
+    runners = result["evaluation"]["env_runners"]
+    assert runners["episode_return_mean"] == pytest.approx(result["eval"]["rewards"])
+    assert runners["num_episodes"] == 6
+
+
+def test_a_remote_evaluation_sampler_sees_the_learner_s_weights():
+    with tiny.built(evaluated(tiny.ppo(lr=0.05))) as algorithm:
+        local = [algorithm.train()["eval"] for _ in range(2)]
+    config = evaluated(tiny.ppo(lr=0.05), evaluation_num_env_runners=1)
+    with tiny.built(config) as algorithm:
+        remote = [algorithm.train()["eval"] for _ in range(2)]
+    assert local[0] != local[1]
+    assert remote == local
+
+
+def test_held_out_metrics_by_hand():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
+    batch = JudgedBatch(
+        columns={
+            columns.COMPLETION_IDS: torch.tensor([[4, 1, 0], [1, 0, 0], [5, 6, 7]]),
+            columns.COMPLETION_MASK: mask,
+            columns.SCORES: torch.tensor([1.0, 2.0, 6.0]),
+            columns.FINISHED: torch.tensor([True, True, False]),
+            columns.VALID: torch.ones(3, dtype=torch.bool),
+        },
+        rewards=torch.tensor([1.0, 2.0, 6.0]),
+        components={"correct": torch.tensor([0.0, 0.0, 1.0])},
+        metrics={"gold_score": torch.tensor([3.0, 0.0, 0.0])},
+    )
+    assert held_out_metrics(batch) == pytest.approx({
+        "scores": 3.0,
+        "scores_std": 7**0.5,  # (4 + 1 + 9) / 2
+        "output_length": 2.0,
+        "finished": 2 / 3,
+        "rewards": 3.0,
+        "correct_rewards": 1 / 3,
+        "gold_score": 1.0,
+        "distinct": 1.0,
+    })  # fmt: skip
