@@ -40,14 +40,19 @@ def judged(env, template):
 
 
 @pytest.mark.parametrize(
-    ("completion", "score", "grammatical"),
-    [(GOOD, 3.0, 1.0), (BAD, -3.0, 1.0), (NONSENSE, UNGRAMMATICAL_SCORE, 0.0)],
+    ("completion", "reward", "gold_score", "grammatical"),
+    [
+        (GOOD, 3.0, 3.0, 1.0),
+        (BAD, -3.0, -3.0, 1.0),
+        (NONSENSE, UNGRAMMATICAL_SCORE, 0.0, 0.0),  # no sentence of the language, so no opinion
+        (GOOD.removesuffix(" Five stars."), UNGRAMMATICAL_SCORE, 3.0, 0.0),  # no verdict
+    ],
 )
-def test_the_gold_score_is_the_reward_where_nothing_else_judges(completion, score, grammatical):
+def test_the_grammar_judges_where_nothing_else_does(completion, reward, gold_score, grammatical):
     env = reviews.create({})
     rewards, infos = judged(env, completion)
-    assert set(rewards.tolist()) == {score}
-    assert set(infos["metrics"]["gold_score"].tolist()) == {score}
+    assert set(rewards.tolist()) == {reward}
+    assert set(infos["metrics"]["gold_score"].tolist()) == {gold_score}
     assert set(infos["metrics"]["grammatical"].tolist()) == {grammatical}
 
 
@@ -57,7 +62,7 @@ def test_the_gold_score_stays_a_metric_beside_another_judge():
     completions = [" one two three"] * len(texts)
     _, rewards, _, _, infos = env.step(answer(env, *completions))
     assert set(rewards.tolist()) == {3.0}
-    assert set(infos["metrics"]["gold_score"].tolist()) == {UNGRAMMATICAL_SCORE}
+    assert set(infos["metrics"]["gold_score"].tolist()) == {0.0}
     assert set(infos["metrics"]["grammatical"].tolist()) == {0.0}
 
 
