@@ -14,11 +14,15 @@ from rllib_llm.cli.trial_logs import read_json_lines
 
 
 class SamplesLoggingActor(_WandbLoggingActor):
-    """Ray's logging process, which also logs each new evaluation's texts as a table `samples`."""
+    """Ray's logging process, which also logs each new evaluation's texts as a table `samples`.
 
-    def __init__(self, logdir: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(logdir, *args, **kwargs)
-        self._samples = Path(logdir) / SAMPLES_FILE
+    It works in `trial_folder`, where offline runs stay; Ray's own `logdir` is a temporary folder.
+    """
+
+    def __init__(self, logdir: str, *args: Any, trial_folder: str, **kwargs: Any) -> None:
+        os.makedirs(trial_folder, exist_ok=True)
+        super().__init__(trial_folder, *args, **kwargs)
+        self._samples = Path(trial_folder) / SAMPLES_FILE
         self._num_logged = 0
 
     def _handle_result(self, result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -37,6 +41,9 @@ class WandbLogger(WandbLoggerCallback):
     """Ray's W&B callback with the table of sampled texts."""
 
     _logger_actor_cls = SamplesLoggingActor
+
+    def _start_logging_actor(self, trial: Any, exclude_results: list[str], **kwargs: Any) -> None:
+        super()._start_logging_actor(trial, exclude_results, trial_folder=trial.path, **kwargs)
 
 
 def check_wandb(key: str | None) -> None:

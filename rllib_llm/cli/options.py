@@ -22,6 +22,7 @@ class RayOptions:
         str | None,
         typer.Option(
             "--ray-address",
+            envvar="RAY_ADDRESS",
             help="Run on this Ray cluster ('auto' finds a local one) instead of starting Ray here.",
         ),
     ] = None
@@ -103,7 +104,11 @@ class RunOptions(RayOptions):
     ] = None
     restore: Annotated[
         str | None,
-        typer.Option("--restore", help="Checkpoint from which the trials of one experiment start."),
+        typer.Option(
+            "--restore",
+            help="Checkpoint from which the trials of one experiment start. Episodes count on, "
+            "training_iteration counts anew.",
+        ),
     ] = None
     resume: Annotated[
         bool,

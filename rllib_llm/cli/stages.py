@@ -14,7 +14,7 @@ from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.live_table import LiveTable
 from rllib_llm.cli.plan import check_experiment, search_space
 from rllib_llm.cli.scheduling import make_scheduler, make_searcher
-from rllib_llm.cli.stage_result import StageResult, collect_result
+from rllib_llm.cli.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.cli.yaml_experiments import Experiment, fill
 from rllib_llm.config_schema import resolve_classes
 
@@ -69,7 +69,8 @@ def run_stage(
     """Run one experiment, every reference resolved, to its end."""
     check_experiment(experiment)
     folder = run_folder / experiment.name
-    short = experiment.run.rpartition(".")[2].rpartition(":")[2]
+    (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
+    short = short_name(experiment.run)
     with LiveTable(f"{experiment.name} · {short}", experiment.stop, console) as table:
         callbacks = [table, *loggers]
         with warnings.catch_warnings():

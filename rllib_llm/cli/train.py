@@ -212,6 +212,11 @@ def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) ->
         or next((e.storage_path for e in experiments if e.storage_path), None)
         or "~/ray_results"
     )
+    if "://" in storage:
+        raise UserError(
+            f"storage_path={storage!r} must be a folder: models are handed from stage to stage as "
+            "files. Use a disk that all nodes share, and copy results elsewhere afterwards."
+        )
     root = Path(storage).expanduser().resolve()
     if options.experiment_name:
         folder = root / options.experiment_name

@@ -41,8 +41,8 @@ def run(tmp_path, ray_session):
 
 
 def test_stages_run_in_order_each_with_what_the_earlier_one_made(run, tmp_path):
-    result = run(TWO_STAGES)
-    assert result.exit_code == 0, result.output
+    result = run(TWO_STAGES, "--as-test")
+    assert result.exit_code == 1, result.output  # a pass criterion is missed
     folder = tmp_path / "results" / "run"
     first, second = (StageResult.load(folder / name) for name in ("first", "second"))
     made_from = json.loads((second.model / "config.json").read_text())["made_from"]
@@ -63,23 +63,18 @@ def test_stages_run_in_order_each_with_what_the_earlier_one_made(run, tmp_path):
     assert f"rllib evaluate {second.checkpoint}" in text
 
 
-def test_as_test_turns_a_missed_criterion_into_an_exit_code(run):
-    assert run(TWO_STAGES, "--as-test").exit_code == 1
-    assert run(TWO_STAGES, "--as-test", "--set", "second.lr=9").exit_code == 0
-
-
 def test_of_several_trials_the_best_one_is_handed_on(run, tmp_path):
-    search = {"a": {**TWO_STAGES["first"], "config": {"lr": {"grid_search": [1.0, 3.0, 2.0]}}}}
+    search = {"a": {**TWO_STAGES["first"], "config": {"lr": {"grid_search": [3.0, 1.0]}}}}
     result = run(search)
     assert result.exit_code == 0, result.output
     stage = StageResult.load(tmp_path / "results" / "run" / "a")
-    assert stage.labels == ["lr=1", "lr=3", "lr=2"] or stage.labels == [
+    assert stage.labels == ["lr=3", "lr=1"] or stage.labels == [
         "lr=1.0",
         "lr=3.0",
         "lr=2.0",
     ]
-    assert (stage.best, stage.metrics["objective/scores"]) == (1, 6.0)
-    assert "best of 3 trials: lr=3" in said(result.output)
+    assert (stage.best, stage.metrics["objective/scores"]) == (0, 6.0)
+    assert "best of 2 trials: lr=3" in said(result.output)
 
 
 def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
@@ -103,14 +98,14 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
 
 
 def test_restore_starts_from_a_checkpoint(run, tmp_path):
-    assert run(TWO_STAGES).exit_code == 0
-    first = StageResult.load(tmp_path / "results" / "run" / "first")
-    longer = {"a": {**TWO_STAGES["first"], "stop": {"training_iteration": 3}}}
-    result = run(longer, "--restore", str(first.checkpoint))
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "count.json").write_text("7")
+    result = run({"a": TWO_STAGES["first"]}, "--restore", str(checkpoint))
     assert result.exit_code == 0, result.output
-    a = StageResult.load(tmp_path / "results" / "run" / "a")
-    assert a.metrics["episode"] == 30
-    assert a.metrics["iterations_since_restore"] == 1  # two of the three were made before
+    metrics = StageResult.load(tmp_path / "results" / "run" / "a").metrics
+    # The count goes on from 7; iterations, and with them `stop`, are those of this run.
+    assert (metrics["episode"], metrics["training_iteration"]) == (90, 2)
 
 
 def test_a_full_disk_is_told_in_plain_words(run):
@@ -125,11 +120,10 @@ def test_options_lie_over_the_file(run, tmp_path):
     one = {"a": TWO_STAGES["first"]}
     result = run(
         one, "--stop", '{"training_iteration": 4}', "--checkpoint-freq", "1",
-        "--keep-checkpoints-num", "2", "--num-samples", "2", "--set", "lr=0.5",
+        "--keep-checkpoints-num", "2", "--set", "lr=0.5",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     stage = StageResult.load(tmp_path / "results" / "run" / "a")
-    assert len(stage.trial_folders) == 2
     assert (stage.metrics["training_iteration"], stage.metrics["objective/scores"]) == (4, 2.0)
     assert len(list(stage.best_trial_folder.glob("checkpoint_*"))) == 2
 
@@ -172,6 +166,10 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (
             ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],
             "no run of 'default' lies in '/nowhere'",
+        ),
+        (
+            ["train", "--algo", COUNTER, "--storage-path", "s3://bucket"],
+            "storage_path='s3://bucket' must be a folder",
         ),
     ],
 )

@@ -12,9 +12,9 @@ from typing import Any
 
 from ray.tune import PlacementGroupFactory, Trainable
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.algorithms.samples import SAMPLES_FILE
-
+# As in rllib_llm, whose import would cost each worker process seconds.
+MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", "default_policy")
+SAMPLES_FILE = "samples.jsonl"
 COUNTER = "tests.cli.tiny_trainables.Counter"
 
 
