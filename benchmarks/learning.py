@@ -106,8 +106,8 @@ def make_config(bench: Any, folder: Path, algo: str, beta: float, seed: int) -> 
 
 
 def read_curve(curve: list[float], samples: int) -> float:
-    """Mean of the three iterations around the one that ends at so many samples."""
-    index = samples // BATCH - 1
+    """Mean of the three iterations around the one sampled after learning from so many samples."""
+    index = samples // BATCH
     return statistics.mean(curve[index - 1 : index + 2])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from rllib_llm.sampling.params import SamplingParams
 
@@ -44,7 +45,7 @@ def check_inputs(
             "prompt_mask must be left-padded, with a token in its last column: completions are "
             "appended there. Move the padding of every prompt to its front; drop empty prompts."
         )
-    _check_positions(model, int(lengths.max()), params)
+    _check_positions(model.config, int(lengths.max()), params)
     _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
 
 
@@ -58,9 +59,8 @@ def check_at_least_one(**settings: int | None) -> None:
             )
 
 
-def _check_positions(model: nn.Module, longest_prompt: int, params: SamplingParams) -> None:
-    config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
+def _check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and longest_prompt + params.max_new_tokens > limit:
         raise ValueError(
             f"max_new_tokens={params.max_new_tokens!r} must be at most "

@@ -79,7 +79,8 @@ def test_adapters_through_the_loop(make, base_folder, tmp_path):
 
 
 def test_sft_under_adapters_lowers_the_loss(base_folder):
-    config = tiny_runs.sft(lr=0.02).language_model(model=base_folder, lora=LORA)
+    config = tiny_runs.sft(lr=0.005).language_model(model=base_folder, lora=LORA)
     with tiny_runs.built(config) as algorithm:
-        losses = [algorithm.train()["loss"]["sft"] for _ in range(6)]
-    assert losses[-1] < 0.9 * losses[0]
+        losses = [algorithm.train()["loss"]["sft"] for _ in range(24)]
+    # What is left is the frozen random head's: adapters reach the trunk only.
+    assert losses[-1] < losses[0] - 0.1
