@@ -11,7 +11,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.modules.adapter_folder import merge_folder
-from rllib_llm.modules.lora import is_adapter
+from rllib_llm.modules.lora import add_adapters, is_adapter
 from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
 from rllib_llm.weights.broadcast import export_module
 from tests.algorithms import tiny_runs
@@ -84,3 +84,39 @@ def test_sft_under_adapters_lowers_the_loss(base_folder):
         losses = [algorithm.train()["loss"]["sft"] for _ in range(24)]
     # What is left is the frozen random head's: adapters reach the trunk only.
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_two_sharded_learners_and_a_sampler_exchange_adapters_only(
+    ray_session, base_folder, tmp_path
+):
+    config = (
+        tiny_runs.grpo(ref_kl_estimator="full", train_batch_size_per_learner=6, minibatch_size=3)
+        .language_model(model=base_folder, lora=LORA)
+        .learners(num_learners=2, strategy="fsdp")
+        .env_runners(num_env_runners=1)
+    )
+    with tiny_runs.built(config) as algorithm:
+        first, second = algorithm.train(), algorithm.train()
+        # Every adapter in float32, whose sizes are multiples of 64 bytes.
+        sizes = {name: p.numel() for name, p in adapters_of(base_folder).items()}
+        assert second["weights"]["received_bytes"] == 4 * sum(sizes.values())
+        assert first["sampler"]["logprob_gap"] < 1e-5 and second["sampler"]["logprob_gap"] < 1e-5
+        path = algorithm.save_to_path(tmp_path / "checkpoint")
+        merged = load_causal_lm(algorithm.export_model(tmp_path / "merged"))
+        third = tiny_runs.learnt(algorithm.train())
+        algorithm.restore_from_path(path)
+        again = tiny_runs.learnt(algorithm.train())
+    for group in ("objective", "loss", "policy"):
+        assert again[group] == pytest.approx(third[group], rel=1e-5, abs=1e-7)
+    folder = tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT
+    torch.testing.assert_close(
+        logits(AutoPeftModelForCausalLM.from_pretrained(folder)), logits(merged),
+        rtol=1e-4, atol=1e-5,
+    )  # fmt: skip
+
+
+def adapters_of(base_folder):
+    model = load_causal_lm(base_folder)
+    add_adapters(model, LORA)
+    return {name: p for name, p in model.named_parameters() if is_adapter(name)}
