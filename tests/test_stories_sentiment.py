@@ -72,7 +72,7 @@ def check(folder: Path) -> None:
         pairs = before_and_after(read_json_lines(trials[coeff] / "samples.jsonl"))
         assert pairs and all(before["iteration"] == 0 for before, _ in pairs)
     stage = json.loads((folder / "stories" / "stage.json").read_text())
-    assert Path(stage["model"], "config.json").is_file()
+    assert Path(folder, "stories", stage["model"], "config.json").is_file()
 
 
 @pytest.mark.slow
