@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.tune import Callback
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from rllib_llm.cli.metrics_view import METRICS, Metric, flatten, number, present, progress
+from rllib_llm.cli.metrics_view import Metric, columns, flatten, number, progress
 from rllib_llm.cli.stage_result import setting
 
 LINE_INTERVAL_S = 10.0
+BAR_WIDTH = 12
 
 
 class TrialRow:
@@ -106,32 +108,26 @@ class LiveTable(Callback):
     # --- rendering ----------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """Return the table as it stands now."""
+        """Return the table as it stands now. It fits 80 columns for a single trial."""
         rows = list(self._rows.values()) or [TrialRow(self._stage, self._stop)]
-        columns = self._columns()
+        metrics = columns([row.result for row in rows])
         elapsed = _clock(time.monotonic() - self._started)
         table = Table(
-            title=f"{self._title}   {elapsed}",
+            title=f"{self._title}, {elapsed}",
             title_justify="left",
             title_style="bold",
-            expand=False,
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
         )
         table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
-        table.add_column("progress", width=16)
-        for heading in ("ETA", "iteration", *(metric.title for metric in columns)):
+        table.add_column("progress", width=BAR_WIDTH)
+        for heading in ("ETA", "iter", *(metric.title for metric in metrics)):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
-            table.add_row(
-                row.name,
-                _bar(row),
-                _eta(row),
-                _iteration(row),
-                *(_cell(row.result, metric) for metric in columns),
-            )
+            cells = (_cell(row.result, metric) for metric in metrics)
+            table.add_row(row.name, _bar(row), _eta(row), _iteration(row), *cells)
         return table
-
-    def _columns(self) -> list[Metric]:
-        return present([row.result for row in self._rows.values()], METRICS)
 
     def _row(self, trial: Any) -> TrialRow:
         if trial.trial_id not in self._rows:
@@ -147,7 +143,7 @@ class LiveTable(Callback):
         if not force and now - self._last_line < LINE_INTERVAL_S:
             return
         self._last_line = now
-        cells = [f"{m.title} {_cell(row.result, m)}" for m in present([row.result])]
+        cells = [f"{m.title} {_cell(row.result, m)}" for m in columns([row.result])]
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
@@ -157,7 +153,7 @@ def _bar(row: TrialRow) -> Any:
     if row.state in ("failed", "starting"):
         return f"[red]{row.state}[/red]" if row.state == "failed" else f"[dim]{row.state}[/dim]"
     share = 1.0 if row.state == "done" else row.share
-    return ProgressBar(total=1.0, completed=share, width=16)
+    return ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
 
 
 def _eta(row: TrialRow) -> str:

@@ -17,19 +17,32 @@ class Metric:
     form: str = ".3f"
 
 
-# Of our algorithms, in the order of columns. A table shows those that its results hold.
-METRICS = (
-    Metric("episode", "episodes", ",.0f"),
-    Metric("loss/sft", "loss"),
-    Metric("loss/reward_model", "loss"),
-    Metric("train/accuracy", "accuracy"),
-    Metric("objective/scores", "reward"),
-    Metric("env/gold_score", "gold"),
-    Metric("objective/kl", "KL"),
-    Metric("eval/accuracy", "eval accuracy"),
-    Metric("eval/loss", "eval loss"),
-    Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
-)
+EPISODES = Metric("episode", "episodes", ",.0f")
+TOKENS_PER_S = Metric("throughput/tokens_per_s", "tokens/s", ",.0f")
+# Columns of the live table, by a result that tells the kind of the stage.
+COLUMNS: dict[str, tuple[Metric, ...]] = {
+    "loss/sft": (
+        EPISODES,
+        Metric("loss/sft", "loss"),
+        Metric("eval/loss", "held out"),
+        TOKENS_PER_S,
+    ),
+    "loss/reward_model": (
+        EPISODES,
+        Metric("loss/reward_model", "loss"),
+        Metric("train/accuracy", "accuracy"),
+        Metric("eval/accuracy", "held out"),
+        TOKENS_PER_S,
+    ),
+    "objective/scores": (
+        EPISODES,
+        Metric("objective/scores", "reward"),
+        Metric("env/gold_score", "gold"),
+        Metric("objective/kl", "KL"),
+        TOKENS_PER_S,
+    ),
+    "episode": (EPISODES, TOKENS_PER_S),
+}
 # Of RLlib's own algorithms.
 STOCK_METRICS = (
     Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
@@ -91,15 +104,22 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def present(
-    results: Sequence[Mapping[str, Any]], metrics: tuple[Metric, ...] = METRICS
-) -> list[Metric]:
-    """Return those `metrics` that at least one of the flat `results` holds as a number.
+def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """Return the columns of the live table for the flat `results` of a stage's trials."""
+    for marker, metrics in COLUMNS.items():
+        if any(marker in result for result in results):
+            return _held(results, metrics)
+    return _held(results, STOCK_METRICS)
 
-    Results of RLlib's own algorithms, which count no `episode`, have STOCK_METRICS.
-    """
-    if not any("episode" in result for result in results):
-        metrics = STOCK_METRICS
+
+def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """Return the lines of the summary for the flat `results` of a trial."""
+    is_ours = any("episode" in result for result in results)
+    return _held(results, SUMMARY_METRICS if is_ours else STOCK_METRICS)
+
+
+def _held(results: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]) -> list[Metric]:
+    """Return those `metrics` that at least one of the `results` holds as a number."""
     return [m for m in metrics if any(number(r.get(m.key)) is not None for r in results)]
 
 

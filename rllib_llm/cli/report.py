@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from rich.table import Table
 
 from rllib_llm.algorithms.samples import SAMPLES_FILE
 from rllib_llm.cli.before_after import before_after_table
-from rllib_llm.cli.metrics_view import SUMMARY_METRICS, number, present
+from rllib_llm.cli.metrics_view import number, summary_metrics
 from rllib_llm.cli.plot import plot_stage
 from rllib_llm.cli.stage_result import StageResult
 from rllib_llm.cli.trial_logs import before_and_after, read_json_lines, read_results
@@ -42,7 +44,7 @@ def report(
             result.folder / "curves.png",
         )
     verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
-    _heading(f"Everything is in {folder}", console)
+    _heading(f"Everything is in {_shown(folder)}", console)
     console.print(_places(results, figures, folder))
     _next_commands(results, folder, console)
     return all(verdicts)
@@ -64,7 +66,7 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     table.add_column("result")
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
-    for metric in present(rows, SUMMARY_METRICS):
+    for metric in summary_metrics(rows):
         values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
         table.add_row(metric.title, format(values[0], metric.form), format(values[-1], metric.form))
     console.print(table)
@@ -113,13 +115,29 @@ def _next_commands(results: list[StageResult], folder: Path, console: Console) -
     commands = []
     policies = [result for result in results if result.model and _generates(result.model)]
     if policies:
-        commands.append(("talk to the model", f"rllib generate {policies[-1].model}"))
-    if results[-1].checkpoint:
-        commands.append(("evaluate it again", f"rllib evaluate {results[-1].checkpoint}"))
-    commands.append(("all curves (pip install tensorboard)", f"tensorboard --logdir {folder}"))
+        commands.append(("talk to the model", f"{_rllib()} generate {_shown(policies[-1].model)}"))
+    if checkpoint := results[-1].checkpoint:
+        commands.append(("evaluate it again", f"{_rllib()} evaluate {_shown(checkpoint)}"))
+    commands.append(
+        ("all curves (pip install tensorboard)", f"tensorboard --logdir {_shown(folder)}")
+    )
     _heading("Next", console)
     for purpose, command in commands:
-        console.print(f"  {command}   [dim]# {purpose}[/dim]", highlight=False, soft_wrap=True)
+        console.print(f"  [dim]# {purpose}[/dim]\n  {command}", highlight=False, soft_wrap=True)
+
+
+def _rllib() -> str:
+    """Return how this command was called, where it is not on the PATH as `rllib`."""
+    called = Path(sys.argv[0])
+    if called.name not in ("rllib", "rllib-llm") or shutil.which(called.name):
+        return "rllib"
+    return str(_shown(called))
+
+
+def _shown(path: Path) -> Path:
+    """Return `path` relative to the current folder, where it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _generates(model: Path) -> bool:

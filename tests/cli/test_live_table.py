@@ -47,6 +47,17 @@ def test_a_single_trial_carries_the_name_of_its_stage():
     assert "failed" in rendered(table)
 
 
+def test_a_full_row_fits_a_terminal_of_80_columns():
+    table = LiveTable("ppo · PPOPtx", {"training_iteration": 100}, console(terminal=True))
+    scores = {"objective": {"scores": -1.5, "kl": 12.25}, "env": {"gold_score": -2.5}}
+    throughput = {"throughput": {"tokens_per_s": 12345.0}}
+    table.on_trial_result(1, [], trial("a"), result(50, **scores, **throughput))
+    out = Console(file=io.StringIO(), width=80)
+    out.print(table.table())
+    text = out.file.getvalue()
+    assert "12,345" in text and "…" not in text.replace(" … ", "")  # … alone is an unknown ETA
+
+
 def test_without_a_terminal_there_are_plain_lines_not_too_many():
     out = console(terminal=False)
     with LiveTable("sft · SFT", {"training_iteration": 9}, out) as table:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.cli.metrics_view import METRICS, flatten, number, present, progress
+from rllib_llm.cli.metrics_view import columns, flatten, number, progress, summary_metrics
 
 
 def test_nested_results_become_flat():
@@ -17,11 +17,19 @@ def test_numbers_are_finite_floats(value: object, expected: float | None):
     assert number(value) == expected
 
 
-def test_columns_are_those_that_results_hold():
-    ours = [{"episode": 1}, {"episode": 2, "objective/kl": 0.1, "objective/scores": None}]
-    assert [metric.key for metric in present(ours, METRICS)] == ["episode", "objective/kl"]
+def test_columns_are_those_of_the_stage_that_results_hold():
+    rl = [{"episode": 1}, {"episode": 2, "objective/kl": 0.1, "objective/scores": None}]
+    assert [metric.key for metric in columns(rl)] == ["episode", "objective/kl"]
+    rm = [{"episode": 1, "loss/reward_model": 0.7, "eval/accuracy": 0.5, "eval/loss": 0.7}]
+    assert [metric.title for metric in columns(rm)] == ["episodes", "loss", "held out"]
     stock = [{"env_runners/episode_return_mean": 3.0, "num_env_steps_sampled_lifetime": 5}]
-    assert [metric.title for metric in present(stock)] == ["env steps", "return"]
+    assert [metric.title for metric in columns(stock)] == ["env steps", "return"]
+    assert columns([{}]) == []
+
+
+def test_a_summary_of_ours_leaves_out_what_is_rllibs():
+    result = {"episode": 1, "env_runners/episode_return_mean": 3.0, "eval/scores": 1.0}
+    assert [metric.key for metric in summary_metrics([result])] == ["episode", "eval/scores"]
 
 
 def test_progress_is_that_of_the_nearest_counter():
