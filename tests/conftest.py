@@ -36,7 +36,7 @@ def ray_session() -> Iterator[None]:
 
     for name in ("ray", "ray.tune", "ray.rllib"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    started_here = not ray.is_initialized()
+    ray.shutdown()  # a local algorithm of an earlier test may have started one with other bounds
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,
@@ -44,11 +44,9 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        ignore_reinit_error=True,
     )
     yield
-    if started_here:
-        ray.shutdown()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

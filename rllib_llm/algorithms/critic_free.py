@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rllib_llm.algorithms.checks import require
-from rllib_llm.algorithms.rlhf import RLHF, RLHFConfig
+from rllib_llm.algorithms.rlhf import RLHF
+from rllib_llm.algorithms.rlhf_config import RLHFConfig
 
 
 class GRPOConfig(RLHFConfig):

@@ -7,7 +7,8 @@ from typing import Any
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
 from rllib_llm.algorithms.checks import require
-from rllib_llm.algorithms.rlhf import RLHF, RLHFConfig
+from rllib_llm.algorithms.rlhf import RLHF
+from rllib_llm.algorithms.rlhf_config import RLHFConfig
 
 
 class PPOPtxConfig(RLHFConfig):

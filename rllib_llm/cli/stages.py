@@ -80,10 +80,10 @@ def run_stage(
             else:
                 grid = _tuner(experiment, run_folder, callbacks).fit()
     trials = [grid[index] for index in range(len(grid))]
+    if table.interrupted:
+        raise StageInterrupted(f"{experiment.name} was stopped before its end.")
     if grid.num_errors:
         raise StageFailed(_failure_text(experiment.name, trials))
-    if grid.num_terminated < len(trials):
-        raise StageInterrupted(f"{experiment.name} was stopped before its end.")
     return collect_result(experiment, folder, trials)
 
 

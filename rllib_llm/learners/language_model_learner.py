@@ -13,11 +13,8 @@ With the strategy "ddp" each learner holds all weights, with "fsdp" a share (`sh
 
 from __future__ import annotations
 
-import logging
 import math
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,23 +32,22 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
+from rllib_llm.learners.gradients import sum_gradients_
 from rllib_llm.learners.metrics import WeightedMeans
+from rllib_llm.learners.optimizer_state import load_state, whole_state
+from rllib_llm.learners.refused_updates import RefusedUpdates
 from rllib_llm.learners.schedule import learning_rate_factor
 from rllib_llm.learners.sharding import (
     ShardedModule,
     clip_gradients_,
     gradient_norm,
     shard_module,
-    shard_optimizer_state,
 )
 from rllib_llm.modules.pretrained import resolve_dtype
-from rllib_llm.modules.shards import gather
 
-logger = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
-MAX_CONSECUTIVE_REFUSALS = 3
 
 
 class LanguageModelLearner(TorchLearner):
@@ -64,11 +60,10 @@ class LanguageModelLearner(TorchLearner):
 
     def build(self) -> None:
         self.num_updates = 0  # optimiser steps taken, what schedules count in
-        self.num_refused_updates = 0
-        self._consecutive_refusals = 0
         self.means = WeightedMeans()
         self._sharded: ShardedModule | None = None
         super().build()
+        self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
 
     # --- hooks -------------------------------------------------------------------------------
 
@@ -156,46 +151,17 @@ class LanguageModelLearner(TorchLearner):
         self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params)
 
     def _get_optimizer_state(self) -> dict[str, Any]:
-        """Whole moments as tensors on the CPU; with shards, {} at all learners but the first."""
-        states = {}
-        for name, optimizer in self._named_optimizers.items():
-            state = optimizer.state_dict()
-            tensors = gather(
-                {(i, key): value for i, entry in state["state"].items()
-                 for key, value in entry.items()}
-            )  # fmt: skip
-            whole: dict[int, dict[str, torch.Tensor]] = {}
-            for (i, key), tensor in tensors.items():
-                whole.setdefault(i, {})[key] = tensor.cpu()
-            states[name] = {
+        return {
+            name: {
                 "module_id": self._optimizer_name_to_module[name],
-                "state": {**state, "state": whole},
+                "state": whole_state(optimizer),
             }
-        return states
-
-    def _cut_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with moments of its own, and where weights are shards, their shards."""
-        cut = {}
-        for name, entry in state.items():
-            params = self._named_optimizers[name].param_groups[0]["params"]
-            whole = entry["state"]
-            shards = shard_optimizer_state(whole["state"], params)
-            cut[name] = {**entry, "state": {**whole, "state": shards}}
-        return cut
+            for name, optimizer in self._named_optimizers.items()
+        }
 
     def _set_optimizer_state(self, state: dict[str, Any]) -> None:
-        """The moments of a checkpoint under the settings of this config, which may be others
-        (population-based search)."""
-        own = {
-            name: [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
-            for name, opt in self._named_optimizers.items()
-        }
-        super()._set_optimizer_state(self._cut_optimizer_state(state))
-        for name, groups in own.items():
-            for group, settings in zip(
-                self._named_optimizers[name].param_groups, groups, strict=True
-            ):
-                group.update(settings)
+        for name, entry in state.items():
+            load_state(self._named_optimizers[name], entry["state"])
 
     @property
     def learning_rate(self) -> float:
@@ -335,14 +301,15 @@ class LanguageModelLearner(TorchLearner):
     def _step(self, loss: torch.Tensor, minibatch: Batch) -> None:
         """Sums gradients over learners, refuses what is not finite, clips, steps."""
         params = [param for param in self._params.values() if param.requires_grad]
-        self._sum_gradients(params)
+        if self.distributed and self._sharded is None:  # shards are summed as they are made
+            sum_gradients_(params, self.all_reduce)
         self.all_reduce(loss)
         grads = [param.grad for param in params if param.grad is not None]
         norm = gradient_norm(grads)
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            self._refuse(loss, norm, minibatch)
+            self._refusals.refuse(loss, norm, minibatch)
             return
-        self._consecutive_refusals = 0
+        self._refusals.num_in_a_row = 0
         if self.config.grad_clip is not None:
             clip_gradients_(grads, norm, self.config.grad_clip)
         for optimizer in self._named_optimizers.values():
@@ -352,38 +319,6 @@ class LanguageModelLearner(TorchLearner):
         self.means.add("grad_norm", norm, 1)
         self.num_updates += 1
 
-    def _sum_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        if not self.distributed or self._sharded is not None:  # shards are summed as they are made
-            return
-        for param in params:
-            if param.grad is None:  # this learner had no rows, or never uses it
-                param.grad = torch.zeros_like(param)
-        flat = torch.cat([param.grad.reshape(-1) for param in params])
-        self.all_reduce(flat)
-        for param, grad in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            param.grad.copy_(grad.view_as(param))
-
-    def _refuse(self, loss: torch.Tensor, norm: torch.Tensor, minibatch: Batch) -> None:
-        """Leaves weights and optimiser as they are, and keeps the batch for inspection.
-
-        Raises:
-            FloatingPointError: it happened several times in a row.
-        """
-        self.num_refused_updates += 1
-        self._consecutive_refusals += 1
-        folder = Path(self.config.refused_batch_dir or tempfile.gettempdir())
-        path = folder / f"refused_batch_{self.num_refused_updates}_{self.rank}.pt"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(minibatch, path)
-        message = (
-            f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update was "
-            f"refused, weights and optimiser are unchanged. The mini-batch is in {path}."
-        )
-        logger.error(message)
-        if self._consecutive_refusals >= MAX_CONSECUTIVE_REFUSALS:
-            raise FloatingPointError(f"{message} It happened {self._consecutive_refusals} times "
-                                     "in a row: lower lr, or look at the scores in that batch.")
-
     def _log_means(self) -> None:
         """Each learner logs its share of the mean; RLlib sums the shares."""
         local_only = {"lr", "grad_norm"}
@@ -392,7 +327,7 @@ class LanguageModelLearner(TorchLearner):
                 continue
             share = value / self.world_size if name in local_only else value
             self.metrics.log_value((DEFAULT_MODULE_ID, name), share, reduce="sum")
-        refused = self.num_refused_updates / self.world_size
+        refused = self._refusals.num_refused / self.world_size
         self.metrics.log_value((DEFAULT_MODULE_ID, "num_refused_updates"), refused, reduce="sum")
 
     def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
@@ -402,11 +337,11 @@ class LanguageModelLearner(TorchLearner):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What this learner knows beside module, optimiser and RLlib's own counters."""
-        return {"num_updates": self.num_updates, "num_refused_updates": self.num_refused_updates}
+        return {"num_updates": self.num_updates, "num_refused_updates": self._refusals.num_refused}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.num_updates = state["num_updates"]
-        self.num_refused_updates = state["num_refused_updates"]
+        self._refusals.num_refused = state["num_refused_updates"]
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
@@ -160,7 +161,9 @@ def merge_into(plain: nn.Module, adapted: nn.Module, tensors: dict[str, torch.Te
 
 def _is_quantized(layer: nn.Module) -> bool:
     weight = getattr(layer, "weight", None)
-    return weight is not None and type(weight.data) is not torch.Tensor or _is_bitsandbytes(weight)
+    if weight is None or isinstance(weight, DTensor):  # sharded weights are plain ones in pieces
+        return False
+    return type(weight.data) is not torch.Tensor or _is_bitsandbytes(weight)
 
 
 def _is_bitsandbytes(weight: Any) -> bool:

@@ -1,0 +1,273 @@
+"""Settings that every RLHF algorithm shares: sampling, scores, advantages, the KL and the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import NotProvided
+
+from rllib_llm.algorithms.checks import check_reference, require
+from rllib_llm.algorithms.evaluation import evaluate_held_out
+from rllib_llm.algorithms.language_model import LanguageModelConfig
+from rllib_llm.learners.losses import POLICY_LOSSES, REDUCTIONS
+from rllib_llm.sampling.env_runner import RLHFEnvRunner
+
+CRITICS = ("shared", "separate", "none")
+
+
+class RLHFConfig(LanguageModelConfig):
+    """Settings shared by PPO-ptx, GRPO, RLOO and REINFORCE++."""
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class)
+        # Runner: whole completions, judged in batches; its state is a position, kept here.
+        self.env_runner_cls = RLHFEnvRunner
+        self.batch_mode = "complete_episodes"
+        self.merge_env_runner_states = False
+        self.broadcast_env_runner_states = False
+        self.sample_timeout_s = None
+        self.num_env_runners = 0
+        self.create_local_env_runner = False
+        self.enable_connectors = False
+        # Sampling.
+        self.num_completions = 1
+        self.temperature = 1.0
+        self.top_p = 1.0
+        self.top_k = 0
+        self.min_new_tokens = 0
+        self.max_new_tokens = 64
+        self.stop_token_ids: list[int] | None = None
+        self.sampling_batch_size: int | None = None
+        # Critic.
+        self.critic = "none"
+        self.critic_model: str | None = None
+        # The KL to the reference policy. Not RLlib's `kl_coeff`, which is old against new policy.
+        self.ref_kl_coeff = 0.05
+        self.ref_kl_in = "reward"
+        self.ref_kl_estimator = "k1"
+        self.ref_kl_unbiased = False
+        self.ref_kl_target: float | None = None
+        self.ref_kl_horizon = 10_000.0
+        self.reference_in: str | None = None
+        # Loss.
+        self.policy_loss = "ppo"
+        self.loss_reduction = "token_mean"
+        self.clip_param = 0.2
+        self.clip_param_high: float | None = None
+        self.dual_clip: float | None = None
+        self.vf_clip_param: float | None = 0.2
+        self.vf_loss_coeff = 0.1
+        self.entropy_coeff = 0.0
+        self.gamma = 1.0
+        self.lambda_ = 0.95
+        self.target_kl: float | None = None
+        self.whiten_advantages = True
+        self.whiten_rewards = False
+        self.recompute_old_logprobs = False
+        self.importance_sampling: str | None = None
+        self.importance_sampling_cap = 2.0
+        # Scores.
+        self.score_clip: float | None = None
+        self.scale_scores = False
+        self.missing_eos_penalty = 0.0
+        self.length_penalty = 0.0
+        self.overlong_buffer = 0
+        self.scale_by_std = True
+        self.drop_zero_variance_groups = False
+        # What is written down.
+        self.log_samples_every = 10
+        self.num_logged_samples = 8
+        self.train_batch_size_per_learner = 64
+        # Evaluation on held-out prompts, greedy, through RLlib's evaluation samplers.
+        self.evaluation_duration = 64
+        self.evaluation_duration_unit = "episodes"
+        self.custom_evaluation_function = evaluate_held_out
+
+    def sampling(
+        self,
+        *,
+        num_completions: int = NotProvided,
+        temperature: float = NotProvided,
+        top_p: float = NotProvided,
+        top_k: int = NotProvided,
+        min_new_tokens: int = NotProvided,
+        max_new_tokens: int = NotProvided,
+        stop_token_ids: list[int] | None = NotProvided,
+        sampling_batch_size: int | None = NotProvided,
+        log_samples_every: int = NotProvided,
+        num_logged_samples: int = NotProvided,
+    ):
+        """Sets how completions are sampled.
+
+        Args:
+            num_completions: completions of each prompt; group algorithms need at least 2.
+            temperature: logits are divided by it, in the sampler and in the loss; > 0.
+            top_p, top_k: truncation; 1.0 and 0 (off) keep sampling on-policy.
+            min_new_tokens, max_new_tokens: bounds on a completion, EOS included.
+            stop_token_ids: ids that end a completion; None: all EOS ids of the model.
+            sampling_batch_size: completions generated at once by one sampler; None: all.
+            log_samples_every: iterations between training samples in samples.jsonl; 0: none.
+            num_logged_samples: rows written each time.
+        """
+        self._assign(locals(), RLHFConfig.sampling)
+        return self
+
+    def training(
+        self,
+        *,
+        critic: str = NotProvided,
+        critic_model: str | None = NotProvided,
+        ref_kl_coeff: float = NotProvided,
+        ref_kl_in: str = NotProvided,
+        ref_kl_estimator: str = NotProvided,
+        ref_kl_unbiased: bool = NotProvided,
+        ref_kl_target: float | None = NotProvided,
+        ref_kl_horizon: float = NotProvided,
+        reference_in: str | None = NotProvided,
+        policy_loss: str = NotProvided,
+        loss_reduction: str = NotProvided,
+        clip_param: float = NotProvided,
+        clip_param_high: float | None = NotProvided,
+        dual_clip: float | None = NotProvided,
+        vf_clip_param: float | None = NotProvided,
+        vf_loss_coeff: float = NotProvided,
+        entropy_coeff: float = NotProvided,
+        lambda_: float = NotProvided,
+        target_kl: float | None = NotProvided,
+        whiten_advantages: bool = NotProvided,
+        whiten_rewards: bool = NotProvided,
+        recompute_old_logprobs: bool = NotProvided,
+        importance_sampling: str | None = NotProvided,
+        importance_sampling_cap: float = NotProvided,
+        score_clip: float | None = NotProvided,
+        scale_scores: bool = NotProvided,
+        missing_eos_penalty: float = NotProvided,
+        length_penalty: float = NotProvided,
+        overlong_buffer: int = NotProvided,
+        scale_by_std: bool = NotProvided,
+        drop_zero_variance_groups: bool = NotProvided,
+        **kwargs,
+    ):
+        """Settings of advantages and loss; others are passed on to `LanguageModelConfig`.
+
+        Args:
+            critic: "shared" (value head on the policy's trunk), "separate" or "none".
+            critic_model: what a separate critic starts from: usually the reward model.
+            ref_kl_coeff: β, weight of the KL to the reference in nats; 0 switches it off.
+            ref_kl_in: "reward" (per token, Ziegler 2019) or "loss" (Shao 2024).
+            ref_kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence"), or
+                "full", the exact KL over the vocabulary, which a reference in the environment
+                cannot give.
+            ref_kl_unbiased: weigh the loss's KL by π/π_old when taking several steps per batch.
+            ref_kl_target: nats per completion that an adaptive β aims at; None: β is fixed.
+            ref_kl_horizon: samples over which the adaptive β changes by at most a fifth.
+            reference_in: who computes the reference's log-probs: "environment" (a frozen model in
+                every sampler, quantised if so set), "policy" (the trunk with its adapters off; with
+                lora, where it is the default) or "learner" (a copy in every learner).
+            policy_loss: "ppo" (ratio of each token), "gspo" (a completion's geometric mean),
+                "rloo" (a completion's whole ratio) or "cispo".
+            loss_reduction: "token_mean" (dapo), "sequence_mean" (grpo) or "dr_grpo".
+            clip_param: ε below, and above unless `clip_param_high` (DAPO's clip-higher) is set.
+            dual_clip: bound on the loss of negative advantages, > 1; None: off.
+            vf_clip_param, vf_loss_coeff: of the critic's loss.
+            entropy_coeff: bonus on the policy's entropy.
+            lambda_: of GAE (`gamma` is RLlib's); 1 and 0.95 as in the original RLHF code.
+            target_kl: epochs stop when approxkl passes 1.5 times this; None: never.
+            whiten_advantages, whiten_rewards: over the whole batch.
+            recompute_old_logprobs: the learner computes them again instead of trusting the
+                sampler's; always on with a critic, whose forward pass they come with.
+            importance_sampling: "truncate" or "mask" corrects the gap between sampler and
+                trainer when old log-probs are recomputed; None: off.
+            importance_sampling_cap: largest weight (Yao et al. 2025: 2).
+            score_clip: scores are held to ± this; None: off.
+            scale_scores: divide scores by their running standard deviation.
+            missing_eos_penalty: subtracted from the score of a completion that hit the limit.
+            length_penalty: subtracted per completion token.
+            overlong_buffer: DAPO's soft punishment over the last so many tokens; 0: off.
+            scale_by_std: divide group advantages by the group's std; False: Dr. GRPO.
+            drop_zero_variance_groups: keep groups with equal scores out of the loss.
+        """
+        super().training(**kwargs)
+        self._assign(locals(), RLHFConfig.training)
+        return self
+
+    def module_class(self) -> type:
+        from rllib_llm.modules.causal_lm import CausalLMModule
+
+        return CausalLMModule
+
+    @property
+    def _model_config_auto_includes(self) -> dict[str, Any]:
+        return super()._model_config_auto_includes | {
+            "temperature": self.temperature,
+            "critic": self.critic,
+            "critic_model": self.critic_model,
+        }
+
+    @property
+    def reference_place(self) -> str:
+        """Who computes the reference's log-probs: "environment", "policy" or "learner"."""
+        return self.reference_in or ("environment" if self.lora is None else "policy")
+
+    @property
+    def num_prompts_per_iteration(self) -> int:
+        """Prompt groups that one iteration samples."""
+        return self.total_train_batch_size // self.num_completions
+
+    def validate(self) -> None:
+        super().validate()
+        _check_choices(self)
+        check_reference(self)
+        _check_sampling(self)
+        require(
+            self.env is not None, "env", self.env, "an environment's name or class",
+            "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
+        )  # fmt: skip
+        require(
+            self.ref_kl_coeff >= 0, "ref_kl_coeff", self.ref_kl_coeff, "at least 0",
+            "it weighs a penalty", "Use 0 to switch the KL off",
+        )  # fmt: skip
+
+
+def _check_choices(config: RLHFConfig) -> None:
+    choices = {
+        "critic": CRITICS,
+        "ref_kl_in": ("reward", "loss"),
+        "ref_kl_estimator": ("k1", "k2", "k3", "full"),
+        "policy_loss": tuple(POLICY_LOSSES),
+        "loss_reduction": tuple(REDUCTIONS),
+        "importance_sampling": (None, "truncate", "mask"),
+    }
+    for name, allowed in choices.items():
+        require(
+            getattr(config, name) in allowed, name, getattr(config, name), f"one of {allowed}",
+            "no other is known", "Choose one of them",
+        )  # fmt: skip
+
+
+def _check_sampling(config: RLHFConfig) -> None:
+    total, group = config.total_train_batch_size, config.num_completions
+    require(
+        group >= 1, "num_completions", group, "at least 1", "it counts completions of a prompt",
+        "Use 1 for a single one",
+    )  # fmt: skip
+    require(
+        total % group == 0, "train_batch_size_per_learner", config.train_batch_size_per_learner,
+        f"such that all learners' rows ({total}) are a multiple of num_completions={group}",
+        "the completions of a prompt stay together", f"Use {max(1, total // group) * group}",
+    )  # fmt: skip
+    size = config.minibatch_size
+    require(
+        size is None or size <= config.train_batch_size_per_learner, "minibatch_size", size,
+        f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
+        "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
+    )  # fmt: skip
+    require(
+        config.temperature > 0, "temperature", config.temperature, "above 0",
+        "logits are divided by it", "Evaluate with explore: false to decode greedily",
+    )  # fmt: skip
+    require(
+        config.max_new_tokens >= max(1, config.min_new_tokens), "max_new_tokens",
+        config.max_new_tokens, f"at least 1 and min_new_tokens={config.min_new_tokens}",
+        "a completion has at least one token", "Raise max_new_tokens",
+    )  # fmt: skip
