@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm import columns
-from rllib_llm.learners.language_model_learner import MAX_CONSECUTIVE_REFUSALS
+from rllib_llm.learners.refused_updates import MAX_IN_A_ROW
 from tests.algorithms.tiny_runs import assert_same_weights, ppo
 from tests.learners import tiny_learners as tiny
 
@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_is_refused(tmp_path):
 
 def test_several_refusals_in_a_row_end_the_run(tmp_path):
     learner = tiny.build(ppo(minibatch_size=None, num_epochs=1, refused_batch_dir=str(tmp_path)))
-    for _ in range(MAX_CONSECUTIVE_REFUSALS - 1):
+    for _ in range(MAX_IN_A_ROW - 1):
         tiny.update(learner, bad_batch(learner))
     with pytest.raises(FloatingPointError, match=r"3 times in a row: lower lr") as caught:
         tiny.update(learner, bad_batch(learner))
