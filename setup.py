@@ -47,7 +47,7 @@ setup(
         "datasets>=3",
         "pyarrow>=17",
         "peft>=0.15",
-        "bitsandbytes>=0.45",
+        "bitsandbytes>=0.50",
         "torchao>=0.13",
         "wandb>=0.19",
         "matplotlib>=3.8",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from ray.rllib.core.rl_module.torch.torch_rl_module import TorchRLModule
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from rllib_llm.modules.adapter_folder import (
     AdapterBase,
@@ -127,6 +128,7 @@ class HuggingFaceModule(TorchRLModule):
         """
         state = self.get_state() if state is None else state
         trunk = {n.removeprefix(TRUNK): t for n, t in state.items() if n.startswith(TRUNK)}
+        self._name_pad_token(self.model)
         with quiet_transformers():
             if has_adapters(self.model):
                 save_adapters(self.model, trunk, folder, self._adapter_base())
@@ -152,9 +154,16 @@ class HuggingFaceModule(TorchRLModule):
         state = self.get_state(inference_only=True) if state is None else state
         trunk = {n.removeprefix(TRUNK): t for n, t in state.items() if n.startswith(TRUNK)}
         plain = merged(self.model, trunk, self._adapter_base())
+        self._name_pad_token(plain)
         with quiet_transformers():
             plain.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
+
+    def _name_pad_token(self, model: PreTrainedModel) -> None:
+        """The folder's model pads as its tokenizer does, which other tools ask its config."""
+        for config in (model.config, getattr(model, "generation_config", None)):
+            if config is not None and config.pad_token_id is None:
+                config.pad_token_id = self.tokenizer.pad_token_id
 
     def _adapter_base(self) -> AdapterBase:
         config = self.model_config

@@ -39,6 +39,7 @@ def test_transformers_reads_the_folder(tmp_path):
     ids = torch.tensor([tokenizer("12+3=")["input_ids"]])
     with torch.no_grad():
         assert torch.equal(model(ids).logits, module.model(ids).logits)
+    assert model.config.pad_token_id == tokenizer.pad_token_id is not None
 
 
 def test_an_inference_state_has_the_policy_alone_and_fits_a_learner():
