@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_reference, require
+from rllib_llm.algorithms.checks import check_loss, check_reference, require
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.learners.losses import POLICY_LOSSES, REDUCTIONS
@@ -66,6 +66,7 @@ class RLHFConfig(LanguageModelConfig):
         self.recompute_old_logprobs = False
         self.importance_sampling: str | None = None
         self.importance_sampling_cap = 2.0
+        self.importance_sampling_level = "token"
         # Scores.
         self.score_clip: float | None = None
         self.scale_scores = False
@@ -139,6 +140,7 @@ class RLHFConfig(LanguageModelConfig):
         recompute_old_logprobs: bool = NotProvided,
         importance_sampling: str | None = NotProvided,
         importance_sampling_cap: float = NotProvided,
+        importance_sampling_level: str = NotProvided,
         score_clip: float | None = NotProvided,
         scale_scores: bool = NotProvided,
         missing_eos_penalty: float = NotProvided,
@@ -173,12 +175,14 @@ class RLHFConfig(LanguageModelConfig):
             entropy_coeff: bonus on the policy's entropy.
             lambda_: of GAE (`gamma` is RLlib's); 1 and 0.95 as in the original RLHF code.
             target_kl: epochs stop when approxkl passes 1.5 times this; None: never.
-            whiten_advantages, whiten_rewards: over the whole batch.
+            whiten_advantages, whiten_rewards: over the whole batch of all learners.
             recompute_old_logprobs: the learner computes them again instead of trusting the
                 sampler's; always on with a critic, whose forward pass they come with.
             importance_sampling: "truncate" or "mask" corrects the gap between sampler and
                 trainer when old log-probs are recomputed; None: off.
             importance_sampling_cap: largest weight (Yao et al. 2025: 2).
+            importance_sampling_level: "token", or "sequence": the weight of a whole completion,
+                unbiased, but far from 1 for long ones.
             score_clip: scores are held to ± this; None: off.
             scale_scores: divide scores by their running standard deviation.
             missing_eos_penalty: subtracted from the score of a completion that hit the limit.
@@ -217,6 +221,7 @@ class RLHFConfig(LanguageModelConfig):
     def validate(self) -> None:
         super().validate()
         _check_choices(self)
+        check_loss(self)
         check_reference(self)
         _check_sampling(self)
         require(
@@ -237,6 +242,7 @@ def _check_choices(config: RLHFConfig) -> None:
         "policy_loss": tuple(POLICY_LOSSES),
         "loss_reduction": tuple(REDUCTIONS),
         "importance_sampling": (None, "truncate", "mask"),
+        "importance_sampling_level": ("token", "sequence"),
     }
     for name, allowed in choices.items():
         require(

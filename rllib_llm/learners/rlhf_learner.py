@@ -8,6 +8,7 @@ An algorithm is a subclass with one method, `compute_advantages`. The arithmetic
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class RLHFLearner(LanguageModelLearner):
     def build(self) -> None:
         self.ref_kl = _kl_coefficient(self.config)
         self.score_scale = scores.RunningScoreScale()
-        self._approx_kl = 0.0
+        self._num_minibatches = 0  # of the current update, begun so far
         super().build()
         self.reference = self._make_reference()
 
@@ -48,6 +49,7 @@ class RLHFLearner(LanguageModelLearner):
     # --- once per update ---------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> Batch:
+        self._num_minibatches = 0
         batch = dict(batch)
         # A row whose judge failed keeps its tokens out of every sum.
         batch[columns.COMPLETION_MASK] = (
@@ -62,7 +64,10 @@ class RLHFLearner(LanguageModelLearner):
         batch.update(self.compute_advantages(batch, processed, kl))
         num_valid = int(batch[columns.VALID].sum())
         if measured is not None and num_valid:
-            self.ref_kl.update(float(kl.sum() / num_valid), num_valid)
+            mean_kl = float(kl.sum() / num_valid)
+            # A KL that is not finite makes the loss so, and that update is refused.
+            if math.isfinite(mean_kl):
+                self.ref_kl.update(mean_kl, num_valid)
         return batch
 
     def _make_reference(self) -> ReferencePolicy | None:
@@ -156,10 +161,12 @@ class RLHFLearner(LanguageModelLearner):
             "val/clipfrac_avg",
             "val/ratio",
             "val/ratio_square",
-            "sampler/logprob_gap",
             "loss/ref_kl_avg",
         ):
             self.means.add_count(name, mask.sum())
+        self._num_minibatches += 1
+        if self._num_minibatches == 1:
+            self.means.add_count("sampler/logprob_gap", mask.sum())
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
 
@@ -208,6 +215,8 @@ class RLHFLearner(LanguageModelLearner):
             batch[columns.SAMPLER_LOGPROBS],
             cap=self.config.importance_sampling_cap,
             mode=self.config.importance_sampling,
+            level=self.config.importance_sampling_level,
+            mask=batch[columns.COMPLETION_MASK],
         )
 
     def _loss_kl(
@@ -278,7 +287,6 @@ class RLHFLearner(LanguageModelLearner):
         with torch.no_grad():
             logprobs = fwd_out[columns.LOGPROBS]
             change = (logprobs - batch[columns.OLD_LOGPROBS]).where(mask, 0.0)
-            gap = (batch[columns.OLD_LOGPROBS] - batch[columns.SAMPLER_LOGPROBS]).where(mask, 0.0)
             ratio = stats["ratio"].where(mask, 0.0)
             approx_kl = 0.5 * change.square().sum()
             self._approx_kl_total += approx_kl
@@ -288,7 +296,9 @@ class RLHFLearner(LanguageModelLearner):
             self.means.add_total("policy/entropy_avg", entropy)
             self.means.add_total("val/ratio", ratio.sum())
             self.means.add_total("val/ratio_square", ratio.square().sum())
-            self.means.add_total("sampler/logprob_gap", gap.abs().sum())
+            if self._num_minibatches == 1:  # the weights are still those that sampled
+                gap = (logprobs - batch[columns.SAMPLER_LOGPROBS]).where(mask, 0.0)
+                self.means.add_total("sampler/logprob_gap", gap.abs().sum())
 
     # --- state -------------------------------------------------------------------------------
 

@@ -71,8 +71,12 @@ class RunningScoreScale:
     def update(
         self, scores: Tensor, valid: Tensor | None = None, all_reduce: AllReduceSum | None = None
     ) -> None:
-        """Take in the (valid) scores [batch] of one batch, of all learners with `all_reduce`."""
+        """Take in the (valid) scores [batch] of one batch, of all learners with `all_reduce`.
+
+        Scores that are not finite are left out: one would spoil the scale for good.
+        """
         counted = (scores if valid is None else scores[valid]).double()
+        counted = counted[counted.isfinite()]
         count_and_sum = torch.stack([counted.new_tensor(counted.numel()), counted.sum()])
         if all_reduce is not None:
             count_and_sum = all_reduce(count_and_sum)

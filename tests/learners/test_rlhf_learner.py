@@ -7,7 +7,7 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.algorithms.critic_free import ReinforcePPConfig
-from tests.algorithms.tiny_runs import MODEL, assert_same_weights, grpo, ppo, rloo
+from tests.algorithms.tiny_runs import MODEL, TEXTS, assert_same_weights, grpo, ppo, rloo
 from tests.learners import tiny_learners as tiny
 
 
@@ -113,12 +113,90 @@ def test_a_penalty_on_a_reference_that_is_not_there_is_refused():
     assert means["objective/kl"] == 0
 
 
-@pytest.mark.parametrize("config", [ppo, rloo, grpo])
-def test_the_first_mini_batch_is_exactly_on_policy(config):
-    learner = tiny.build(config(minibatch_size=None, num_epochs=1, micro_batch_size=2))
+@pytest.mark.parametrize(
+    "config, settings",
+    [
+        (ppo, {}),
+        (ppo, {"critic": "separate", "ptx_data": TEXTS, "ptx_coeff": 0.5}),
+        (reinforce, {}),
+        (rloo, {}),
+        (rloo, {"policy_loss": "rloo", "loss_reduction": "sequence_mean"}),
+        (grpo, {}),
+        (grpo, {"loss_reduction": "dr_grpo", "scale_by_std": False}),
+        (grpo, {"loss_reduction": "token_mean", "clip_param_high": 0.28, "ref_kl_coeff": 0.0,
+                "overlong_buffer": 2, "drop_zero_variance_groups": True}),
+        (grpo, {"policy_loss": "gspo", "clip_param": 3e-4, "clip_param_high": 4e-4}),
+        (grpo, {"policy_loss": "cispo", "clip_param": 1.0, "clip_param_high": 4.0}),
+        (grpo, {"dual_clip": 3.0}),
+        (grpo, {"recompute_old_logprobs": True, "importance_sampling": "truncate"}),
+        (grpo, {"lora": {"r": 4}}),
+    ],
+    ids=["ppo", "ppo-ptx", "reinforce++", "rloo", "rloo-completions", "grpo", "dr_grpo", "dapo",
+         "gspo", "cispo", "dual clip", "recomputed", "lora"],
+)  # fmt: skip
+def test_the_first_mini_batch_is_exactly_on_policy(config, settings):
+    lora = settings.get("lora")
+    settings = {name: value for name, value in settings.items() if name != "lora"}
+    config = config(minibatch_size=None, num_epochs=1, micro_batch_size=2, **settings)
+    config.language_model(lora=lora)
+    learner = tiny.build(config)
     metrics = tiny.update(learner, tiny.judged(learner))
     assert metrics["val/ratio"] == metrics["val/ratio_square"] == 1.0
     assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0.0
+    assert metrics["sampler/logprob_gap"] == 0.0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_gap_to_the_sampler_is_measured_whoever_gives_the_old_log_probs(recompute):
+    """A sampler 0.25 nats off at every other token: the gap is that of the first mini-batch, not
+    what later steps add."""
+    config = grpo(minibatch_size=None, num_epochs=3, lr=0.05, micro_batch_size=2,
+                  recompute_old_logprobs=recompute)  # fmt: skip
+    learner = tiny.build(config)
+    batch = tiny.judged(learner)
+    mask = batch[columns.COMPLETION_MASK]
+    off = 0.25 * (torch.arange(mask.shape[1]) % 2)
+    batch[columns.SAMPLER_LOGPROBS] = (batch[columns.SAMPLER_LOGPROBS] + off) * mask
+    metrics = tiny.update(learner, batch)
+    # Lengths 3, 5, 1, 4, 2, 5 have 1, 2, 0, 2, 1, 2 odd places among 20 tokens.
+    assert metrics["sampler/logprob_gap"] == pytest.approx(0.25 * 8 / 20, rel=1e-5)
+    assert metrics["policy/approxkl_avg"] > 1e-3
+
+
+@pytest.mark.parametrize("level, mode, weights", [
+    ("token", "truncate", [2.0, 0.5, 1.0]),
+    ("token", "mask", [0.0, 0.5, 1.0]),
+    # Log weights 1.8, -0.69 and 0 add up to 1.11: e^1.11 = 3.0 is above the cap.
+    ("sequence", "truncate", [2.0, 2.0, 2.0]),
+    ("sequence", "mask", [0.0, 0.0, 0.0]),
+])  # fmt: skip
+def test_importance_weights_of_tokens_and_completions(level, mode, weights):
+    config = grpo(recompute_old_logprobs=True, importance_sampling=mode,
+                  importance_sampling_level=level)  # fmt: skip
+    batch = {
+        columns.OLD_LOGPROBS: torch.tensor([[-1.0, -3.0, -2.0, 9.0]]),
+        columns.SAMPLER_LOGPROBS: torch.tensor([[-2.8, -3.0 + 0.6931472, -2.0, 0.0]]),
+        columns.COMPLETION_MASK: torch.tensor([[True, True, True, False]]),
+    }
+    found = tiny.build(config)._importance_weights(batch).expand(1, 4)[0, :3]
+    assert found.tolist() == pytest.approx(weights)
+
+
+def test_a_batch_that_is_not_finite_leaves_running_numbers_finite(tmp_path):
+    config = ppo(minibatch_size=None, num_epochs=1, scale_scores=True, ref_kl_target=1.0,
+                 ref_kl_coeff=0.1, refused_batch_dir=str(tmp_path))  # fmt: skip
+    learner = tiny.build(config)
+    good = tiny.judged(learner)
+    bad = {name: column.clone() for name, column in good.items()}
+    bad[columns.SCORES][1] = torch.inf
+    bad[columns.REF_LOGPROBS][2, 0] = torch.nan
+    metrics = tiny.update(learner, bad)
+    assert metrics["num_refused_updates"] == 1 and learner.num_updates == 0
+    assert learner.ref_kl.value == 0.1
+    # Scores 0, 2, 3, 4, 5 were taken in: mean 2.8.
+    assert learner.score_scale.count == 5 and learner.score_scale.mean == pytest.approx(2.8)
+    tiny.update(learner, good)
+    assert learner.num_updates == 1
 
 
 def test_token_metrics_weigh_every_token_alike():

@@ -75,6 +75,13 @@ def test_running_scale_leaves_out_invalid_scores_and_counts_other_learners():
     assert scale.std == pytest.approx(1.1547005)
 
 
+def test_running_scale_leaves_out_what_is_not_finite():
+    scale = RunningScoreScale()
+    scale.update(torch.tensor([1.0, torch.nan, torch.inf, 3.0]))
+    assert (scale.count, scale.mean) == (2.0, 2.0)
+    assert scale.std == pytest.approx(2**0.5)
+
+
 def test_running_scale_goes_on_from_a_checkpoint():
     before, after = RunningScoreScale(), RunningScoreScale()
     before.update(torch.tensor([1.0, 2.0, 4.0]))
