@@ -71,3 +71,37 @@ def check_reference(config: Any) -> None:
         "the exact KL needs the reference's logits beside the policy's",
         "Set reference_in='learner'",
     )  # fmt: skip
+
+
+def check_loss(config: Any) -> None:
+    """Raises ValueError for numbers of an RLHF config that a loss or a score cannot use."""
+    not_negative = (lambda x: x >= 0, "at least 0")
+    positive = (lambda x: x > 0, "above 0")
+    share = (lambda x: 0 <= x <= 1, "in [0, 1]")
+    rules = {
+        "clip_param": (*not_negative, "ratios are held to 1 - it and 1 + it", "PPO uses 0.2"),
+        "clip_param_high": (*not_negative, "ratios are held to 1 + it", "DAPO uses 0.28"),
+        "vf_clip_param": (*positive, "values are held to the old ones +- it", "None: no clipping"),
+        "gamma": (*share, "later rewards are discounted by it", "Use 1 for completions"),
+        "lambda_": (*share, "later TD errors are discounted by it", "Use 0.95"),
+        "target_kl": (*positive, "epochs stop when the policy is farther away", "None: never"),
+        "ref_kl_target": (*positive, "the coefficient is steered by kl/target - 1", "None: fixed"),
+        "ref_kl_horizon": (*positive, "it is divided by", "Use 10000"),
+        "importance_sampling_cap": (*positive, "it is the largest weight", "Use 2"),
+        "score_clip": (*positive, "scores are held to +- it", "None: no clipping"),
+        "missing_eos_penalty": (*not_negative, "it is taken off the score", "0: none"),
+        "length_penalty": (*not_negative, "it is taken off the score per token", "0: none"),
+        "overlong_buffer": (
+            lambda x: 0 <= x <= config.max_new_tokens, f"in 0..max_new_tokens"
+            f"={config.max_new_tokens}", "it is the last so many tokens", "0: no punishment",
+        ),
+        "dual_clip": (
+            lambda x: x > 1 and config.policy_loss != "cispo",
+            f"above 1, or None with policy_loss={config.policy_loss!r}",
+            "it bounds ratios of negative advantages, which cispo does not have in its loss",
+            "Ye et al. use 3",
+        ),
+    }  # fmt: skip
+    for name, (holds, rule, reason, remedy) in rules.items():
+        value = getattr(config, name)
+        require(value is None or holds(value), name, value, rule, reason, remedy)

@@ -13,7 +13,8 @@ class GRPOConfig(RLHFConfig):
     Published variants are settings: Dr. GRPO `loss_reduction="dr_grpo", scale_by_std=False`; DAPO
     `loss_reduction="token_mean", clip_param_high=0.28, ref_kl_coeff=0, overlong_buffer=...,
     drop_zero_variance_groups=True`; GSPO `policy_loss="gspo"`, clip ranges near 3e-4; CISPO
-    `policy_loss="cispo"`.
+    `policy_loss="cispo", clip_param=1.0, clip_param_high=4.0, loss_reduction="token_mean"`: weights
+    up to 5, nothing held from below.
     """
 
     ignored_settings = ("gamma", "lambda_", "whiten_advantages", "whiten_rewards")
@@ -37,7 +38,11 @@ class GRPOConfig(RLHFConfig):
 
 
 class RLOOConfig(RLHFConfig):
-    """Leave-one-out baseline, KL in the score (Ahmadian et al. 2024, "Back to Basics")."""
+    """Leave-one-out baseline, KL in the score (Ahmadian et al. 2024, "Back to Basics").
+
+    The loss is PPO's of each token, as in OpenRLHF and verl. The paper's and TRL's, where the whole
+    completion is one action, is `policy_loss="rloo", loss_reduction="sequence_mean"`.
+    """
 
     ignored_settings = ("gamma", "lambda_", "scale_by_std", "whiten_rewards")
 
@@ -57,15 +62,12 @@ class RLOOConfig(RLHFConfig):
 
 
 class ReinforcePPConfig(RLHFConfig):
-    """REINFORCE++ with global advantage normalisation (Hu 2025)."""
+    """REINFORCE++ with global advantage normalisation (Hu 2025).
 
-    ignored_settings = (
-        "lambda_",
-        "whiten_advantages",
-        "whiten_rewards",
-        "scale_by_std",
-        "drop_zero_variance_groups",
-    )
+    `whiten_advantages=False` is REINFORCE with nothing taken off the reward.
+    """
+
+    ignored_settings = ("lambda_", "whiten_rewards", "scale_by_std", "drop_zero_variance_groups")
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or ReinforcePP)

@@ -148,8 +148,8 @@ class LanguageModelConfig(AlgorithmConfig):
             micro_batch_size: rows whose activations are held at a time; gradients are the same.
             micro_batch_tokens: the same as a budget of tokens, padding included (default 16384;
                 rows of like length go together). Set None to use micro_batch_size.
-            refused_batch_dir: where a mini-batch with a non-finite loss is written; None: the
-                system's folder for temporary files.
+            refused_batch_dir: where a mini-batch with a non-finite loss is written; None: a new
+                folder among the system's temporary files, named in the log.
         """
         if micro_batch_size is not NotProvided and micro_batch_size is not None:
             self.micro_batch_tokens = None

@@ -43,6 +43,11 @@ def _unused_kl(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "ref_kl_unbiased", "with ref_kl_in='reward': it is for the loss", "Remove it"
     elif config.ref_kl_estimator == "full":
         yield "ref_kl_unbiased", "with ref_kl_estimator='full': nothing is sampled", "Remove it"
+    elif config.ref_kl_estimator == "k1" and config.ref_kl_coeff and not config.ref_kl_unbiased:
+        # The mean of grad log pi over pi's own tokens is 0, and k1's gradient is no more than that.
+        why = "as k1 in the loss without ref_kl_unbiased: the mean of its gradient is 0"
+        for name in ("ref_kl_in", "ref_kl_estimator"):
+            yield name, why, "Choose 'k2' or 'k3', or set ref_kl_unbiased=True"
 
 
 def _unused_policy(config: Any) -> Iterator[tuple[str, str, str]]:
@@ -58,4 +63,5 @@ def _unused_policy(config: Any) -> Iterator[tuple[str, str, str]]:
     if config.critic != "separate":
         yield "critic_model", f"with critic={config.critic!r}", "Use critic='separate'"
     if config.importance_sampling is None:
-        yield "importance_sampling_cap", "with importance_sampling=None", "Choose 'truncate'"
+        for name in ("importance_sampling_cap", "importance_sampling_level"):
+            yield name, "with importance_sampling=None", "Choose 'truncate'"

@@ -106,8 +106,9 @@ class RLHF(LanguageModelAlgorithm):
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
         groups = self.learner_metrics()
-        val = groups["val"]
-        val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
+        val = groups.setdefault("val", {})
+        if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
+            val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
         groups["train"] |= sampled.train_metrics()
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {

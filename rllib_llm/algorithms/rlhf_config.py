@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_reference, require
+from rllib_llm.algorithms.checks import check_loss, check_reference, require
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.learners.losses import POLICY_LOSSES, REDUCTIONS
@@ -221,6 +221,7 @@ class RLHFConfig(LanguageModelConfig):
     def validate(self) -> None:
         super().validate()
         _check_choices(self)
+        check_loss(self)
         check_reference(self)
         _check_sampling(self)
         require(

@@ -60,10 +60,13 @@ class RLOOLearner(GroupLearner):
 
 
 class ReinforcePPLearner(RLHFLearner):
-    """REINFORCE++ (Hu 2025): discounted reward-to-go of token rewards, whitened globally."""
+    """REINFORCE++ (Hu 2025): discounted reward-to-go of token rewards, whitened globally; without
+    whitening it is REINFORCE, no baseline at all."""
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = batch[columns.COMPLETION_MASK]
         rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
         returns = reinforce_returns(rewards, mask, self.config.gamma)
-        return {columns.ADVANTAGES: masked_whiten(returns, mask)}
+        if self.config.whiten_advantages:
+            returns = masked_whiten(returns, mask)
+        return {columns.ADVANTAGES: returns}

@@ -16,8 +16,8 @@ class RefusedUpdates:
     """Counts one learner's refused updates and gives up after several in a row."""
 
     def __init__(self, folder: str | None, rank: int):
-        """`folder`: where mini-batches go; None: the system's folder for temporary files."""
-        self._folder = Path(folder or tempfile.gettempdir())
+        """`folder`: where mini-batches go; None: a new one among the system's temporary files."""
+        self._folder = folder
         self._rank = rank
         self.num_refused = 0
         self.num_in_a_row = 0  # the learner sets it to 0 after every step it takes
@@ -34,8 +34,11 @@ class RefusedUpdates:
         """
         self.num_refused += 1
         self.num_in_a_row += 1
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"refused_batch_{self.num_refused}_{self._rank}.pt"
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="rllib_llm_refused_")
+        folder = Path(self._folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"refused_batch_{self.num_refused}_{self._rank}.pt"
         torch.save(minibatch, path)
         message = (
             f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update was "

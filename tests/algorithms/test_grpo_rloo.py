@@ -65,3 +65,19 @@ def test_published_variants_are_settings(settings):
     assert any(not after[name].equal(before[name]) for name in before)
     assert first["episode"] == 12 and second["episode"] == 24
     assert second["val"]["ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+def same_score(completions):
+    return [1.0] * len(completions)
+
+
+def test_an_iteration_whose_groups_teach_nothing_passes():
+    """Every group of equal scores is dropped: nothing is left to measure or to learn from."""
+    config = tiny.grpo(drop_zero_variance_groups=True, ref_kl_coeff=0.0)
+    config.env_config["reward_functions"] = f"{__name__}.same_score"
+    with tiny.built(config) as algorithm:
+        before = tiny.weights(algorithm)
+        result = algorithm.train()
+        assert result["train"]["zero_variance_groups"] == 1.0
+        assert result["objective"]["scores"] == 1.0
+        tiny.assert_same_weights(tiny.weights(algorithm), before)

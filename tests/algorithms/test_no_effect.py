@@ -14,6 +14,9 @@ from tests.algorithms import tiny_runs
     [
         (tiny_runs.grpo, {"importance_sampling": "truncate"}, "importance_sampling"),
         (tiny_runs.ppo, {"importance_sampling_cap": 5.0}, "importance_sampling_cap"),
+        (tiny_runs.ppo, {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        (tiny_runs.ppo, {"ref_kl_in": "loss"}, "ref_kl_in"),
+        (tiny_runs.grpo, {"ref_kl_estimator": "k1"}, "ref_kl_estimator"),
         (tiny_runs.ppo, {"ref_kl_horizon": 500.0}, "ref_kl_horizon"),
         (tiny_runs.ppo, {"ref_kl_coeff": 0.0, "ref_kl_target": 6.0}, "ref_kl_target"),
         (tiny_runs.ppo, {"ref_kl_unbiased": True}, "ref_kl_unbiased"),
@@ -42,6 +45,7 @@ def test_shards_of_one_learner_warn():
         (tiny_runs.ppo, {"importance_sampling": "truncate", "importance_sampling_cap": 5.0}),
         (tiny_runs.ppo, {"ref_kl_target": 6.0, "ref_kl_horizon": 500.0}),
         (tiny_runs.grpo, {"ref_kl_unbiased": True, "scale_by_std": False}),
+        (tiny_runs.grpo, {"ref_kl_unbiased": True, "ref_kl_estimator": "k1"}),
         (tiny_runs.rloo, {"whiten_advantages": True}),
         (tiny_runs.sft, {"lr_schedule": "cosine", "lr_num_updates": 10}),
         (tiny_runs.reward_model, {}),

@@ -85,6 +85,15 @@ def test_reinforce_pp_whitens_the_reward_to_go_of_all_tokens():
     torch.testing.assert_close(advantages[mask], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_reinforce_without_whitening_is_the_reward_to_go():
+    config = ReinforcePPConfig().language_model(model=MODEL).training(
+        ref_kl_coeff=0.2, gamma=0.5, whiten_advantages=False, train_batch_size_per_learner=2
+    )
+    advantages, mask = prepared(config, [1.0, 2.0], ref_gap=0.5, lengths=(1, 2))
+    # Token rewards 0.9; and -0.1, 1.9: to go 0.9; -0.1 + 0.5 * 1.9 = 0.85, 1.9.
+    assert advantages[mask].tolist() == pytest.approx([0.9, 0.85, 1.9], rel=1e-4)
+
+
 def test_the_loss_of_grpo_holds_beta_times_k3():
     learner = tiny.build(grpo(minibatch_size=None, num_epochs=1, ref_kl_coeff=0.5))
     batch = tiny.judged(learner)

@@ -213,19 +213,25 @@ def test_product_ratio_has_the_value_and_gradient_of_the_likelihood_ratio():
     torch.testing.assert_close(new.grad, ratio.detach() * MASK)
 
 
-def test_rloo_equals_trl():
-    # RLOOTrainer of TRL 1.16: -min(s A, clip(s, 0.8, 1.2) A), mean over rows, s from sums of
-    # log-probs; here from its closed form in the row sums.
+@pytest.mark.parametrize(
+    "clip, expected, second_row", [(0.2, 0.3414589, 0.1434514), (0.1, 0.3480076, 0.0)]
+)
+def test_rloo_equals_trl(clip, expected, second_row):
+    # RLOOTrainer._compute_loss of TRL 1.16.0. The ratios of the rows are e^-0.2 = 0.819,
+    # e^-0.15 = 0.861 and e^0.6 = 1.822; at 0.1 the second, whose advantage is negative, is clipped.
     new = NEW.clone().requires_grad_()
-    policy = policy_loss(new, OLD, ADVANTAGES, MASK, kind="rloo")
+    policy = policy_loss(
+        new, OLD, ADVANTAGES, MASK, kind="rloo", clip_low=clip, clip_high=clip
+    )
     loss = reduce_loss(policy.per_token, MASK, "sequence_mean", LossDenominators.count(MASK))
     loss.backward()
-    whole = NEW.clone().requires_grad_()
-    s = ((whole - OLD) * MASK).sum(dim=1).exp()
-    expected = -torch.minimum(s * ADVANTAGES, s.clamp(0.8, 1.2) * ADVANTAGES).mean()
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(new.grad, whole.grad)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    rows = torch.tensor([[-0.4093654], [second_row], [0.6073731]])
+    torch.testing.assert_close(new.grad, rows * MASK, atol=2e-6, rtol=0)
+    # Its closed form in the row sums: -min(s A, clip(s) A), mean over rows.
+    s = ((NEW - OLD) * MASK).sum(dim=1).exp()
+    closed = -torch.minimum(s * ADVANTAGES, s.clamp(1 - clip, 1 + clip) * ADVANTAGES).mean()
+    torch.testing.assert_close(loss.detach(), closed)
 
 
 def test_masked_out_rubbish_changes_nothing():
