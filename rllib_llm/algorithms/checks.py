@@ -4,11 +4,85 @@ from __future__ import annotations
 
 from typing import Any
 
+from rllib_llm.learners.schedule import learning_rate_factor
+
 
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
     """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`."""
     if not condition:
         raise ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
+
+
+def check_range(
+    config: Any,
+    *names: str,
+    reason: str,
+    remedy: str,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> None:
+    """Raises ValueError for the first of the settings `names` that is neither None nor a number
+    of at least `least`, above `above` and at most `most`, those that are given."""
+    bounds = {"of at least": least, "above": above, "at most": most}
+    rule = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    for name in names:
+        value = getattr(config, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        holds = is_number and (
+            (least is None or value >= least)
+            and (above is None or value > above)
+            and (most is None or value <= most)
+        )
+        require(value is None or holds, name, value, f"a number {rule}", reason, remedy)
+
+
+def check_optimiser(config: Any) -> None:
+    """Raises ValueError for a learning rate, its schedule or an AdamW that cannot be."""
+    require(
+        config.lr is not None and not isinstance(config.lr, (list, tuple)) and config.lr >= 0,
+        "lr", config.lr, "a number of at least 0",
+        "schedules here count optimiser updates, not environment steps",
+        "Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
+    )  # fmt: skip
+    learning_rate_factor(
+        config.lr_num_warmup_updates,
+        schedule=config.lr_schedule,
+        num_warmup_updates=config.lr_num_warmup_updates,
+        num_total_updates=config.lr_num_updates,
+    )
+    check_range(
+        config, "weight_decay", least=0, reason="it shrinks the weights", remedy="Use 0 for none"
+    )
+    check_range(
+        config, "adam_epsilon", "grad_clip", above=0, reason="gradients are divided by it",
+        remedy="Use 1e-8 for adam_epsilon, null for no grad_clip",
+    )  # fmt: skip
+
+
+def check_cuts(config: Any) -> None:
+    """Raises ValueError where it is not plain how a batch is cut into optimiser steps."""
+    for name in ("num_epochs", "train_batch_size_per_learner"):
+        value = getattr(config, name)
+        require(
+            value is not None and value >= 1, name, value, "at least 1",
+            "an iteration without rows or passes learns nothing", "Raise it",
+        )  # fmt: skip
+    check_range(
+        config, "minibatch_size", "minibatch_tokens", "micro_batch_size", "micro_batch_tokens",
+        least=1, reason="it says how much goes through the model at a time",
+        remedy="Raise it, or use null to leave it out",
+    )  # fmt: skip
+    require(
+        config.micro_batch_size is None or config.micro_batch_tokens is None, "micro_batch_size",
+        config.micro_batch_size, f"None while micro_batch_tokens={config.micro_batch_tokens}",
+        "each says alone where a batch is cut", "Set one of them to None",
+    )  # fmt: skip
+    require(
+        config.minibatch_tokens is None or config.minibatch_size is None, "minibatch_tokens",
+        config.minibatch_tokens, f"None while minibatch_size={config.minibatch_size}",
+        "each says alone what one optimiser step learns from", "Set one of them to None",
+    )  # fmt: skip
 
 
 def check_precision(config: Any) -> None:

@@ -160,8 +160,14 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train"], "--algo is missing"),
         (["train", "--algo", "PPOO"], "Did you mean 'PPO'"),
         (["train", "--algo", "PPO", "--config", "[1]"], "--config='[1]' must be a mapping"),
-        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "unknown key 'lrr'"),
+        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "counter.config: unknown key 'lrr'"),
+        (
+            ["train", "--algo", "tests.cli.tiny_trainables:Counter", "--config", "{lrr: 1}"],
+            "counter.config: unknown key 'lrr'",
+        ),
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
+        (["train", "--algo", COUNTER, "--stop", "{a: many}"], "stop.a='many' must be a number"),
+        (["train", "--algo", COUNTER, "--num-samples", "0"], "0 is not in the range x>=1"),
         (["train", "--algo", COUNTER, "--wandb-run-name", "x"], "must come with --wandb-project"),
         (
             ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],

@@ -1,0 +1,92 @@
+"""What the settings of `RLHFConfig` may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rllib_llm.algorithms.checks import check_range, require
+from rllib_llm.learners.losses import POLICY_LOSSES, REDUCTIONS
+from rllib_llm.sampling.params import SamplingParams
+
+CRITICS = ("shared", "separate", "none")
+
+
+def check_choices(config: Any) -> None:
+    """Raises ValueError for a name that is not known."""
+    choices = {
+        "critic": CRITICS,
+        "ref_kl_in": ("reward", "loss"),
+        "ref_kl_estimator": ("k1", "k2", "k3", "full"),
+        "policy_loss": tuple(POLICY_LOSSES),
+        "loss_reduction": tuple(REDUCTIONS),
+        "importance_sampling": (None, "truncate", "mask"),
+    }
+    for name, allowed in choices.items():
+        require(
+            getattr(config, name) in allowed, name, getattr(config, name), f"one of {allowed}",
+            "no other is known", "Choose one of them",
+        )  # fmt: skip
+
+
+def check_sampling(config: Any) -> None:
+    """Raises ValueError for completions that cannot be sampled, or not be shared out."""
+    total, group = config.total_train_batch_size, config.num_completions
+    require(
+        group >= 1, "num_completions", group, "at least 1", "it counts completions of a prompt",
+        "Use 1 for a single one",
+    )  # fmt: skip
+    require(
+        total % group == 0, "train_batch_size_per_learner", config.train_batch_size_per_learner,
+        f"such that all learners' rows ({total}) are a multiple of num_completions={group}",
+        "the completions of a prompt stay together", f"Use {max(1, total // group) * group}",
+    )  # fmt: skip
+    size = config.minibatch_size
+    require(
+        size is None or size <= config.train_batch_size_per_learner, "minibatch_size", size,
+        f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
+        "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
+    )  # fmt: skip
+    stops = config.stop_token_ids
+    require(
+        stops is None or (isinstance(stops, list | tuple) and all(type(i) is int for i in stops)),
+        "stop_token_ids", stops, "a list of token ids, or None",
+        "any of them ends a completion", "Write [2] for a single one",
+    )  # fmt: skip
+    SamplingParams(  # checks the rest
+        pad_token_id=0,
+        stop_token_ids=tuple(stops or ()),
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+    )
+
+
+def check_ranges(config: Any) -> None:
+    """Raises ValueError for a number outside its range."""
+    check_range(
+        config, "sampling_batch_size", "evaluation_duration", least=1,
+        reason="it counts completions", remedy="Raise it",
+    )  # fmt: skip
+    check_range(
+        config, "log_samples_every", "num_logged_samples", "overlong_buffer", least=0,
+        reason="it counts", remedy="Use 0 for none",
+    )  # fmt: skip
+    check_range(
+        config, "gamma", "lambda_", least=0, most=1, reason="it weighs what comes later",
+        remedy="Use 1 where all tokens of a completion count alike",
+    )  # fmt: skip
+    check_range(
+        config, "ref_kl_coeff", "vf_loss_coeff", least=0, reason="it weighs a part of the loss",
+        remedy="Use 0 to switch it off",
+    )  # fmt: skip
+    check_range(
+        config, "clip_param", "clip_param_high", "vf_clip_param", "score_clip", "target_kl",
+        "ref_kl_target", "ref_kl_horizon", "importance_sampling_cap", above=0,
+        reason="nothing would be learnt within it", remedy="Raise it, or leave it out",
+    )  # fmt: skip
+    check_range(
+        config, "dual_clip", above=1, reason="it bounds ratios that are too large",
+        remedy="Use 3, or null to switch it off",
+    )  # fmt: skip
