@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from rllib_llm.algorithms.checks import check_range, require
@@ -47,8 +48,9 @@ def check_sampling(config: Any) -> None:
         "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
     )  # fmt: skip
     stops = config.stop_token_ids
+    is_list = isinstance(stops, list | tuple) and all(isinstance(i, Integral) for i in stops)
     require(
-        stops is None or (isinstance(stops, list | tuple) and all(type(i) is int for i in stops)),
+        stops is None or is_list,
         "stop_token_ids", stops, "a list of token ids, or None",
         "any of them ends a completion", "Write [2] for a single one",
     )  # fmt: skip

@@ -3,6 +3,7 @@ has spent its hours."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ ENV_DATA = ("prompts", "eval_prompts")
 
 
 def check_sources(settings: Mapping[str, Any], where: str) -> None:
-    """Check what can be checked without loading anything: folders, files and dotted paths.
+    """Check what can be checked without loading weights: folders and their tokenizers, files and
+    dotted paths.
 
     What an earlier experiment will make (`${name.checkpoint}`) is left out, and so is the hub.
 
@@ -46,7 +48,7 @@ def _chosen(
 
 def _check_model(given: Any, name: str) -> None:
     from rllib_llm.dotted import import_dotted
-    from rllib_llm.modules.model_source import DOTTED, source_kind
+    from rllib_llm.modules.model_source import DOTTED, FOLDER, source_kind
 
     if isinstance(given, Mapping):
         given, name = given.get("model"), f"{name}.model"
@@ -55,6 +57,15 @@ def _check_model(given: Any, name: str) -> None:
     kind, value = source_kind(given, name=name)
     if kind == DOTTED:
         import_dotted(value, name=name)
+    if kind == FOLDER:
+        _check_tokenizer(value)
+
+
+@functools.cache  # the points of a grid share their models
+def _check_tokenizer(folder: str) -> None:
+    from rllib_llm.modules.tokenizer import load_tokenizer
+
+    load_tokenizer(folder)
 
 
 def _check_functions(given: Any, name: str) -> None:

@@ -67,7 +67,9 @@ def run_stage(
     experiment: Experiment, run_folder: Path, console: Console, resume: bool, loggers: list[Any]
 ) -> StageResult:
     """Run one experiment, every reference resolved, to its end."""
-    check_experiment(experiment)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of was said before the first stage
+        check_experiment(experiment)
     folder = run_folder / experiment.name
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
     short = short_name(experiment.run)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.errors import UserError, show, user_errors
+from rllib_llm.cli.errors import UserError, show, shown_warnings, user_errors
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
 from rllib_llm.cli.yaml_experiments import Experiment, checked, load
@@ -148,7 +148,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         from rllib_llm.cli.plan import check_disk, check_experiments, check_resources
 
         experiments = with_options(experiments, options)
-        needed = check_experiments(experiments)
+        with shown_warnings():
+            needed = check_experiments(experiments)
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
         loggers = _loggers(options, folder.name, len(experiments))

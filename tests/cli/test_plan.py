@@ -6,6 +6,7 @@ from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.plan import check_disk, check_experiments, check_resources, with_stand_ins
 from rllib_llm.cli.yaml_experiments import Experiment, load
 from tests.cli.tiny_trainables import COUNTER
+from tests.tiny_models import byte_tokenizer, llama, save
 
 
 def counter(name: str = "a", **settings: object) -> Experiment:
@@ -136,6 +137,15 @@ def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: 
     check_experiments([reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")])
     with pytest.raises(UserError, match=message):
         check_experiments([counter(), reviews(**changes)])
+
+
+def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
+    folder = save(tmp_path / "small", llama(vocab_size=250), byte_tokenizer())
+    with pytest.raises(UserError, match="must be at most the 250 rows of the model's embedding"):
+        check_experiments([reviews(reference={"model": folder})])
+    folder = save(tmp_path / "pad", llama(), byte_tokenizer(pad="</s>"))
+    with pytest.warns(UserWarning, match="pad token '</s>' is an end-of-sequence token"):
+        check_experiments([reviews(model=folder)])
 
 
 def test_settings_of_strangers_are_their_own():

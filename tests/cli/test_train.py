@@ -185,3 +185,15 @@ def test_mistakes_are_one_panel_and_exit_code_2(arguments: list[str], message: s
     text = said(result.output)
     assert message in text
     assert "Traceback" not in text
+
+
+def test_warnings_are_shown_in_a_line_before_the_run():
+    config = {
+        "model": "rllib_llm.envs.arithmetic.build_model",
+        "data": "rllib_llm.envs.arithmetic.sft_texts",
+        "lr_num_updates": 7,
+    }
+    arguments = ["--config", json.dumps(config), "--storage-path", "s3://bucket"]
+    result = CliRunner().invoke(app, ["train", "--algo", "SFT", *arguments])
+    assert result.exit_code == 2
+    assert "warning: lr_num_updates=7 has no effect with lr_schedule" in said(result.output)
