@@ -57,15 +57,18 @@ def _check_model(given: Any, name: str) -> None:
     kind, value = source_kind(given, name=name)
     if kind == DOTTED:
         import_dotted(value, name=name)
-    if kind == FOLDER:
-        _check_tokenizer(value)
+    if kind == FOLDER and "reference" not in name:  # a reference reads ids alone
+        _check_tokenizer(value, name)
 
 
 @functools.cache  # the points of a grid share their models
-def _check_tokenizer(folder: str) -> None:
+def _check_tokenizer(folder: str, name: str) -> None:
     from rllib_llm.modules.tokenizer import load_tokenizer
 
-    load_tokenizer(folder)
+    try:
+        load_tokenizer(folder)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _check_functions(given: Any, name: str) -> None:

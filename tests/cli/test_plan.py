@@ -134,18 +134,21 @@ def reviews(**changes: object) -> Experiment:
     ],
 )
 def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: str):
-    check_experiments([reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")])
+    earlier = [counter("texts"), counter("rm")]
+    later = [reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")]
+    check_experiments([*earlier, *later])
     with pytest.raises(UserError, match=message):
-        check_experiments([counter(), reviews(**changes)])
+        check_experiments([*earlier, reviews(**changes)])
 
 
 def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
     folder = save(tmp_path / "small", llama(vocab_size=250), byte_tokenizer())
-    with pytest.raises(UserError, match="must be at most the 250 rows of the model's embedding"):
-        check_experiments([reviews(reference={"model": folder})])
+    with pytest.raises(UserError, match=r"reward_model\.model: .*at most the 250 rows of the model's"):
+        check_experiments([counter("texts"), reviews(reward_model={"model": folder})])
+    check_experiments([counter("texts"), reviews(reference={"model": folder})])  # reads ids alone
     folder = save(tmp_path / "pad", llama(), byte_tokenizer(pad="</s>"))
     with pytest.warns(UserWarning, match="pad token '</s>' is an end-of-sequence token"):
-        check_experiments([reviews(model=folder)])
+        check_experiments([counter("texts"), reviews(model=folder)])
 
 
 def test_settings_of_strangers_are_their_own():
