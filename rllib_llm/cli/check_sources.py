@@ -32,7 +32,8 @@ def check_sources(settings: Mapping[str, Any], where: str) -> None:
     env = settings.get("env_config") if settings.get("env") in ENVIRONMENTS else None
     env = env if isinstance(env, Mapping) else {}
     for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
-        _check_model(value, f"{where}.{name}")
+        # A reference reads ids alone.
+        _check_model(value, f"{where}.{name}", has_tokenizer=name != "env_config.reference")
     for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
         if "${" not in str(value):
             check_source(value, name=f"{where}.{name}")
@@ -46,7 +47,7 @@ def _chosen(
     return ((prefix + name, settings[name]) for name in names if settings.get(name) is not None)
 
 
-def _check_model(given: Any, name: str) -> None:
+def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
     from rllib_llm.dotted import import_dotted
     from rllib_llm.modules.model_source import DOTTED, FOLDER, source_kind
 
@@ -57,7 +58,7 @@ def _check_model(given: Any, name: str) -> None:
     kind, value = source_kind(given, name=name)
     if kind == DOTTED:
         import_dotted(value, name=name)
-    if kind == FOLDER and "reference" not in name:  # a reference reads ids alone
+    if kind == FOLDER and has_tokenizer:
         _check_tokenizer(value, name)
 
 
