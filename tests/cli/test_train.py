@@ -167,7 +167,7 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         ),
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
         (["train", "--algo", COUNTER, "--stop", "{a: many}"], "stop.a='many' must be a number"),
-        (["train", "--algo", COUNTER, "--num-samples", "0"], "0 is not in the range x>=1"),
+        (["train", "--algo", COUNTER, "--num-samples", "0"], "Invalid value for '--num-samples'"),
         (["train", "--algo", COUNTER, "--wandb-run-name", "x"], "must come with --wandb-project"),
         (
             ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],
