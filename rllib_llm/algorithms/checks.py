@@ -4,11 +4,85 @@ from __future__ import annotations
 
 from typing import Any
 
+from rllib_llm.learners.schedule import learning_rate_factor
+
 
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
     """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`."""
     if not condition:
         raise ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
+
+
+def check_range(
+    config: Any,
+    *names: str,
+    reason: str,
+    remedy: str,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> None:
+    """Raises ValueError for the first of the settings `names` that is neither None nor a number
+    of at least `least`, above `above` and at most `most`, those that are given."""
+    bounds = {"of at least": least, "above": above, "at most": most}
+    rule = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    for name in names:
+        value = getattr(config, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        holds = is_number and (
+            (least is None or value >= least)
+            and (above is None or value > above)
+            and (most is None or value <= most)
+        )
+        require(value is None or holds, name, value, f"a number {rule}", reason, remedy)
+
+
+def check_optimiser(config: Any) -> None:
+    """Raises ValueError for a learning rate, its schedule or an AdamW that cannot be."""
+    require(
+        config.lr is not None and not isinstance(config.lr, (list, tuple)) and config.lr >= 0,
+        "lr", config.lr, "a number of at least 0",
+        "schedules here count optimiser updates, not environment steps",
+        "Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
+    )  # fmt: skip
+    learning_rate_factor(
+        config.lr_num_warmup_updates,
+        schedule=config.lr_schedule,
+        num_warmup_updates=config.lr_num_warmup_updates,
+        num_total_updates=config.lr_num_updates,
+    )
+    check_range(
+        config, "weight_decay", least=0, reason="it shrinks the weights", remedy="Use 0 for none"
+    )
+    check_range(
+        config, "adam_epsilon", "grad_clip", above=0, reason="gradients are divided by it",
+        remedy="Use 1e-8 for adam_epsilon, null for no grad_clip",
+    )  # fmt: skip
+
+
+def check_cuts(config: Any) -> None:
+    """Raises ValueError where it is not plain how a batch is cut into optimiser steps."""
+    for name in ("num_epochs", "train_batch_size_per_learner"):
+        value = getattr(config, name)
+        require(
+            value is not None and value >= 1, name, value, "at least 1",
+            "an iteration without rows or passes learns nothing", "Raise it",
+        )  # fmt: skip
+    check_range(
+        config, "minibatch_size", "minibatch_tokens", "micro_batch_size", "micro_batch_tokens",
+        least=1, reason="it says how much goes through the model at a time",
+        remedy="Raise it, or use null to leave it out",
+    )  # fmt: skip
+    require(
+        config.micro_batch_size is None or config.micro_batch_tokens is None, "micro_batch_size",
+        config.micro_batch_size, f"None while micro_batch_tokens={config.micro_batch_tokens}",
+        "each says alone where a batch is cut", "Set one of them to None",
+    )  # fmt: skip
+    require(
+        config.minibatch_tokens is None or config.minibatch_size is None, "minibatch_tokens",
+        config.minibatch_tokens, f"None while minibatch_size={config.minibatch_size}",
+        "each says alone what one optimiser step learns from", "Set one of them to None",
+    )  # fmt: skip
 
 
 def check_precision(config: Any) -> None:
@@ -71,37 +145,3 @@ def check_reference(config: Any) -> None:
         "the exact KL needs the reference's logits beside the policy's",
         "Set reference_in='learner'",
     )  # fmt: skip
-
-
-def check_loss(config: Any) -> None:
-    """Raises ValueError for numbers of an RLHF config that a loss or a score cannot use."""
-    not_negative = (lambda x: x >= 0, "at least 0")
-    positive = (lambda x: x > 0, "above 0")
-    share = (lambda x: 0 <= x <= 1, "in [0, 1]")
-    rules = {
-        "clip_param": (*not_negative, "ratios are held to 1 - it and 1 + it", "PPO uses 0.2"),
-        "clip_param_high": (*not_negative, "ratios are held to 1 + it", "DAPO uses 0.28"),
-        "vf_clip_param": (*positive, "values are held to the old ones +- it", "None: no clipping"),
-        "gamma": (*share, "later rewards are discounted by it", "Use 1 for completions"),
-        "lambda_": (*share, "later TD errors are discounted by it", "Use 0.95"),
-        "target_kl": (*positive, "epochs stop when the policy is farther away", "None: never"),
-        "ref_kl_target": (*positive, "the coefficient is steered by kl/target - 1", "None: fixed"),
-        "ref_kl_horizon": (*positive, "it is divided by", "Use 10000"),
-        "importance_sampling_cap": (*positive, "it is the largest weight", "Use 2"),
-        "score_clip": (*positive, "scores are held to +- it", "None: no clipping"),
-        "missing_eos_penalty": (*not_negative, "it is taken off the score", "0: none"),
-        "length_penalty": (*not_negative, "it is taken off the score per token", "0: none"),
-        "overlong_buffer": (
-            lambda x: 0 <= x <= config.max_new_tokens, f"in 0..max_new_tokens"
-            f"={config.max_new_tokens}", "it is the last so many tokens", "0: no punishment",
-        ),
-        "dual_clip": (
-            lambda x: x > 1 and config.policy_loss != "cispo",
-            f"above 1, or None with policy_loss={config.policy_loss!r}",
-            "it bounds ratios of negative advantages, which cispo does not have in its loss",
-            "Ye et al. use 3",
-        ),
-    }  # fmt: skip
-    for name, (holds, rule, reason, remedy) in rules.items():
-        value = getattr(config, name)
-        require(value is None or holds(value), name, value, rule, reason, remedy)

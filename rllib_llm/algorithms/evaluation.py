@@ -65,11 +65,12 @@ def evaluate_held_out(
 
 
 def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
-    """What is reported under `eval/`: scores, components, diagnostics, length, finished share."""
+    """What is reported under `eval/`: scores, components and diagnostics of the rows that were
+    judged, length and finished share of all."""
     mask = batch.columns[columns.COMPLETION_MASK]
-    scores = batch.columns[columns.SCORES].float()
+    scores = batch.columns[columns.SCORES][batch.columns[columns.VALID]].float()
     return {
-        "scores": float(scores.mean()),
+        "scores": float(scores.mean()) if len(scores) else 0.0,
         "scores_std": float(scores.std()) if len(scores) > 1 else 0.0,
         "output_length": float(mask.sum(dim=1).float().mean()),
         "finished": float(batch.columns[columns.FINISHED].float().mean()),

@@ -15,9 +15,14 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.checks import check_adapters, check_precision, require
+from rllib_llm.algorithms.checks import (
+    check_adapters,
+    check_cuts,
+    check_optimiser,
+    check_precision,
+    require,
+)
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
-from rllib_llm.learners.schedule import learning_rate_factor
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
 MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", DEFAULT_MODULE_ID)
@@ -212,46 +217,11 @@ class LanguageModelConfig(AlgorithmConfig):
             "the policy starts from pretrained weights",
             "Set model: in YAML or .language_model(model=...)",
         )
-        require(
-            self.lr is not None and not isinstance(self.lr, (list, tuple)) and self.lr >= 0,
-            "lr",
-            self.lr,
-            "a number of at least 0",
-            "schedules here count optimiser updates, not environment steps",
-            "Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
-        )
-        learning_rate_factor(
-            self.lr_num_warmup_updates,
-            schedule=self.lr_schedule,
-            num_warmup_updates=self.lr_num_warmup_updates,
-            num_total_updates=self.lr_num_updates,
-        )
-        require(
-            self.micro_batch_size is None or self.micro_batch_tokens is None,
-            "micro_batch_size",
-            self.micro_batch_size,
-            f"None while micro_batch_tokens={self.micro_batch_tokens}",
-            "each says alone where a batch is cut",
-            "Set one of them to None",
-        )
-        require(
-            self.minibatch_tokens is None or (self.minibatch_size is None
-                                              and self.minibatch_tokens >= 1),
-            "minibatch_tokens",
-            self.minibatch_tokens,
-            f"None while minibatch_size={self.minibatch_size}, or at least 1",
-            "each says alone what one optimiser step learns from",
-            "Set one of them to None",
-        )  # fmt: skip
+        check_optimiser(self)
+        check_cuts(self)
         check_precision(self)
         check_adapters(self)
         warn_of_no_effect(self)
-        for name in ("num_epochs", "train_batch_size_per_learner"):
-            value = getattr(self, name)
-            require(
-                value is not None and value >= 1, name, value, "at least 1",
-                "an iteration without rows or passes learns nothing", "Raise it",
-            )  # fmt: skip
 
 
 class LanguageModelAlgorithm(Algorithm):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.checks import check_range, require
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 
@@ -64,9 +64,15 @@ class PPOPtxConfig(RLHFConfig):
             "'shared' or 'separate'", "PPO's advantages come from a critic",
             "Use GRPO or RLOO to train without one",
         )  # fmt: skip
-        require(
-            self.ptx_coeff >= 0, "ptx_coeff", self.ptx_coeff, "at least 0", "it weighs a loss",
-            "Use 0 to switch it off",
+        check_range(
+            self, "ptx_coeff", least=0, reason="it weighs a loss", remedy="Use 0 to switch it off"
+        )
+        check_range(
+            self, "ptx_batch_size", least=1, reason="it counts texts", remedy="Raise it"
+        )
+        check_range(
+            self, "ptx_max_length", least=2, reason="every token but the first is predicted",
+            remedy="Raise it",
         )  # fmt: skip
         require(
             self.ptx_coeff == 0 or self.ptx_data is not None, "ptx_data", self.ptx_data,

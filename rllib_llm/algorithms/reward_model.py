@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
+from rllib_llm.algorithms.checks import check_range
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.data.texts import PairSource, TextSource
@@ -42,6 +43,13 @@ class RewardModelConfig(SupervisedConfig):
         super().training(**kwargs)
         self._assign(locals(), RewardModelConfig.training)
         return self
+
+    def validate(self) -> None:
+        super().validate()
+        check_range(
+            self, "center_rewards_coeff", least=0, reason="it weighs a loss",
+            remedy="Use 0 to switch it off",
+        )  # fmt: skip
 
     def module_class(self) -> type:
         from rllib_llm.modules.reward_model import RewardModelModule

@@ -6,13 +6,16 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_loss, check_reference, require
+from rllib_llm.algorithms.checks import check_reference, require
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
-from rllib_llm.learners.losses import POLICY_LOSSES, REDUCTIONS
+from rllib_llm.algorithms.rlhf_checks import (
+    check_choices,
+    check_loss,
+    check_ranges,
+    check_sampling,
+)
 from rllib_llm.sampling.env_runner import RLHFEnvRunner
-
-CRITICS = ("shared", "separate", "none")
 
 
 class RLHFConfig(LanguageModelConfig):
@@ -220,60 +223,12 @@ class RLHFConfig(LanguageModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        _check_choices(self)
+        check_choices(self)
         check_loss(self)
         check_reference(self)
-        _check_sampling(self)
+        check_sampling(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
         )  # fmt: skip
-        require(
-            self.ref_kl_coeff >= 0, "ref_kl_coeff", self.ref_kl_coeff, "at least 0",
-            "it weighs a penalty", "Use 0 to switch the KL off",
-        )  # fmt: skip
-
-
-def _check_choices(config: RLHFConfig) -> None:
-    choices = {
-        "critic": CRITICS,
-        "ref_kl_in": ("reward", "loss"),
-        "ref_kl_estimator": ("k1", "k2", "k3", "full"),
-        "policy_loss": tuple(POLICY_LOSSES),
-        "loss_reduction": tuple(REDUCTIONS),
-        "importance_sampling": (None, "truncate", "mask"),
-        "importance_sampling_level": ("token", "sequence"),
-    }
-    for name, allowed in choices.items():
-        require(
-            getattr(config, name) in allowed, name, getattr(config, name), f"one of {allowed}",
-            "no other is known", "Choose one of them",
-        )  # fmt: skip
-
-
-def _check_sampling(config: RLHFConfig) -> None:
-    total, group = config.total_train_batch_size, config.num_completions
-    require(
-        group >= 1, "num_completions", group, "at least 1", "it counts completions of a prompt",
-        "Use 1 for a single one",
-    )  # fmt: skip
-    require(
-        total % group == 0, "train_batch_size_per_learner", config.train_batch_size_per_learner,
-        f"such that all learners' rows ({total}) are a multiple of num_completions={group}",
-        "the completions of a prompt stay together", f"Use {max(1, total // group) * group}",
-    )  # fmt: skip
-    size = config.minibatch_size
-    require(
-        size is None or size <= config.train_batch_size_per_learner, "minibatch_size", size,
-        f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
-        "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
-    )  # fmt: skip
-    require(
-        config.temperature > 0, "temperature", config.temperature, "above 0",
-        "logits are divided by it", "Evaluate with explore: false to decode greedily",
-    )  # fmt: skip
-    require(
-        config.max_new_tokens >= max(1, config.min_new_tokens), "max_new_tokens",
-        config.max_new_tokens, f"at least 1 and min_new_tokens={config.min_new_tokens}",
-        "a completion has at least one token", "Raise max_new_tokens",
-    )  # fmt: skip
+        check_ranges(self)

@@ -15,7 +15,7 @@ from ray.rllib.algorithms.algorithm_config import NotProvided
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.checks import check_range, require
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
 
 PIPELINE_STATE = "rllib_llm"
@@ -68,6 +68,14 @@ class SupervisedConfig(LanguageModelConfig):
         require(
             self.data is not None, "data", self.data, "a data set", "it is what is learnt from",
             "Name a file, a hub id or a dotted path",
+        )  # fmt: skip
+        check_range(
+            self, "max_length", least=2, reason="every token but the first is predicted",
+            remedy="Raise it to the tokens of your texts",
+        )  # fmt: skip
+        check_range(
+            self, "evaluation_duration", least=1, reason="it counts held-out rows",
+            remedy="Raise it",
         )  # fmt: skip
         require(
             not self.evaluation_interval or self.eval_data is not None, "eval_data", self.eval_data,

@@ -1,8 +1,9 @@
-"""The error a user sees: one panel, no traceback, exit code 2."""
+"""The error a user sees: one panel, no traceback, exit code 2; and warnings, a line each."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 
 import typer
@@ -42,3 +43,14 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
             stderr.print_exception()
         show(str(error) or type(error).__name__)
         raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Print each different `UserWarning` of the block once, when it has ended without an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    texts = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
+    for text in dict.fromkeys(texts):
+        stderr.print(Text.assemble(("warning: ", "yellow"), text))

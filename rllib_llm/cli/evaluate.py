@@ -26,6 +26,7 @@ def evaluate(
         typer.Option(
             "--duration",
             "--episodes",
+            min=1,
             help="Completions (or episodes) to judge. Default: what the run was configured with.",
         ),
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,8 @@ from rllib_llm.cli.train import run_file
 from rllib_llm.config_schema import suggestion
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)
+# A full stop after a whole word and before a capital: not those of "et al." and "Dr. GRPO".
+SENTENCE_END = re.compile(r"(?<=[a-z0-9)]{3})\.\s+(?=[A-Z])")
 Name = Annotated[str, typer.Argument(help="Name of an example, as `rllib example list` gives it.")]
 
 
@@ -99,5 +102,5 @@ def description(file: Path) -> str:
         if not line.startswith("#") or not line.strip("# "):
             break
         lines.append(line.strip("# "))
-    first, dot, _ = " ".join(lines).partition(". ")
+    first = SENTENCE_END.split(" ".join(lines), maxsplit=1)[0]
     return first.rstrip(".") + ("." if first else "")

@@ -58,7 +58,7 @@ def generate(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Longest completion, tokens. Default: 64, or what the model has room for."
+            min=1, help="Longest completion, tokens. Default: 64, or what the model has room for."
         ),
     ] = None,
     temperature: Annotated[
@@ -67,10 +67,10 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from this probability mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: all.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False,
-    num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
+    num_completions: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
     max_prompt_len: Annotated[
-        int, typer.Option(help="Tokens; of a longer prompt the end is kept.")
+        int, typer.Option(min=1, help="Tokens; of a longer prompt the end is kept.")
     ] = 512,
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")

@@ -27,10 +27,12 @@ class RayOptions:
         ),
     ] = None
     ray_num_cpus: Annotated[
-        int | None, typer.Option("--ray-num-cpus", help="CPUs of the Ray that is started here.")
+        int | None,
+        typer.Option("--ray-num-cpus", min=1, help="CPUs of the Ray that is started here."),
     ] = None
     ray_num_gpus: Annotated[
-        int | None, typer.Option("--ray-num-gpus", help="GPUs of the Ray that is started here.")
+        int | None,
+        typer.Option("--ray-num-gpus", min=0, help="GPUs of the Ray that is started here."),
     ] = None
     ray_object_store_memory: Annotated[
         int | None,
@@ -77,11 +79,14 @@ class RunOptions(RayOptions):
         ),
     ] = None
     num_samples: Annotated[
-        int | None, typer.Option("--num-samples", help="How often the search space is sampled.")
+        int | None,
+        typer.Option("--num-samples", min=1, help="How often the search space is sampled."),
     ] = None
     checkpoint_freq: Annotated[
         int | None,
-        typer.Option("--checkpoint-freq", help="Iterations between checkpoints; 0: none between."),
+        typer.Option(
+            "--checkpoint-freq", min=0, help="Iterations between checkpoints; 0: none between."
+        ),
     ] = None
     checkpoint_at_end: Annotated[
         bool | None,
@@ -92,7 +97,9 @@ class RunOptions(RayOptions):
     ] = None
     keep_checkpoints_num: Annotated[
         int | None,
-        typer.Option("--keep-checkpoints-num", help="Checkpoints kept per trial. Default: all."),
+        typer.Option(
+            "--keep-checkpoints-num", min=1, help="Checkpoints kept per trial. Default: all."
+        ),
     ] = None
     checkpoint_score_attr: Annotated[
         str | None,

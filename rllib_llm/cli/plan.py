@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import shutil
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.cli.algorithms import algorithm_class
+from rllib_llm.cli.check_sources import check_sources
 from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.scheduling import make_scheduler, make_searcher
 from rllib_llm.cli.search_space import examples, to_tune
@@ -18,6 +20,7 @@ from rllib_llm.config_schema import build_config, suggestion
 
 # A checkpoint holds weights and Adam's two moments; a fourth share is for critic and model folder.
 CHECKPOINT_SHARES = 4
+COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials usually stop by
 LEAST_FREE_BYTES = 100 * 1024**2
 
 
@@ -74,16 +77,50 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
         make_scheduler(experiment)
         make_searcher(experiment)
         _check_restore(experiment)
+        checkpoint_settings(experiment)
+        if is_ours(experiment.run, algo_class):
+            _check_stop(experiment)
         needed: dict[str, float] = {}
         for settings in examples(search_space(experiment)):
             config = build_config(algo_class, settings, f"{name}.config")
             check_env(config, algo_class)
+            if is_ours(experiment.run, algo_class):
+                check_sources(settings, f"{name}.config")
             for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
                 needed[resource] = max(needed.get(resource, 0.0), amount)
     except ValueError as error:
         text = str(error)
         raise UserError(text if text.startswith(name) else f"{name}: {text}") from error
     return needed
+
+
+def is_ours(run: str, algo_class: type) -> bool:
+    """True for an algorithm of this package, or one built on it: its settings mean what we know."""
+    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+    from rllib_llm.algorithms.registry import ALGORITHMS
+
+    return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
+
+
+def _check_stop(experiment: Experiment) -> None:
+    """Tune refuses a result that is not there, but only after an iteration."""
+    for key in experiment.stop:
+        near = difflib.get_close_matches(key, COUNTERS, n=1, cutoff=0.85)
+        if key not in COUNTERS and near:
+            raise UserError(
+                f"{experiment.name}.stop: unknown result {key!r}. Did you mean {near[0]!r}?"
+            )
+
+
+def checkpoint_settings(experiment: Experiment) -> Any:
+    """Return Tune's `CheckpointConfig`; a checkpoint at the end is on unless switched off.
+
+    Raises:
+        ValueError: a setting that Tune refuses.
+    """
+    from ray.tune import CheckpointConfig
+
+    return CheckpointConfig(**{"checkpoint_at_end": True, **experiment.checkpoint_config})
 
 
 def _check_restore(experiment: Experiment) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.live_table import LiveTable
-from rllib_llm.cli.plan import check_experiment, search_space
+from rllib_llm.cli.plan import check_experiment, checkpoint_settings, search_space
 from rllib_llm.cli.scheduling import make_scheduler, make_searcher
 from rllib_llm.cli.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.cli.yaml_experiments import Experiment, fill
@@ -67,7 +67,9 @@ def run_stage(
     experiment: Experiment, run_folder: Path, console: Console, resume: bool, loggers: list[Any]
 ) -> StageResult:
     """Run one experiment, every reference resolved, to its end."""
-    check_experiment(experiment)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of was said before the first stage
+        check_experiment(experiment)
     folder = run_folder / experiment.name
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
     short = short_name(experiment.run)
@@ -107,9 +109,7 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
         verbose=0,
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=experiment.max_failures),
-        checkpoint_config=tune.CheckpointConfig(
-            **{"checkpoint_at_end": True, **experiment.checkpoint_config}
-        ),
+        checkpoint_config=checkpoint_settings(experiment),
     )
     # Tuner has no public way to start trials from a checkpoint; `tune.run`, which it calls, has.
     extra = {"restore": str(Path(experiment.restore).resolve())} if experiment.restore else None

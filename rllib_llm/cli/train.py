@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.errors import UserError, show, user_errors
+from rllib_llm.cli.errors import UserError, show, shown_warnings, user_errors
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.cli.yaml_experiments import Experiment, load
+from rllib_llm.cli.yaml_experiments import Experiment, checked, load
 from rllib_llm.cli.yaml_loader import parse_mapping, read
 
 app = typer.Typer(
@@ -77,13 +77,15 @@ def train(
         return
     prepare(options.verbose)
     with user_errors(options.verbose):
+        from rllib_llm.cli.stage_result import short_name
+
         if not algo:
             raise UserError(
                 "--algo is missing: it names the algorithm. Write --algo PPOPtx --env "
                 "rllib_llm/Reviews-v0, or run a file: rllib train file FILE."
             )
         spec = {"run": algo, "env": env, "config": parse_mapping(config, "--config")}
-        name = algo.rpartition(".")[2].lower()
+        name = short_name(algo).lower()
         experiments = load({name: spec}, "the command line", tuple(options.overrides or ()))
     execute(experiments, "default", options)
 
@@ -124,14 +126,16 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
             "--set NAME.restore=CHECKPOINT."
         )
     return [
-        dataclasses.replace(
-            experiment,
-            stop={**experiment.stop, **stops},
-            num_samples=options.num_samples or experiment.num_samples,
-            checkpoint_config={**experiment.checkpoint_config, **checkpoints},
-            restore=options.restore or experiment.restore,
-            scheduler=options.scheduler or experiment.scheduler,
-            scheduler_config={**experiment.scheduler_config, **arguments},
+        checked(
+            dataclasses.replace(
+                experiment,
+                stop={**experiment.stop, **stops},
+                num_samples=options.num_samples or experiment.num_samples,
+                checkpoint_config={**experiment.checkpoint_config, **checkpoints},
+                restore=options.restore or experiment.restore,
+                scheduler=options.scheduler or experiment.scheduler,
+                scheduler_config={**experiment.scheduler_config, **arguments},
+            )
         )
         for experiment in experiments
     ]
@@ -144,7 +148,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         from rllib_llm.cli.plan import check_disk, check_experiments, check_resources
 
         experiments = with_options(experiments, options)
-        needed = check_experiments(experiments)
+        with shown_warnings():
+            needed = check_experiments(experiments)
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
         loggers = _loggers(options, folder.name, len(experiments))

@@ -74,7 +74,7 @@ class Experiment:
         search_alg, search_config: a Tune searcher by name ("optuna", ...) and arguments.
         max_concurrent_trials: limit on trials that run at once.
         pass_criteria: result key -> the least value of the last result that counts as a pass.
-        description: a sentence for `rllib example list`.
+        description: what the experiment does, for whoever reads the file.
     """
 
     name: str
@@ -231,11 +231,15 @@ def _experiment(name: Any, spec: Any, source: str) -> Experiment:
         if key not in CHECKPOINT_KEYS:
             raise unknown_key(f"{name}.checkpoint_config", str(key), CHECKPOINT_KEYS)
     filled = {key: value for key, value in spec.items() if value is not None}
-    return _checked(Experiment(name=name, **filled))
+    return checked(Experiment(name=name, **filled))
 
 
-def _checked(experiment: Experiment) -> Experiment:
-    """Return the experiment, its plain numbers and choices checked."""
+def checked(experiment: Experiment) -> Experiment:
+    """Return the experiment, its plain numbers and choices checked.
+
+    Raises:
+        UserError: one of them cannot be.
+    """
     name = experiment.name
     for key in ("num_samples", "max_failures", "max_concurrent_trials"):
         value = getattr(experiment, key)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rllib_llm.data.order import EpochOrder
-from rllib_llm.data.sources import DataSourceError, Rows, Source, load_rows, require_columns
+from rllib_llm.data.rows import DataSourceError, Rows, require_columns
+from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.dotted import import_dotted
 
 

@@ -7,14 +7,16 @@ target: a model that never sees it never learns to stop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from rllib_llm import columns
 from rllib_llm.data.order import EpochOrder
-from rllib_llm.data.sources import DataSourceError, Source, load_rows
+from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.sources import Source, load_rows
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
@@ -42,9 +44,15 @@ class TextSource:
                 f"loss_on={loss_on!r} must be one of {LOSS_ON}: it says which tokens are targets. "
                 "Use 'completion' to leave prompts out."
             )
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "tokenizer.eos_token=None must be a token: every text ends with it, or the model "
+                "never learns to stop. Set tokenizer.eos_token and save the tokenizer again."
+            )
         self._rows = load_rows(data)
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self._num_cut = 0
         self._loss_on = loss_on
         self._keep_end = keep_end
         self._order = EpochOrder(len(self._rows), seed, shuffle=shuffle)
@@ -55,7 +63,10 @@ class TextSource:
 
     def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
         """`input_ids`, `attention_mask`, `loss_mask`, each [count, L], right-padded."""
+        cut_before = self._num_cut
         texts = [self._text(int(i)) for i in self._order.indices(position, count)]
+        if cut_before == 0 and self._num_cut:
+            warn_of_cuts(self._num_cut, count, self._max_length, "end")
         ids, mask = pad_right([ids for ids, _ in texts], self._tokenizer.pad_token_id)
         loss_mask = torch.zeros_like(mask)
         for row, (_, targets) in enumerate(texts):
@@ -70,6 +81,7 @@ class TextSource:
     def _text(self, index: int) -> TokenizedText:
         if index not in self._tokenized:
             ids, targets = self._tokenize(self._rows[index], index)
+            self._num_cut += len(ids) > self._max_length
             self._tokenized[index] = self._cut(ids), self._cut(targets)
         return self._tokenized[index]
 
@@ -84,6 +96,8 @@ class TextSource:
         if row.get("messages") is not None:
             return self._tokenize_chat(row["messages"])
         if row.get("prompt") is not None and row.get("completion") is not None:
+            if isinstance(row["prompt"], list):  # both are chat messages
+                return self._tokenize_chat([*row["prompt"], *row["completion"]])
             prompt = encode_start(self._tokenizer, row["prompt"])
             completion = encode_end(self._tokenizer, row["completion"])
             return prompt + completion, [self._loss_on == "all"] * len(prompt) + [True] * len(
@@ -125,6 +139,7 @@ class PairSource:
         self._rows = load_rows(data)
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self._num_cut = 0
         self._order = EpochOrder(len(self._rows), seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -133,8 +148,11 @@ class PairSource:
     def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
         """`chosen_ids`, `chosen_mask`, `rejected_ids`, `rejected_mask`, each [count, L]."""
         rows = [self._rows[int(i)] for i in self._order.indices(position, count)]
+        cut_before = self._num_cut
         chosen, chosen_mask = self._encode(rows, "chosen")
         rejected, rejected_mask = self._encode(rows, "rejected")
+        if cut_before == 0 and self._num_cut:
+            warn_of_cuts(self._num_cut, 2 * count, self._max_length, "beginning")
         return {
             columns.CHOSEN_IDS: chosen,
             columns.CHOSEN_MASK: chosen_mask,
@@ -151,7 +169,10 @@ class PairSource:
                     "and 'rejected' (and 'prompt', where they lack it): a pair is two texts. "
                     "Rename a column, or make pairs with rllib_llm.data.pairs."
                 )
-            texts.append(self._tokenize(row.get("prompt"), row[name])[-self._max_length :])
+            ids = self._tokenize(row.get("prompt"), row[name])
+            self._num_cut += len(ids) > self._max_length
+            starts = (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
+            texts.append(keep_end(ids, self._max_length, starts))
         return pad_right(texts, self._tokenizer.pad_token_id)
 
     def _tokenize(self, prompt: Any, answer: Any) -> list[int]:
@@ -160,6 +181,8 @@ class PairSource:
             return list(
                 self._tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
             )
+        if self._tokenizer.eos_token_id is None:  # an encoder's: it puts its own end
+            return list(self._tokenizer((prompt or "") + answer)["input_ids"])
         if prompt is None:
             return encode_start(self._tokenizer, answer) + [self._tokenizer.eos_token_id]
         return encode_start(self._tokenizer, prompt) + encode_end(self._tokenizer, answer)
@@ -176,6 +199,26 @@ def encode_start(tokenizer: Any, text: str) -> list[int]:
 def encode_end(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that continues and ends a sequence: EOS at the end, no BOS."""
     return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+
+
+def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) -> list[int]:
+    """The last `max_length` ids; a first one that is among `starts` (BOS, CLS) is kept, since
+    models read all else after it."""
+    if len(ids) <= max_length:
+        return ids
+    if ids[0] in starts and max_length > 1:
+        return [ids[0], *ids[len(ids) - max_length + 1 :]]
+    return ids[len(ids) - max_length :]
+
+
+def warn_of_cuts(num_cut: int, num_texts: int, max_length: int, lost: str) -> None:
+    """Warns that texts were longer than `max_length` and `lost` their "beginning" or "end"."""
+    warnings.warn(
+        f"{num_cut} of the first {num_texts} texts are longer than max_length={max_length} tokens "
+        f"and lose their {lost}; later ones lose it without a word. Raise max_length, or drop "
+        "them.",
+        stacklevel=3,
+    )
 
 
 def pad_right(rows: Sequence[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

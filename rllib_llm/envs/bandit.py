@@ -193,6 +193,7 @@ class BanditEnv(VectorEnv):
         completions: list[str] = []
         if self.rewards.wants_texts or self.return_texts:
             completions = self._decode(ids, mask)
+        names = dict.fromkeys(name for row in self._rows for name in row.columns)
         batch = RewardBatch(
             prompt_ids=self._observation[columns.PROMPT_IDS],
             prompt_mask=self._observation[columns.PROMPT_MASK],
@@ -200,7 +201,7 @@ class BanditEnv(VectorEnv):
             completion_mask=mask,
             prompts=self._texts,
             completions=completions,
-            columns={k: [row.columns[k] for row in self._rows] for k in self._rows[0].columns},
+            columns={name: [row.columns.get(name) for row in self._rows] for name in names},
         )
         judged = self.rewards(batch)
         infos: dict[str, Any] = {

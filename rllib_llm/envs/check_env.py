@@ -94,6 +94,7 @@ class PromptChecker:
         return True
 
     def check_spaces(self) -> bool:
+        """False where the spaces are not read as the sampler reads them."""
         env = self.env
         before = len(self.findings.problems)
         if not isinstance(env, VectorEnv):
@@ -137,6 +138,7 @@ class PromptChecker:
         return len(self.findings.problems) == before
 
     def check_reset_infos(self, infos: Any, batch_size: int) -> None:
+        """The infos of `reset`: which prompts they are."""
         if not isinstance(infos, Mapping) or not {columns.PROMPT_INDEX, "position"} <= set(infos):
             arrived = list(infos) if isinstance(infos, Mapping) else type(infos)
             self.findings.add(
@@ -159,6 +161,7 @@ class PromptChecker:
             )
 
     def check_groups(self, observation: Mapping[str, torch.Tensor]) -> bool:
+        """False where the completions of a prompt do not stand together."""
         prompts = unpadded(observation)
         for start in range(0, len(prompts), self.num_completions):
             group = prompts[start : start + self.num_completions]
@@ -175,6 +178,7 @@ class PromptChecker:
     def check_positions(
         self, observation: Mapping[str, torch.Tensor], options: Mapping[str, int]
     ) -> None:
+        """Prompts are a function of their position."""
         first = unpadded(observation)
         again = unpadded(self.env.reset(options=options)[0])
         if first != again:

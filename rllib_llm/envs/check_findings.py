@@ -40,6 +40,7 @@ class Findings:
         return False
 
     def check_finite(self, where: str, values: torch.Tensor) -> None:
+        """A finding where a value is NaN or infinite."""
         if not bool(torch.isfinite(values).all()):
             self.add(
                 f"{where}={values.flatten().tolist()[:8]!r}",
@@ -49,6 +50,7 @@ class Findings:
             )
 
     def check_observation(self, where: str, observation: Any, batch_size: int) -> bool:
+        """True where `observation` holds left-padded prompts of the vocabulary, one per row."""
         names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
         if not isinstance(observation, Mapping) or any(name not in observation for name in names):
             arrived = list(observation) if isinstance(observation, Mapping) else type(observation)

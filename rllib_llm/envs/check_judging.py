@@ -30,6 +30,7 @@ class JudgingChecker:
         self.generator = torch.Generator().manual_seed(seed)
 
     def run(self) -> None:
+        """Every check below."""
         self.check_step(self.options, self.batch_size)
         self.check_padding(self.options, self.batch_size)
         self.check_refusals(self.options, self.batch_size)
@@ -53,6 +54,7 @@ class JudgingChecker:
         return {name: value.to(device) for name, value in actions.items()}
 
     def check_step(self, options: Mapping[str, int], batch_size: int) -> None:
+        """What `step` returns, and that it leaves the actions alone."""
         self.env.reset(options=options)
         actions = self.random_actions(batch_size)
         before = {name: value.clone() for name, value in actions.items()}
@@ -92,6 +94,7 @@ class JudgingChecker:
         self.check_infos(infos, actions, batch_size)
 
     def check_infos(self, infos: Any, actions: Mapping[str, torch.Tensor], batch_size: int) -> None:
+        """The infos of judged completions: there, of the right type and shape, and true."""
         missing = [k for k in _REQUIRED_INFOS if not isinstance(infos, Mapping) or k not in infos]
         if missing:
             self.findings.add(
@@ -131,6 +134,7 @@ class JudgingChecker:
         self.check_reference(infos, mask)
 
     def check_invalid_scores(self, scores: torch.Tensor, valid: torch.Tensor) -> None:
+        """Rows that were not judged have score 0."""
         if bool((scores[~valid] != 0).any()):
             self.findings.add(
                 f"step() infos['scores'] where not valid={scores[~valid].tolist()!r}",
@@ -140,6 +144,7 @@ class JudgingChecker:
             )
 
     def check_reference(self, infos: Mapping[str, Any], mask: torch.Tensor) -> None:
+        """The reference's log-probs, where the environment gives any."""
         if columns.REF_LOGPROBS not in infos:
             return
         where, ref_logprobs = "step() infos['ref_logprobs']", infos[columns.REF_LOGPROBS]

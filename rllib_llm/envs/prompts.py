@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.order import EpochOrder, permutation
-from rllib_llm.data.sources import Rows, Source, load_rows, require_columns
+from rllib_llm.data.rows import Rows, require_columns
+from rllib_llm.data.sources import Source, load_rows
+from rllib_llm.data.texts import keep_end
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
@@ -26,7 +28,10 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt: its row in the data set, its text or chat messages, its other columns."""
+    """One prompt: its row in the data set, its text or chat messages, its other columns.
+
+    `columns` hold a chat, whatever its column was called, as "messages".
+    """
 
     index: int
     prompt: Any  # str, or list of {"role", "content"}
@@ -106,10 +111,13 @@ class PromptSource:
         """The prompt in row `index` of the data set."""
         columns = dict(self._rows[index])
         prompt = columns[self.prompt_column]
+        del columns[self.prompt_column]
+        # Judges with chat templates of their own are given the chat as `messages`; a column of that
+        # name beside a prompt often holds answers as well.
+        columns.pop("messages", None)
         if not isinstance(prompt, str):
             _check_messages(prompt, index, self)
-        if self.prompt_column != "messages":
-            del columns[self.prompt_column]
+            columns["messages"] = prompt
         return PromptRow(index, prompt, columns)
 
 
@@ -181,7 +189,7 @@ class PromptEncoder:
                 "it, or set prompt_overflow='truncate_left'."
             )
         self.num_truncated += 1
-        ids = keep_end(ids, self.max_prompt_len, tokenizer.bos_token_id)
+        ids = keep_end(ids, self.max_prompt_len, (tokenizer.bos_token_id,))
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
         return ids, str(tokenizer.decode(ids, skip_special_tokens=is_text))
 
@@ -196,13 +204,6 @@ class PromptEncoder:
             row.prompt, tokenize=False, add_generation_prompt=True
         )
         return str(rendered)
-
-
-def keep_end(ids: list[int], max_len: int, bos_token_id: int | None) -> list[int]:
-    """The last `max_len` ids; a BOS at the start is kept, since models read all else after it."""
-    if bos_token_id is not None and ids[0] == bos_token_id and max_len > 1:
-        return [bos_token_id, *ids[len(ids) - max_len + 1 :]]
-    return ids[len(ids) - max_len :]
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

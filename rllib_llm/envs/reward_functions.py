@@ -67,11 +67,12 @@ class RewardTerm:
     """One reward function with its name and weight.
 
     The function is called by keyword with prompts, completions (texts), completion_ids (ids
-    without padding) and the data set's other columns, all lists of B; what it does not take is not
-    passed. Where it has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
-    prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
-    returns B numbers (list, NumPy array or tensor [B]), or a pair of them and
-    {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward functions, extended.)
+    without padding), messages (the chats, where prompts are chats) and the data set's other
+    columns, all lists of B; what it does not take is not passed. Where it has an attribute
+    `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask, completion_ids,
+    completion_mask)` with tensors. It may be a coroutine function. It returns B numbers (list,
+    NumPy array or tensor [B]), or a pair of them and {metric name: B numbers}. (The convention of
+    trl.GRPOTrainer's reward functions, extended.)
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:

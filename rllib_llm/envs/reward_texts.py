@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rllib_llm.data.texts import keep_end
+
 PAIR, CHAT = "pair", "chat"
 DEFAULT_TEMPLATE = "{prompt}{completion}"
 # Letters, digits, punctuation, spaces and non-ASCII text, on which tokenizers part ways.
@@ -100,8 +102,7 @@ class RewardTextEncoder:
             return ids
         self.num_truncated += 1
         starts = (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
-        keep_start = int(ids[0] in starts and self.max_length > 1)
-        return ids[:keep_start] + ids[len(ids) - self.max_length + keep_start :]
+        return keep_end(ids, self.max_length, starts)
 
     def _shorten_pair(self, prompt: str, completion: str) -> list[int]:
         ids = self.tokenizer(prompt, completion)["input_ids"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from rllib_llm.modules.model_source import (
     source_kind,
 )
 from rllib_llm.modules.pretrained import load_tokenizer
+from rllib_llm.modules.quantization import check_quantization
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
@@ -130,17 +132,38 @@ def with_defaults(
     """`defaults` overridden by `env_config`.
 
     Raises:
-        EnvConfigError: a key that is not one of `defaults`, with the nearest that is.
+        EnvConfigError: a key, also of `reward_model` and `reference`, that is no setting, with the
+            nearest that is.
+        ValueError: a quantization that is not known.
     """
-    for key in env_config:
-        if key not in defaults:
-            near = difflib.get_close_matches(str(key), defaults, n=1)
+    _check_keys(env_config, defaults, "env_config", of=env_id)
+    for key in ("reward_model", "reference"):
+        given = env_config.get(key)
+        if isinstance(given, Mapping):
+            _check_keys(given, _model_settings(key), f"env_config[{key!r}]", of=key)
+            check_quantization(given.get("quantization", "none"), given.get("backend", "auto"))
+    return {**defaults, **env_config}
+
+
+def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *, of: str) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"Did you mean {near[0]!r}" if near else "Remove it"
             raise EnvConfigError(
-                f"env_config[{key!r}] must be a setting of {env_id}, one of {sorted(defaults)}: "
+                f"{where}[{key!r}] must be a setting of {of}, one of {sorted(known)}: "
                 f"unknown key. {hint}."
             )
-    return {**defaults, **env_config}
+
+
+def _model_settings(key: str) -> set[str]:
+    """Names of the settings of a frozen model, `key` "reward_model" or "reference"."""
+    from rllib_llm.envs.reference import FrozenReference
+    from rllib_llm.envs.reward_model import RewardModelScorer
+
+    if key == "reference":
+        return set(inspect.signature(FrozenReference).parameters)
+    return set(inspect.signature(RewardModelScorer).parameters) - {"tokenizer"} | {"weight", "name"}
 
 
 def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:

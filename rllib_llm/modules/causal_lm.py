@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, ValueFunctionAPI
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
@@ -33,8 +34,6 @@ from rllib_llm.modules.quantization import load_quantized
 from rllib_llm.modules.score_normalization import read_score_normalization
 from rllib_llm.sampling.engine import Completions, generate
 from rllib_llm.sampling.params import SamplingParams
-
-CRITICS = ("shared", "separate", "none")
 
 
 class ValueHead(nn.Module):
@@ -81,7 +80,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if config["critic"] == "shared":
             self.value_head = ValueHead(_hidden_size(self.model))
         else:
-            self.critic, self.value_head = _separate_critic(config)
+            self.critic, self.value_head = _separate_critic(config, self.tokenizer)
             self.save_memory(self.critic)
 
     def get_non_inference_attributes(self) -> list[str]:
@@ -217,13 +216,25 @@ def _load_policy(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _separate_critic(config: dict[str, Any]) -> tuple[nn.Module, ValueHead]:
+def _separate_critic(
+    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[nn.Module, ValueHead]:
     """The separate critic's trunk and head: the reward model's where one is named, with its scale
-    of scores, else the policy's trunk and a head of zeros."""
+    of scores, else the policy's trunk and a head of zeros.
+
+    Raises:
+        ValueError: the reward model's vocabulary is not the policy's.
+    """
     source = config.get("critic_model")
     if source is None:
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
         return model.base_model, ValueHead(_hidden_size(model))
+    if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"critic_model={source!r} must have the vocabulary of "
+            f"model={config['pretrained_model']!r}: a critic reads the policy's token ids. Leave "
+            "critic_model out, or train a reward model on the policy's own trunk."
+        )
     model = load_sequence_classifier(source, dtype=config["dtype"])
     value_head = ValueHead(_hidden_size(model))
     head = score_head(model)

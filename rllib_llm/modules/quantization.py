@@ -45,7 +45,7 @@ from rllib_llm.modules.quantized_layers import (
     verify_quantized,
 )
 
-__all__ = ["load_quantized", "model_bytes", "quantize", "resolve_backend"]
+__all__ = ["check_quantization", "load_quantized", "model_bytes", "quantize", "resolve_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +143,8 @@ def quantize(
     return model
 
 
-def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:
-    """Returns the library that quantises: "none", "bitsandbytes" or "torchao".
-
-    "auto": torchao for int8 on a CPU, bitsandbytes for everything else.
-
-    Raises:
-        ValueError: an unknown name, or nf4 through torchao.
-        ImportError: the library is not installed.
-    """
+def check_quantization(quantization: str, backend: str) -> None:
+    """Raises ValueError for an unknown name, or nf4 through torchao."""
     for name, given, allowed in (
         ("quantization", quantization, QUANTIZATIONS),
         ("backend", backend, BACKENDS),
@@ -161,6 +154,23 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
                 f"{name}={given!r} must be one of {', '.join(allowed)}: nothing else is built in. "
                 f"{allowed[0]!r} is the default."
             )
+    if (quantization, backend) == ("nf4", "torchao"):
+        raise ValueError(
+            "backend='torchao' must be 'bitsandbytes' or 'auto' with quantization='nf4': torchao "
+            "is used for int8 only. Change one of the two."
+        )
+
+
+def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:
+    """Returns the library that quantises: "none", "bitsandbytes" or "torchao".
+
+    "auto": torchao for int8 on a CPU, bitsandbytes for everything else.
+
+    Raises:
+        ValueError: an unknown name, or nf4 through torchao.
+        ImportError: the library is not installed.
+    """
+    check_quantization(quantization, backend)
     if quantization in ("none", "bf16"):
         if backend != "auto":
             warnings.warn(
@@ -169,11 +179,6 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
                 stacklevel=2,
             )
         return "none"
-    if (quantization, backend) == ("nf4", "torchao"):
-        raise ValueError(
-            "backend='torchao' must be 'bitsandbytes' or 'auto' with quantization='nf4': torchao "
-            "is used for int8 only. Change one of the two."
-        )
     if backend == "auto":
         on_cpu = torch.device(device).type == "cpu"
         backend = "torchao" if quantization == "int8" and on_cpu else "bitsandbytes"

@@ -123,7 +123,8 @@ def test_held_out_metrics_by_hand():
         components={"correct": torch.tensor([0.0, 0.0, 1.0])},
         metrics={"gold_score": torch.tensor([3.0, 0.0, 0.0])},
     )
-    assert held_out_metrics(batch) == pytest.approx({
+    metrics = held_out_metrics(batch)
+    assert metrics == pytest.approx({
         "scores": 3.0,
         "scores_std": 7**0.5,  # (4 + 1 + 9) / 2
         "output_length": 2.0,
@@ -133,3 +134,9 @@ def test_held_out_metrics_by_hand():
         "gold_score": 1.0,
         "distinct": 1.0,
     })  # fmt: skip
+    # A row that no reward function could judge has no score.
+    batch.columns[columns.VALID][2] = False
+    metrics = held_out_metrics(batch)
+    assert metrics["scores"] == 1.5
+    assert metrics["scores_std"] == pytest.approx(0.5**0.5)
+    assert metrics["output_length"] == 2.0

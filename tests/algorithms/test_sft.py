@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rllib_llm.data.sources import DataSourceError
+from rllib_llm.data.rows import DataSourceError
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")

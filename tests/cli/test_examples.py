@@ -44,6 +44,8 @@ def test_the_description_is_the_first_sentence_of_the_comment(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("# Trains a thing\n# on data. More of it.\n\n# Later.\na: {run: SFT}\n")
     assert description(file) == "Trains a thing on data."
+    file.write_text("# Dr. GRPO (Liu et al. 2025):\n# sums of 1.5 digits. More.\na: {run: SFT}\n")
+    assert description(file) == "Dr. GRPO (Liu et al. 2025): sums of 1.5 digits."
     file.write_text("a: {run: SFT}\n")
     assert description(file) == ""
 

@@ -6,6 +6,7 @@ from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.plan import check_disk, check_experiments, check_resources, with_stand_ins
 from rllib_llm.cli.yaml_experiments import Experiment, load
 from tests.cli.tiny_trainables import COUNTER
+from tests.tiny_models import byte_tokenizer, llama, save
 
 
 def counter(name: str = "a", **settings: object) -> Experiment:
@@ -97,3 +98,74 @@ def test_too_little_disk_is_told_before_the_run(tmp_path):
     check_disk([counter()], tmp_path / "run")
     with pytest.raises(UserError, match=r"must have about 16384\.\d+ GiB free"):
         check_disk([large], tmp_path / "run")
+
+
+def reviews(**changes: object) -> Experiment:
+    model = "rllib_llm.envs.reviews_model.build_model"
+    return Experiment("ppo", "PPOPtx", "rllib_llm/RLHF-v0", **{
+        "config": {
+            "model": model,
+            "env_config": {
+                "prompts": "${texts.checkpoint}/train.jsonl",
+                "reward_functions": ["tests.envs.tiny_envs.num_words"],
+                **changes,
+            },
+        },
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompts": "./nothing.jsonl"},
+            r"ppo\.config\.env_config\.prompts='./nothing.jsonl' must",
+        ),
+        ({"prompts": {"pth": "x"}}, "unknown key. Did you mean 'path'"),
+        ({"reward_model": "./no/judge"}, r"reward_model='./no/judge' must be a local folder"),
+        (
+            {"reward_model": {"model": "./no/judge"}},
+            r"env_config\.reward_model\.model='./no/judge'",
+        ),
+        ({"reference": {"model": "a.b"}}, r"reference\.model='a\.b' must name a module"),
+        ({"reward_functions": "tests.envs.tiny_envs.num_word"}, "Did you mean 'num_words'"),
+        ({"reward_functions": [{"function": "no.such"}]}, "reward_functions='no.such' must name"),
+        ({"reward_model": {"model": "a/b", "quantisation": "int8"}}, "Did you mean 'quantization'"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: str):
+    earlier = [counter("texts"), counter("rm")]
+    later = [reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")]
+    check_experiments([*earlier, *later])
+    with pytest.raises(UserError, match=message):
+        check_experiments([*earlier, reviews(**changes)])
+
+
+def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
+    folder = save(tmp_path / "small", llama(vocab_size=250), byte_tokenizer())
+    with pytest.raises(UserError, match=r"reward_model\.model: .*at most the 250 rows"):
+        check_experiments([counter("texts"), reviews(reward_model={"model": folder})])
+    check_experiments([counter("texts"), reviews(reference={"model": folder})])  # reads ids alone
+    folder = save(tmp_path / "pad", llama(), byte_tokenizer(pad="</s>"))
+    with pytest.warns(UserWarning, match="pad token '</s>' is an end-of-sequence token"):
+        check_experiments([counter("texts"), reviews(model=folder)])
+
+
+def test_settings_of_strangers_are_their_own():
+    config = {"model": "rllib_llm.envs.reviews_model.build_model", "env_config": {"prompts": "./x"}}
+    check_experiments([Experiment("a", "PPOPtx", "tests.envs.tiny_envs:make_word_env", config)])
+    check_experiments([counter(config={"model": "./no/such/folder"})])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop": {"traning_iteration": 1}}, "Did you mean 'training_iteration'"),
+        ({"stop": {"episodes": 1}}, "Did you mean 'episode'"),
+        ({"checkpoint_config": {"num_to_keep": 0}}, "num_to_keep"),
+    ],
+)
+def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message: str):
+    config = {"model": "rllib_llm.envs.reviews_model.build_model", "data": ["text"]}
+    with pytest.raises(UserError, match=message):
+        check_experiments([Experiment("sft", "SFT", config=config, **settings)])

@@ -160,8 +160,14 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train"], "--algo is missing"),
         (["train", "--algo", "PPOO"], "Did you mean 'PPO'"),
         (["train", "--algo", "PPO", "--config", "[1]"], "--config='[1]' must be a mapping"),
-        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "unknown key 'lrr'"),
+        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "counter.config: unknown key 'lrr'"),
+        (
+            ["train", "--algo", "tests.cli.tiny_trainables:Counter", "--config", "{lrr: 1}"],
+            "counter.config: unknown key 'lrr'",
+        ),
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
+        (["train", "--algo", COUNTER, "--stop", "{a: many}"], "stop.a='many' must be a number"),
+        (["train", "--algo", COUNTER, "--num-samples", "0"], "Invalid value for '--num-samples'"),
         (["train", "--algo", COUNTER, "--wandb-run-name", "x"], "must come with --wandb-project"),
         (
             ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],
@@ -179,3 +185,15 @@ def test_mistakes_are_one_panel_and_exit_code_2(arguments: list[str], message: s
     text = said(result.output)
     assert message in text
     assert "Traceback" not in text
+
+
+def test_warnings_are_shown_in_a_line_before_the_run():
+    config = {
+        "model": "rllib_llm.envs.arithmetic.build_model",
+        "data": "rllib_llm.envs.arithmetic.sft_texts",
+        "lr_num_updates": 7,
+    }
+    arguments = ["--config", json.dumps(config), "--storage-path", "s3://bucket"]
+    result = CliRunner().invoke(app, ["train", "--algo", "SFT", *arguments])
+    assert result.exit_code == 2
+    assert "warning: lr_num_updates=7 has no effect with lr_schedule" in said(result.output)

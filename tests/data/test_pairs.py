@@ -7,7 +7,8 @@ import json
 import pytest
 
 from rllib_llm.data.pairs import pairs_from_labels
-from rllib_llm.data.sources import DataSourceError, load_rows
+from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.sources import load_rows
 
 ROWS = [
     {"text": "good 1", "label": 1},

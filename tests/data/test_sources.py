@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rllib_llm.data.sources import DataSourceError, Rows, load_rows, require_columns
+from rllib_llm.data.rows import DataSourceError, Rows, require_columns
+from rllib_llm.data.sources import check_source, load_rows
 from rllib_llm.dotted import DottedPathError
 
 ROWS = [{"prompt": "one", "label": 1}, {"prompt": "two", "label": 0}, {"prompt": "☃", "label": 1}]
@@ -140,6 +141,35 @@ def test_a_function_that_is_not_there_or_gives_no_rows():
         load_rows(f"{__name__}:rows_of_a_functoin", name="prompts")
     with pytest.raises(DataSourceError, match="it gave int"):
         load_rows(lambda: 3)
+
+
+def test_wrong_arguments_of_a_function_are_refused():
+    source = {"path": f"{__name__}:rows_of_a_function", "kwargs": {"wrong": 1}}
+    with pytest.raises(DataSourceError, match=r"kwargs=\{'wrong': 1\} must be arguments of"):
+        load_rows(source, name="prompts")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"pth": "x"}, "unknown key. Did you mean 'path'"),
+        ("/nothing/here/rows.parquet", "'/nothing/here' does not exist either"),
+        (["one.jsonl", "two.jsonl"], "'one.jsonl' must be a file or folder that exists"),
+        (f"{__name__}:rows_of_a_functoin", "Did you mean 'rows_of_a_function'"),
+        ({"path": f"{__name__}:rows_of_a_function", "kwargs": {"wrong": 1}}, "must be arguments"),
+    ],
+)
+def test_what_cannot_be_read_is_told_without_reading(source, message):
+    with pytest.raises(ValueError, match=message):
+        check_source(source, name="prompts")
+
+
+def test_what_may_be_readable_passes_the_check(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{oops")  # reading would fail
+    for source in (broken, [broken], "org/on-the-hub", [{"prompt": "a"}], None,
+                   f"{__name__}:rows_of_a_function"):  # fmt: skip
+        check_source(source)
 
 
 def test_missing_columns_name_those_there_are():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from rllib_llm import columns
-from rllib_llm.data.sources import DataSourceError
-from rllib_llm.data.texts import PairSource, TextSource, pad_right
+from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.texts import PairSource, TextSource, keep_end, pad_right
 from tests.algorithms.tiny_runs import build_model
-from tests.tiny_models import byte_tokenizer
+from tests.tiny_models import ENCODER_SPECIALS, byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}A:"
@@ -80,6 +82,36 @@ def test_only_the_assistant_is_learnt_of_a_conversation(template, expected):
     assert targets(tokenizer, [{"messages": CHAT}]) == [expected]
 
 
+def test_prompt_and_completion_may_be_messages():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    assert targets(tokenizer, [{"prompt": CHAT[:3], "completion": CHAT[3:]}]) == ["bye</s>"]
+
+
+def test_texts_end_with_a_token_that_there_must_be():
+    tokenizer = byte_tokenizer(ENCODER_SPECIALS)
+    with pytest.raises(ValueError, match="tokenizer.eos_token=None must be a token"):
+        TextSource([{"text": "a"}], tokenizer=tokenizer, max_length=8)
+    # Encoders read pairs with the end that they have.
+    rows = [{"prompt": "ab", "chosen": "c", "rejected": "d"}]
+    batch = PairSource(rows, tokenizer=tokenizer, max_length=8).batch(0, 1)
+    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "[CLS]abc[SEP]"
+
+
+def test_cut_texts_are_told_of_once(tokenizer):
+    rows = [{"text": "1234"}, {"text": "1"}]
+    source = TextSource(rows, tokenizer=tokenizer, max_length=3, shuffle=False)
+    with pytest.warns(UserWarning, match="1 of the first 2 texts are longer than max_length=3"):
+        source.batch(0, 2)
+    pairs = PairSource([{"chosen": "1234", "rejected": "1"}], tokenizer=tokenizer, max_length=3)
+    with pytest.warns(UserWarning, match="1 of the first 2 texts .* lose their beginning"):
+        pairs.batch(0, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        source.batch(0, 2)
+        pairs.batch(0, 1)
+
+
 def test_a_pad_token_that_is_eos_leaves_eos_a_target():
     tokenizer = byte_tokenizer(pad="</s>")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
@@ -127,6 +159,21 @@ def test_long_pairs_keep_their_end(tokenizer):
     rows = [{"prompt": "123456", "chosen": "7", "rejected": "8"}]
     batch = PairSource(rows, tokenizer=tokenizer, max_length=4).batch(0, 1)
     assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "567<eos>"
+
+
+def test_keep_end():
+    assert keep_end([1, 5, 6, 7], 2, (1, None)) == [1, 7]
+    assert keep_end([4, 5, 6, 7], 2, (1, None)) == [6, 7]
+    assert keep_end([1, 5, 6, 7], 1, (1,)) == [7]  # a BOS alone would say nothing
+    assert keep_end([1, 5], 2, (1,)) == [1, 5]
+
+
+def test_long_pairs_keep_the_token_they_begin_with():
+    # As the scorer reads them: see `RewardTextEncoder.shorten`.
+    tokenizer = byte_tokenizer()
+    batch = PairSource([{"chosen": "1234", "rejected": "5"}], tokenizer=tokenizer,
+                       max_length=4).batch(0, 1)  # fmt: skip
+    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "<s>34</s>"
 
 
 def test_pairs_of_conversations_go_through_the_chat_template():

@@ -49,6 +49,24 @@ def test_reset_hands_out_groups_at_a_position():
     assert infos["prompt_index"].tolist() == [1, 1, 2, 2, 3, 3] and infos["position"] == 1
 
 
+def test_chats_and_texts_may_stand_in_one_data_set():
+    seen = []
+
+    def judge(prompts, completions, messages):
+        seen.append((prompts, messages))
+        return [0.0] * len(completions)
+
+    chat = [{"role": "user", "content": "the cat"}]
+    env = word_env(
+        tokenizer=word_tokenizer(chat=True),
+        prompts=PromptSource([{"prompt": chat}, {"prompt": "red"}], shuffle=False),
+        rewards=RewardSum(judge),
+    )
+    env.reset()
+    env.step(answer(env, "sat", "ran"))
+    assert seen == [(["<user> the cat <assistant>", "red"], [chat, None])]
+
+
 def test_without_options_it_walks_on():
     env = word_env()
     first, infos = env.reset()

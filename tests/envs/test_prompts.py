@@ -5,13 +5,12 @@ import warnings
 import pytest
 import torch
 
-from rllib_llm.data.sources import DataSourceError
+from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.prompts import (
     PromptEncoder,
     PromptError,
     PromptRow,
     PromptSource,
-    keep_end,
     pad_left,
 )
 from tests.envs.tiny_tokenizers import word_tokenizer
@@ -104,6 +103,16 @@ def _encode(tokenizer, *prompts, max_prompt_len=16, **settings):
     return encoder.encode([PromptRow(i, prompt, {}) for i, prompt in enumerate(prompts)])
 
 
+def test_judges_are_given_the_chat_and_no_other_messages():
+    chat = [{"role": "user", "content": "the cat"}]
+    rows = [{"prompt": chat, "label": 1}, {"prompt": "text", "messages": chat, "label": 2}]
+    source = PromptSource(rows, shuffle=False)
+    assert source.row(0).columns == {"label": 1, "messages": chat}
+    assert source.row(1).columns == {"label": 2}  # the chat may hold the answer
+    (only,) = PromptSource([{"messages": chat}]).rows(0, 1)
+    assert only.prompt == chat and only.columns == {"messages": chat}
+
+
 def test_text_is_encoded_as_the_tokenizer_does_but_never_ended():
     cat = word_tokenizer()("cat")["input_ids"]
     assert _encode(word_tokenizer(), "cat")[0] == [cat]
@@ -154,12 +163,6 @@ def test_too_long_prompts_are_refused_when_asked():
         _encode(word_tokenizer(), "the cat", "the cat sat on", max_prompt_len=2, overflow="error")
     with pytest.raises(PromptError, match="prompt_overflow='cut' must be one of"):
         PromptEncoder(word_tokenizer(), 4, "cut")
-
-
-def test_keep_end():
-    assert keep_end([1, 5, 6, 7], 2, bos_token_id=1) == [1, 7]
-    assert keep_end([4, 5, 6, 7], 2, bos_token_id=1) == [6, 7]
-    assert keep_end([1, 5, 6, 7], 1, bos_token_id=1) == [7]  # a BOS alone would say nothing
 
 
 def test_pad_left():

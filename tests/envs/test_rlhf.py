@@ -132,6 +132,17 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         ({"model": "/no/such/folder"}, ValueError, "'/no/such/folder' must be a local folder"),
         ({"reward_model": 3}, EnvConfigError, r"\['reward_model'\]=3 must be a model"),
         ({"reward_model": {"dtype": "float32"}}, EnvConfigError, "must have 'model'"),
+        (
+            {"reward_model": {"model": JUDGE, "quantisation": "int8"}},
+            EnvConfigError,
+            r"env_config\['reward_model'\]\['quantisation'\] must be .*Did you mean 'quantization'",
+        ),
+        (
+            {"reference": {"modle": MODEL}},
+            EnvConfigError,
+            r"env_config\['reference'\]\['modle'\] must be .*Did you mean 'model'",
+        ),
+        ({"reference": {"quantization": "int4"}}, ValueError, "quantization='int4' must be one of"),
         ({"reference": 3}, EnvConfigError, r"\['reference'\]=3 must be a model"),
         ({"split": "eval"}, PromptError, "split='eval' must have prompts of its own"),
         ({"prompts": ["text only"]}, RewardError, r"'shouting' must find its arguments \['label'"),

@@ -14,7 +14,7 @@ from rllib_llm.modules.score_normalization import write_score_normalization
 from rllib_llm.sampling.params import SamplingParams
 from tests.algorithms.tiny_runs import MODEL, build_classifier
 from tests.learners.tiny_learners import completions
-from tests.tiny_models import save
+from tests.tiny_models import byte_tokenizer, llama_classifier, save
 
 SPACE = Repeated(Discrete(18), 8)
 
@@ -100,6 +100,12 @@ def test_a_critic_from_a_reward_model_begins_with_its_scores(tmp_path, normaliza
                 score = classifier(input_ids=ids[:, : start + t]).logits[0, 0]
             expected = (float(score) - mean) / std
             assert values[row, t].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_critic_with_another_vocabulary_is_refused(tmp_path):
+    folder = save(tmp_path / "reward_model", llama_classifier(), byte_tokenizer())
+    with pytest.raises(ValueError, match="critic_model=.* must have the vocabulary of model="):
+        build(critic="separate", critic_model=folder)
 
 
 def test_a_separate_critic_leaves_the_policy_alone():
