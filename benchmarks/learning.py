@@ -13,38 +13,26 @@ with which it calls TRL. Each run prints one JSON line; a table of all runs foll
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from peer_task import CONFIGS, Task, import_bench, make_config, model_folders
 
-from rllib_llm import GRPOConfig, PPOPtxConfig, RLOOConfig
-
-PROMPT_LEN, COMPLETION_LEN = 16, 32  # tokens
-BATCH, GROUP, MINIBATCH, EPOCHS = 64, 8, 32, 2
-CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "ppo": PPOPtxConfig}
-# What TRL does differently from our defaults, by trainer. RLOO: the loss is that of whole
-# completions. PPO: a critic of its own from the reward model, no gradient clipping.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_reduction": "sequence_mean", "ref_kl_in": "loss", "ref_kl_estimator": "k3"},
-    "rloo": {"loss_reduction": "sequence_mean", "policy_loss": "rloo"},
-    "ppo": {"critic": "separate", "grad_clip": None, "vf_loss_coeff": 0.1, "lambda_": 0.95},
-}
+BATCH = 64  # completions of an iteration
 POINTS = (320, 640)  # samples at which the table reads the curve
 
 
 def run(bench: Any, folder: Path, algo: str, beta: float, seed: int, steps: int) -> dict[str, Any]:
     """The curve of one run: mean score of each iteration's completions, before its update."""
-    config = make_config(bench, folder, algo, beta, seed)
+    config = make_config(bench, folder, Task(algo, beta, seed, batch=BATCH))
     cpu = time.process_time()
     algorithm = config.build_algo()
     try:
@@ -66,66 +54,10 @@ def run(bench: Any, folder: Path, algo: str, beta: float, seed: int, steps: int)
     }
 
 
-def make_config(bench: Any, folder: Path, algo: str, beta: float, seed: int) -> Any:
-    def lexicon(completions: list[str], **columns: Any) -> list[float]:
-        return bench.reward_texts(completions, "lex")
-
-    prompts = bench.build_prompts(bench.load_tokenizer(), 512, PROMPT_LEN)
-    env_config: dict[str, Any] = {
-        "prompts": [{"prompt": prompt} for prompt in prompts],
-        "reward_functions": [{"function": lexicon, "name": "lexicon"}],
-        "max_prompt_len": PROMPT_LEN,
-        "max_completion_len": COMPLETION_LEN,
-    }
-    settings = dict(SETTINGS[algo])
-    if algo == "ppo":  # learns from the learned judge; the true score is only read
-        judge = str(folder / "rm")
-        settings["critic_model"] = judge
-        env_config["reward_model"] = {"model": judge, "normalize": False}
-        env_config["reward_functions"][0]["weight"] = 0.0
-    settings.setdefault("grad_clip", 1.0)
-    config = CONFIGS[algo]().environment("rllib_llm/RLHF-v0", env_config=env_config)
-    return (
-        config.language_model(model=str(folder / "sft"))
-        .sampling(
-            num_completions=1 if algo == "ppo" else GROUP,
-            max_new_tokens=COMPLETION_LEN,
-            log_samples_every=0,
-        )
-        .training(
-            train_batch_size_per_learner=BATCH,
-            minibatch_size=MINIBATCH,
-            num_epochs=EPOCHS,
-            lr=3e-4,
-            adam_epsilon=1e-8,
-            ref_kl_coeff=beta,
-            **settings,
-        )
-        .debugging(seed=seed)
-    )
-
-
 def read_curve(curve: list[float], samples: int) -> float:
     """Mean of the three iterations around the one sampled after learning from so many samples."""
     index = samples // BATCH
     return statistics.mean(curve[index - 1 : index + 2])
-
-
-def import_bench(bench_dir: str) -> Any:
-    # The script limits an unlimited address space to less than Ray maps; it leaves other limits.
-    import resource
-
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 42, resource.RLIM_INFINITY))
-    sys.path.insert(0, bench_dir)
-    return importlib.import_module("bench_trl")
-
-
-def model_folders(bench: Any, folder: Path, names: set[str]) -> None:
-    """Policy and reward model with the tokenizer beside them, as every model folder has it."""
-    for name in names:
-        shutil.copytree(Path(bench.ASSETS) / f"{name}_256_4", folder / name)
-        bench.load_tokenizer().save_pretrained(folder / name)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -153,8 +85,8 @@ def main() -> None:
         print(f"skipped: {args.bench_dir!r} holds no bench_trl.py; say where with --bench_dir")
         return
     bench = import_bench(args.bench_dir)
-    names = {"sft", "rm"} if "ppo" in args.algos else {"sft"}
-    if not all((Path(bench.ASSETS) / f"{name}_256_4").is_dir() for name in names):
+    names = {"policy": "sft_256_4"} | ({"rm": "rm_256_4"} if "ppo" in args.algos else {})
+    if not all((Path(bench.ASSETS) / name).is_dir() for name in names.values()):
         print(f"skipped: {bench.ASSETS!r} holds no models; run bench_trl.py --make_assets first")
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

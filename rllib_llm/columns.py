@@ -32,6 +32,7 @@ LOGPROBS = "logprobs"  # [B, T] float32
 ENTROPY = "entropy"  # [B, T] float32, nats
 VALUES = "values"  # [B, T] float32
 FULL_KL = "full_kl"  # [B, T] float32, exact KL from the reference, nats
+COMPUTED_AND_PADDING = "computed_and_padding"  # [2] float32: tokens through the trunk, idle ones
 
 # --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
 INPUT_IDS = "input_ids"  # [N, L] int64, right-padded

@@ -54,12 +54,13 @@ def _unused_policy(config: Any) -> Iterator[tuple[str, str, str]]:
     if config.critic == "none":
         for name in _CRITIC:
             yield name, "with critic='none'", "Remove it"
-        if not config.recompute_old_logprobs:
-            yield (
-                "importance_sampling",
-                "where the sampler's log-probs are the old ones: every weight is 1",
-                "Set recompute_old_logprobs=True",
-            )
+    exact = config.dtype == "float32" and config.autocast_dtype is None
+    if not config.recompute_old_logprobs and (exact or config.critic == "none"):
+        yield (
+            "importance_sampling",
+            "where the sampler's log-probs are the old ones: every weight is 1",
+            "Set recompute_old_logprobs=True",
+        )
     if config.critic != "separate":
         yield "critic_model", f"with critic={config.critic!r}", "Use critic='separate'"
     if config.importance_sampling is None:

@@ -179,8 +179,9 @@ class RLHFConfig(LanguageModelConfig):
             lambda_: of GAE (`gamma` is RLlib's); 1 and 0.95 as in the original RLHF code.
             target_kl: epochs stop when approxkl passes 1.5 times this; None: never.
             whiten_advantages, whiten_rewards: over the whole batch of all learners.
-            recompute_old_logprobs: the learner computes them again instead of trusting the
-                sampler's; always on with a critic, whose forward pass they come with.
+            recompute_old_logprobs: the learner computes them again instead of taking the
+                sampler's, which in float32 are the same and cost nothing. With a critic half
+                precision recomputes them in any case, with the values.
             importance_sampling: "truncate" or "mask" corrects the gap between sampler and
                 trainer when old log-probs are recomputed; None: off.
             importance_sampling_cap: largest weight (Yao et al. 2025: 2).

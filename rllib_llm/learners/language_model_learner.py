@@ -295,8 +295,12 @@ class LanguageModelLearner(TorchLearner):
         loss = self.compute_loss_for_module(
             module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro_batch, fwd_out=outputs
         )
-        loss.backward()
+        self.backward(loss)
         return loss.detach()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradient of `loss` to that of this learner's other micro-batches."""
+        loss.backward()
 
     def _step(self, loss: torch.Tensor, minibatch: Batch) -> None:
         """Sums gradients over learners, refuses what is not finite, clips, steps."""

@@ -116,15 +116,22 @@ class RLHFLearner(LanguageModelLearner):
         return {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
 
     def _old_policy(self, batch: Batch) -> Batch:
-        """Log-probs and values of the policy before the update, each row by one learner."""
-        sampled = batch[columns.SAMPLER_LOGPROBS]
-        module = self.module[DEFAULT_MODULE_ID].unwrapped()
-        if not (module.has_critic or self.config.recompute_old_logprobs):
-            return {columns.OLD_LOGPROBS: sampled}
-        old = {columns.LOGPROBS: columns.OLD_LOGPROBS}
-        if module.has_critic:
-            old[columns.VALUES] = columns.OLD_VALUES
-        return {old[name]: column for name, column in self.evaluate_rows(batch, list(old)).items()}
+        """Log-probs and values of the policy before the update, each row by one learner.
+
+        The log-probs are the sampler's, who had these weights, unless they are to be recomputed, or
+        were made in half precision and a forward pass is needed for the values anyway.
+        """
+        has_critic = self.module[DEFAULT_MODULE_ID].unwrapped().has_critic
+        names = {columns.VALUES: columns.OLD_VALUES} if has_critic else {}
+        exact = self.config.dtype == "float32" and self.config.autocast_dtype is None
+        if self.config.recompute_old_logprobs or (has_critic and not exact):
+            names[columns.LOGPROBS] = columns.OLD_LOGPROBS
+        options = {} if columns.LOGPROBS in names else {"values_only": True}
+        old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
+        if names:
+            outputs = self.evaluate_rows(batch, list(names), **options)
+            old.update({names[name]: column for name, column in outputs.items()})
+        return old
 
     def _process_scores(self, batch: Batch) -> torch.Tensor:
         """Scores [B] after penalties, clipping and running scaling, in this order."""
@@ -299,6 +306,8 @@ class RLHFLearner(LanguageModelLearner):
             if self._num_minibatches == 1:  # the weights are still those that sampled
                 gap = (logprobs - batch[columns.SAMPLER_LOGPROBS]).where(mask, 0.0)
                 self.means.add_total("sampler/logprob_gap", gap.abs().sum())
+            computed, padding = fwd_out[columns.COMPUTED_AND_PADDING].tolist()
+            self.means.add("train/padding_share", padding / self.world_size, computed)
 
     # --- state -------------------------------------------------------------------------------
 

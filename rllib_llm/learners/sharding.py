@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from rllib_llm.modules.lm_head import take_apart
 from rllib_llm.modules.shards import local_data, shard_like
+from rllib_llm.modules.trunk import reads_dense
 
 STRATEGIES = ("ddp", "fsdp")
 
@@ -48,9 +49,12 @@ def shard_module(
     param_dtype: of gathered weights and thereby of the layers' arithmetic; None: their own. Shards,
         optimiser and the sum of gradients stay as they are, and float32.
     """
+    # These checks run the models, so before all learners have to take part in it.
     for model in module.modules():
         if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
-            take_apart(model)  # runs the model, so before all learners have to take part in it
+            take_apart(model)
+        elif isinstance(model, PreTrainedModel) and model.base_model is model:
+            reads_dense(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     # Inputs of the root are token ids and float32 columns; they must stay what they are.
     precision = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
@@ -85,7 +89,9 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 
 def clip_gradients_(grads: list[Tensor], norm: Tensor, limit: float) -> None:
     """Scales gradients, or shards of them, of total `norm` to at most `limit`, in place."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    factor = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+    if factor >= 1.0:
+        return
     for grad in grads:
         local_data(grad).mul_(factor.to(grad.device))
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
+from rllib_llm.modules.lm_head import take_apart
 from rllib_llm.modules.logprobs import (
     CompletionOutputs,
     ReferencePolicy,
@@ -124,6 +125,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         *,
         full_kl_to: ReferencePolicy | None = None,
         ref_logprobs_of: ReferencePolicy | None = None,
+        values_only: bool = False,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
         """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
@@ -131,8 +133,11 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
         full_kl_to: adds `full_kl` [B, T], the exact KL from that reference.
         ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
+        values_only: `values` alone, for which no logits are computed.
         """
         with self.autocast():
+            if values_only:
+                return {columns.VALUES: self.compute_values(batch)}
             if ref_logprobs_of is not None:
                 return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
             return self._train_outputs(batch, full_kl_to)
@@ -145,6 +150,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             scored = self._score(batch, full_kl_to)
             outputs[columns.LOGPROBS] = scored.logprobs
             outputs[columns.ENTROPY] = scored.entropy
+            counts = scored.num_computed, scored.num_padding
+            outputs[columns.COMPUTED_AND_PADDING] = torch.tensor(counts, dtype=torch.float32)
             if scored.full_kl is not None:
                 outputs[columns.FULL_KL] = scored.full_kl
             if self.has_critic:
@@ -166,7 +173,11 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if self.model_config["critic"] == "separate":
             embeddings = completion_hidden(self.critic, *_completion_columns(batch))
         elif embeddings is None:
-            embeddings = self._score(batch).hidden
+            halves = take_apart(self.model)
+            if halves is None:
+                embeddings = self._score(batch).hidden
+            else:
+                embeddings = completion_hidden(halves.trunk, *_completion_columns(batch))
         return self.value_head(embeddings)
 
     @torch.no_grad()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Largest difference between our numbers and the model's own, as a share of the largest number.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+from rllib_llm.modules.trunk import eval_mode, padded_hidden, same_numbers
+
 # The check uses logits up to this size: a soft-cap does not show on small ones.
 _PROBE_LOGIT = 100.0
 
@@ -55,10 +54,6 @@ class TrunkAndHead:
     head: nn.Module
     transform: LogitTransform
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """Last hidden state [batch, length, hidden] of right-padded ids [batch, length]."""
-        return trunk_hidden(self.trunk, input_ids)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden states [..., hidden], in the head's dtype."""
         return self.transform(self.head(hidden))
@@ -68,15 +63,6 @@ class TrunkAndHead:
 _verdicts: WeakKeyDictionary[nn.Module, tuple[nn.Module | None, TrunkAndHead | None]] = (
     WeakKeyDictionary()
 )
-
-
-def trunk_hidden(trunk: nn.Module, input_ids: Tensor) -> Tensor:
-    """Last hidden state [batch, length, hidden] of a Hugging Face trunk on right-padded ids.
-
-    No attention mask is passed: attention is causal, so what follows a token cannot change it, and
-    attention without a mask takes the faster kernels.
-    """
-    return trunk(input_ids=input_ids, use_cache=False).last_hidden_state
 
 
 def take_apart(model: nn.Module) -> TrunkAndHead | None:
@@ -120,7 +106,7 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         return None
     embedding = next(model.get_input_embeddings().parameters())
     input_ids = torch.arange(3, device=embedding.device).unsqueeze(0)
-    with torch.no_grad(), _eval_mode(model):
+    with torch.no_grad(), eval_mode(model):
         seen = _run_with_probe(model, head, input_ids)
         if seen is None:
             return None
@@ -129,8 +115,8 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         for trunk in dict.fromkeys((model.base_model, model.get_decoder())):
             if transform is None or trunk is None or trunk is model:
                 continue
-            hidden = trunk_hidden(trunk, input_ids)
-            if hidden.dtype == seen.head_input.dtype and _same(hidden, seen.head_input):
+            hidden = padded_hidden(trunk, input_ids)
+            if hidden.dtype == seen.head_input.dtype and same_numbers(hidden, seen.head_input):
                 return TrunkAndHead(trunk, head, transform)
     return None
 
@@ -166,7 +152,7 @@ def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Se
 
 def _matching_transform(seen: _Seen, config: Any) -> LogitTransform | None:
     for transform in _declared_transforms(config):
-        if _same(transform(seen.probe), seen.logits):
+        if same_numbers(transform(seen.probe), seen.logits):
             return transform
     return None
 
@@ -188,20 +174,3 @@ def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
             if number:
                 yield LogitTransform(multiplier=number, softcap=softcap)
                 yield LogitTransform(divisor=number, softcap=softcap)
-
-
-def _same(ours: Tensor, own: Tensor) -> bool:
-    scale = own.float().abs().max().clamp(min=1e-6)
-    difference = (ours.float() - own.float()).abs().max()
-    return bool(difference <= _TOLERANCE[ours.dtype] * scale)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

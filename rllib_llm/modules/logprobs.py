@@ -1,7 +1,8 @@
 """Log-probs and entropy of given tokens under a causal language model, with gradient or without.
 
-Padding, wherever it lies, never reaches the model: rows are packed to the left, the trunk runs once
-over them, and the head only at the positions that predict a wanted token. When there are many such
+Padding, wherever it lies, never reaches the model, and a prompt that several rows share is read
+once (`dense_packing.py`; models whose attention cannot be laid out get right-padded rows). The
+head runs only at the positions that predict a wanted token. When there are many such
 positions the head runs in chunks whose logits are computed again in the backward pass, so that no
 [tokens, vocab] tensor is held.
 """
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from rllib_llm.learners.kl import full_kl
-from rllib_llm.modules.lm_head import take_apart, trunk_hidden
-from rllib_llm.modules.packing import WantedTokens, completion_tokens, text_tokens
+from rllib_llm.modules.lm_head import take_apart
+from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.token_stats import in_chunks, token_stats
+from rllib_llm.modules.trunk import trunk_hidden, wanted_tokens
 
 # Logits that one chunk may hold when the caller does not say: 2^26 float32 are 256 MiB.
 _CHUNK_LOGITS = 2**26
@@ -32,13 +34,16 @@ class CompletionOutputs:
     logprobs [batch, completion_len] float32; entropy [batch, completion_len] float32 in nats, or
     None; hidden [batch, completion_len, hidden], the trunk's last state at the position that
     predicts the token (the state that V_t judges), or None; full_kl [batch, completion_len]
-    float32, the exact KL from a reference over the whole vocabulary, nats, or None.
+    float32, the exact KL from a reference over the whole vocabulary, nats, or None. num_computed:
+    tokens that went through the trunk, num_padding of them padding.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     hidden: Tensor | None = None
     full_kl: Tensor | None = None
+    num_computed: int = 0
+    num_padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,17 +81,20 @@ def score_completions(
 
     Raises ValueError for a row without a prompt token.
     """
-    wanted = completion_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    run = _run(model, wanted, hidden)
-    logprobs, entropies = _stats(run, wanted, temperature, entropy, logits_chunk_tokens)
+    rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    run = _run(model, rows, hidden)
+    wanted = run.wanted
+    logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
     full = None
     if full_kl_to is not None:
-        full = wanted.unpack(_full_kl(run, full_kl_to, wanted, temperature, logits_chunk_tokens))
+        full = wanted.unpack(_full_kl(run, full_kl_to, rows, temperature, logits_chunk_tokens))
     return CompletionOutputs(
         logprobs=wanted.unpack(logprobs),
         entropy=None if entropies is None else wanted.unpack(entropies),
         hidden=None if run.hidden is None else wanted.unpack(run.hidden),
         full_kl=full,
+        num_computed=wanted.input_ids.numel(),
+        num_padding=wanted.num_padding,
     )
 
 
@@ -105,10 +113,9 @@ def text_logprobs(
     where the loss mask is False and at each text's first token, which nothing predicts: a mean over
     targets must not count it.
     """
-    wanted = text_tokens(input_ids, attention_mask, loss_mask)
-    run = _run(model, wanted, False)
-    logprobs, _ = _stats(run, wanted, temperature, False, logits_chunk_tokens)
-    return wanted.unpack(logprobs)
+    run = _run(model, text_rows(input_ids, attention_mask, loss_mask), False)
+    logprobs, _ = _stats(run, temperature, False, logits_chunk_tokens)
+    return run.wanted.unpack(logprobs)
 
 
 def completion_hidden(
@@ -122,8 +129,9 @@ def completion_hidden(
 
     The same as `score_completions(..., hidden=True).hidden`, for a critic with a trunk of its own.
     """
-    wanted = completion_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    return wanted.unpack(wanted.pick(trunk_hidden(trunk, wanted.input_ids)))
+    rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    wanted = wanted_tokens(trunk, rows)
+    return wanted.unpack(wanted.pick(trunk_hidden(trunk, wanted)))
 
 
 def completion_full_kl(
@@ -142,10 +150,10 @@ def completion_full_kl(
     Arguments as for `score_completions`; the gradient flows into `model` only.
     """
     _require_positive_temperature(temperature)
-    wanted = completion_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    run = _run(model, wanted, False)
+    rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    run = _run(model, rows, False)
     reference = ReferencePolicy(ref_model)
-    return wanted.unpack(_full_kl(run, reference, wanted, temperature, logits_chunk_tokens))
+    return run.wanted.unpack(_full_kl(run, reference, rows, temperature, logits_chunk_tokens))
 
 
 @dataclass(frozen=True)
@@ -155,21 +163,23 @@ class _Run:
     `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab].
     """
 
+    wanted: WantedTokens
     states: Tensor
     logits_of: Callable[[Tensor], Tensor]
     hidden: Tensor | None
     default_chunk_tokens: int
 
 
-def _run(model: Any, wanted: WantedTokens, hidden: bool) -> _Run:
+def _run(model: Any, rows: Rows, hidden: bool) -> _Run:
     chunk_tokens = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     halves = take_apart(model)
+    wanted = wanted_tokens(None if halves is None else halves.trunk, rows)
     if halves is not None:
-        states = wanted.pick(halves.hidden(wanted.input_ids))
-        return _Run(states, halves.logits, states if hidden else None, chunk_tokens)
+        states = wanted.pick(trunk_hidden(halves.trunk, wanted))
+        return _Run(wanted, states, halves.logits, states if hidden else None, chunk_tokens)
     output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     last = wanted.pick(output.hidden_states[-1]) if hidden else None
-    return _Run(wanted.pick(output.logits), _unchanged, last, chunk_tokens)
+    return _Run(wanted, wanted.pick(output.logits), _unchanged, last, chunk_tokens)
 
 
 def _unchanged(logits: Tensor) -> Tensor:
@@ -178,7 +188,6 @@ def _unchanged(logits: Tensor) -> Tensor:
 
 def _stats(
     run: _Run,
-    wanted: WantedTokens,
     temperature: float,
     entropy: bool,
     logits_chunk_tokens: int | None,
@@ -192,20 +201,20 @@ def _stats(
 
     if logits_chunk_tokens is None:
         logits_chunk_tokens = run.default_chunk_tokens
-    results = in_chunks(stats_of, (run.states, wanted.targets), logits_chunk_tokens)
+    results = in_chunks(stats_of, (run.states, run.wanted.targets), logits_chunk_tokens)
     return results[0], (results[1] if entropy else None)
 
 
 def _full_kl(
     run: _Run,
     reference: ReferencePolicy,
-    wanted: WantedTokens,
+    rows: Rows,
     temperature: float,
     logits_chunk_tokens: int | None,
 ) -> Tensor:
     """Exact KL [tokens] of what `run` computed from the reference; no gradient in the latter."""
     with torch.no_grad(), reference.context():
-        ref_run = _run(reference.model, wanted, False)
+        ref_run = _run(reference.model, rows, False)
 
     def kl_of(states: Tensor, ref_states: Tensor) -> tuple[Tensor]:
         with torch.no_grad(), reference.context():

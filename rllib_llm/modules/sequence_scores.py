@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
+
+from rllib_llm.modules.packing import Rows
+from rllib_llm.modules.trunk import trunk_hidden, wanted_tokens
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 
@@ -29,11 +33,7 @@ def sequence_scores(
         )
     head = getattr(classifier, "score", None)
     if isinstance(head, nn.Module):
-        hidden = classifier.base_model(
-            input_ids=ids, attention_mask=mask.long(), use_cache=False
-        ).last_hidden_state
-        last = (mask.sum(dim=1) - 1).clamp(min=0)
-        logits = head(hidden[torch.arange(len(ids), device=ids.device), last])
+        logits = head(_last_states(classifier.base_model, ids, mask))
     else:
         logits = classifier(input_ids=ids, attention_mask=mask.long()).logits
     logits = logits.float()
@@ -42,6 +42,23 @@ def sequence_scores(
     index = label_index(classifier.config, label)
     others = torch.cat([logits[:, :index], logits[:, index + 1 :]], dim=1)
     return logits[:, index] - others.logsumexp(dim=1)
+
+
+def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """The trunk's state [N, hidden] at each text's last token."""
+    lengths = mask.sum(dim=1)
+    # The state wanted is the one that predicts whatever comes next.
+    place = torch.arange(ids.shape[1] + 1, device=ids.device)
+    rows = Rows(
+        ids=pad(ids, (0, 1)),
+        attended=place <= lengths.unsqueeze(1),
+        wanted=place == lengths.unsqueeze(1),
+    )
+    wanted = wanted_tokens(trunk if bool(lengths.all()) else None, rows)
+    if wanted.layout is not None:
+        return wanted.pick(trunk_hidden(trunk, wanted))
+    hidden = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    return hidden[torch.arange(len(ids), device=ids.device), (lengths - 1).clamp(min=0)]
 
 
 def label_index(config: PretrainedConfig, label: int | str | None = None) -> int:

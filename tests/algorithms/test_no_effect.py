@@ -42,7 +42,8 @@ def test_shards_of_one_learner_warn():
 @pytest.mark.parametrize(
     "make, settings",
     [
-        (tiny_runs.ppo, {"importance_sampling": "truncate", "importance_sampling_cap": 5.0}),
+        (tiny_runs.ppo, {"importance_sampling": "truncate", "importance_sampling_cap": 5.0,
+                         "recompute_old_logprobs": True}),
         (tiny_runs.ppo, {"ref_kl_target": 6.0, "ref_kl_horizon": 500.0}),
         (tiny_runs.grpo, {"ref_kl_unbiased": True, "scale_by_std": False}),
         (tiny_runs.grpo, {"ref_kl_unbiased": True, "ref_kl_estimator": "k1"}),

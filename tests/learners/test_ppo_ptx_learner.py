@@ -100,3 +100,29 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens():
     advantages = learner.prepare(batch)[columns.ADVANTAGES][batch[columns.COMPLETION_MASK]]
     assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(advantages.std(correction=0)) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_values_alone_are_those_of_the_whole_forward_pass():
+    for settings in ({}, {"critic": "separate"}):
+        learner = tiny.build(ppo(**ONE_STEP, **settings))
+        module = tiny.module_of(learner)
+        torch.nn.init.normal_(module.value_head.linear.weight)
+        batch = tiny.completions()
+        alone = learner.forward(batch, values_only=True)
+        whole = learner.forward(batch)
+        assert set(alone) == {columns.VALUES}
+        torch.testing.assert_close(alone[columns.VALUES], whole[columns.VALUES])
+
+
+def test_the_first_step_takes_the_samplers_log_probs_as_the_old_ones():
+    learner = tiny.build(ppo(**ONE_STEP))
+    batch = tiny.judged(learner)
+    batch[columns.SAMPLER_LOGPROBS] = batch[columns.SAMPLER_LOGPROBS] - 0.1
+    batch[columns.VALID][:] = True
+    prepared = learner.prepare(dict(batch))
+    assert torch.equal(prepared[columns.OLD_LOGPROBS], batch[columns.SAMPLER_LOGPROBS])
+    again = tiny.build(ppo(**ONE_STEP, recompute_old_logprobs=True)).prepare(dict(batch))
+    mask = batch[columns.COMPLETION_MASK]
+    change = (again[columns.OLD_LOGPROBS] - batch[columns.SAMPLER_LOGPROBS])[mask]
+    torch.testing.assert_close(change, torch.full_like(change, 0.1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(again[columns.OLD_VALUES], prepared[columns.OLD_VALUES])

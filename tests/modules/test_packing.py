@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.modules.packing import WantedTokens, completion_tokens, text_tokens
+from rllib_llm.modules.packing import WantedTokens, completion_rows, pack, text_rows
 
 
 def words(wanted: WantedTokens) -> list[tuple[list[int], int]]:
@@ -24,12 +24,12 @@ def mask_of(rows: list[str]) -> torch.Tensor:
 
 def test_hand_worked_rows():
     # Row 0: prompt 5, completion 6 7. Row 1: prompt 3 4, completion 8, tool output 9, then 1.
-    wanted = completion_tokens(
+    wanted = pack(completion_rows(
         torch.tensor([[0, 5], [3, 4]]),
         mask_of(["01", "11"]),
         torch.tensor([[6, 7, 0, 0], [8, 9, 1, 0]]),
         mask_of(["1100", "1010"]),
-    )
+    ))
     assert wanted.input_ids.tolist() == [[5, 6, 7, 5, 5], [3, 4, 8, 9, 1]]
     assert words(wanted) == [([5], 6), ([5, 6], 7), ([3, 4], 8), ([3, 4, 8, 9], 1)]
     answers = wanted.unpack(torch.tensor([10.0, 20.0, 30.0, 40.0]))
@@ -37,18 +37,17 @@ def test_hand_worked_rows():
 
 
 def test_a_texts_first_token_is_not_wanted():
-    wanted = text_tokens(torch.tensor([[7, 8, 9]]), mask_of(["111"]), None)
+    wanted = pack(text_rows(torch.tensor([[7, 8, 9]]), mask_of(["111"]), None))
     assert words(wanted) == [([7], 8), ([7, 8], 9)]
     assert wanted.unpack(torch.tensor([1.0, 2.0])).tolist() == [[0, 1, 2]]
-    assert words(text_tokens(torch.tensor([[7, 8, 9]]), mask_of(["111"]), mask_of(["101"]))) == [
-        ([7, 8], 9)
-    ]
+    masked = text_rows(torch.tensor([[7, 8, 9]]), mask_of(["111"]), mask_of(["101"]))
+    assert words(pack(masked)) == [([7, 8], 9)]
 
 
 def test_pick_takes_the_positions_that_predict():
-    wanted = completion_tokens(
+    wanted = pack(completion_rows(
         torch.tensor([[5]]), mask_of(["1"]), torch.tensor([[6, 7]]), mask_of(["11"])
-    )
+    ))
     states = torch.arange(6.0).view(1, 3, 2)
     assert wanted.pick(states).tolist() == [[0, 1], [2, 3]]
 
@@ -78,7 +77,7 @@ def test_any_masks_give_the_rows_that_lists_give(masks):
             if completion[col]:
                 expected.append((list(read), token))
             read.append(token)
-    wanted = completion_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    wanted = pack(completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask))
     assert words(wanted) == expected
     targets = wanted.unpack(wanted.targets)
     assert torch.equal(targets, completion_ids * completion_mask)

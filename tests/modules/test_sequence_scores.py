@@ -5,6 +5,7 @@ import torch
 from transformers import BartConfig, BartForSequenceClassification
 
 from rllib_llm.modules.sequence_scores import label_index, sequence_scores
+from rllib_llm.modules.trunk import reads_dense
 from tests import tiny_models as tiny
 
 EOS = 2
@@ -79,3 +80,25 @@ def test_encoder_decoders_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="must be a decoder or an encoder"):
         sequence_scores(BartForSequenceClassification(config), *tiny.padded(ROWS))
+
+
+@pytest.mark.parametrize("build", [tiny.llama_classifier, tiny.gpt2_classifier])
+def test_rows_without_padding_have_the_scores_and_gradients_of_padded_ones(build):
+    def scores_and_gradients(model):
+        scores = sequence_scores(model, *tiny.padded(ROWS))
+        (scores * torch.tensor([1.0, -2.0, 3.0, 0.5])).sum().backward()
+        return scores, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    model = build()
+    model.set_attn_implementation("eager")
+    expected, expected_gradients = scores_and_gradients(model)
+    model = build()
+    assert reads_dense(model.base_model)
+    scores, gradients = scores_and_gradients(model)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        scale = max(1.0, float(expected_gradients[name].abs().max()))
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], atol=1e-5 * scale, rtol=1e-5, msg=name
+        )

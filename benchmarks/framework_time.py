@@ -1,0 +1,101 @@
+"""Where an iteration's time goes that is not generating, judging, forward, backward or optimiser.
+
+    python benchmarks/framework_time.py [--rows 256] [--tokens 64] [--iterations 5]
+
+GRPO on a small Llama, sampler and learner in the driver's process, one thread, every completion of
+full length, one optimiser step. JSON: CPU and wall milliseconds (medians) of each part; the
+framework's own time is all but those five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+
+import ray
+import torch
+from stopwatch import Stopwatch, add
+
+from rllib_llm import GRPOConfig
+from rllib_llm.algorithms.critic_free import GRPO
+
+WORK = ("generate", "judge", "forward", "backward", "optimiser")
+PROMPT_LEN = 16
+LEARNER_SPANS = {
+    "forward": "forward",
+    "backward": "backward",
+    "_step": "optimiser",
+    "prepare": "advantages",
+    "start_minibatch": "loss",
+    "compute_loss_for_module": "loss",
+    "_log_means": "learner metrics",
+    "update": "learner, rest",
+}
+ALGORITHM_SPANS = {"_log": "results", "training_step": "loop", "step": "RLlib's step"}
+
+
+def judge(completions: list[str], **columns) -> list[float]:
+    return [float(len(text) % 7) for text in completions]
+
+
+def make_config(args: argparse.Namespace, watch: Stopwatch) -> GRPOConfig:
+    prompts = [{"prompt": "the food was " + "very " * (i % 5) + "good"} for i in range(64)]
+    config = (
+        GRPOConfig(algo_class=watch.timed_class(GRPO, ALGORITHM_SPANS))
+        .language_model(model="rllib_llm.envs.reviews_model.build_model")
+        .environment(
+            "rllib_llm/RLHF-v0",
+            env_config={
+                "prompts": prompts,
+                "reward_functions": [{"function": judge, "name": "length"}],
+                "max_prompt_len": PROMPT_LEN,
+                "max_completion_len": args.tokens,
+            },
+        )
+        .sampling(
+            num_completions=8,
+            max_new_tokens=args.tokens,
+            min_new_tokens=args.tokens,
+            log_samples_every=0,
+        )
+        .training(train_batch_size_per_learner=args.rows, lr=1e-5, ref_kl_coeff=0.0)
+    )
+    runner = watch.timed_runner(config.env_runner_cls, serve="sampler, rest")
+    config.env_runners(env_runner_cls=runner)
+    learner = watch.timed_class(config.get_default_learner_class(), LEARNER_SPANS)
+    return config.training(learner_class=learner)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=256, help="completions of an iteration")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--iterations", type=int, default=5)
+    args = parser.parse_args()
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "RAY_ADDRESS" not in os.environ:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=2**27)
+    torch.set_num_threads(1)
+    watch = Stopwatch()
+    algorithm = make_config(args, watch).build_algo()
+    iterations = []
+    for _ in range(args.iterations + 1):
+        with watch.span("Tune's train()"):
+            algorithm.train()
+        spans = watch.take()
+        spans["framework"] = add(*(span for name, span in spans.items() if name not in WORK))
+        iterations.append(spans)
+    algorithm.stop()
+    parts = {
+        name: [round(1e3 * statistics.median(i[name][k] for i in iterations[1:]), 1)
+               for k in (1, 0)]
+        for name in iterations[0]
+    }  # fmt: skip
+    line = {"rows": args.rows, "tokens": args.tokens, "[cpu, wall] ms": parts}
+    print(json.dumps(line, indent=1))
+
+
+if __name__ == "__main__":
+    main()
