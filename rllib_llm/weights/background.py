@@ -26,6 +26,8 @@ from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.transfer import PASSING_ERRORS
 from rllib_llm.weights.version_log import Verdict
 
+MAX_SECONDS_TO_STOP = 10.0  # the coordinator may be away
+
 logger = logging.getLogger(__name__)
 
 
@@ -118,7 +120,7 @@ class BackgroundPublisher:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(MAX_SECONDS_TO_STOP)
         self._pending = self._current = None
 
     def metrics(self) -> dict[str, float]:

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ray.exceptions import RayError
+
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.published import PublishedWeights
@@ -46,6 +48,7 @@ class WeightsFollower:
         self._arrived: tuple[PublishedWeights, FlatBuffer] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._error: RayError | None = None  # that ended the thread
         self.in_use: PublishedWeights | None = None
         self.newest: PublishedWeights | None = None  # fetched, whether loaded or not
         self.num_skipped = 0  # versions that were replaced before they were loaded
@@ -82,7 +85,13 @@ class WeightsFollower:
         self._thread.start()
 
     def swap(self) -> bool:
-        """Loads weights that have arrived; whether there were any. Call it between batches."""
+        """Loads weights that have arrived; whether there were any. Call it between batches.
+
+        Raises:
+            RayError: fetching ended with an error that does not pass, such as the export's own.
+        """
+        if self._error is not None:
+            raise self._error
         with self._lock:
             arrived, self._arrived = self._arrived, None
         if arrived is None:
@@ -128,6 +137,9 @@ class WeightsFollower:
                 self._fetch(0, self._wait_seconds)
             except PASSING_ERRORS:  # counted by the client: the coordinator is away for long
                 self._stop.wait(self._wait_seconds)
+            except RayError as error:
+                self._error = error
+                return
 
     def _fetch(self, min_version: int, timeout: float) -> None:
         """Fetches weights newer than the last ones fetched, if some come in `timeout` seconds."""

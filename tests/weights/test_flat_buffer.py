@@ -109,6 +109,7 @@ def test_a_changed_byte_is_noticed_where_a_checksum_was_asked_for():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_gpu_come_through_page_locked_memory_bit_for_bit():
     weight = torch.randn(1000, 7, device="cuda").bfloat16()
     flat = StagingBuffer().pack({"x": weight, "tied": weight.detach()})
