@@ -28,7 +28,9 @@ from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.samples import SampleLog
 from rllib_llm.sampling.collect import collect
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
+from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
+from rllib_llm.weights.coordinator import CoordinatorClient
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,10 @@ class RLHF(LanguageModelAlgorithm):
         self.samples = SampleLog(self.trial_folder)
         local = self.learner_group.is_local
         self._publisher = WeightsPublisher(
-            self.learner_group, shared_module=local and self.config.num_env_runners == 0
+            self.learner_group,
+            shared_module=local and self.config.num_env_runners == 0,
+            checksum=self.config.weights_checksum,
+            background=self._background_publisher(),
         )
         if local:
             module = self.learner_group._learner.module[DEFAULT_MODULE_ID].unwrapped()
@@ -59,6 +64,18 @@ class RLHF(LanguageModelAlgorithm):
                 if runner is not None:
                     runner.share_module(module)
         self.published_weights = self._publisher.publish(self.weights_version)
+
+    def _background_publisher(self) -> BackgroundPublisher | None:
+        """For receivers that this algorithm does not ask, if the run has a name for them."""
+        config = self.config
+        if config.weights_name is None:
+            return None
+        client = CoordinatorClient(config.weights_name, keep=config.weights_keep)
+        return BackgroundPublisher(client, checksum=config.weights_checksum)
+
+    def cleanup(self) -> None:
+        self._publisher.stop()
+        super().cleanup()
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
@@ -113,10 +130,14 @@ class RLHF(LanguageModelAlgorithm):
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
-            "bytes": self.published_weights.num_bytes,
             "publish_seconds": self.published_weights.publish_seconds,
+            **self._publisher.metrics(),
             **sampled.weights_metrics(),
         }
+        sampled_with = self.published_weights.version - 1  # published for the next iteration
+        groups["weights"]["versions_behind"] = (
+            sampled_with - groups["weights"]["oldest_version"]
+        )
         num_tokens = int(sampled.columns[columns.COMPLETION_MASK].sum())
         groups["throughput"] = {
             "tokens_per_s": num_tokens / seconds["iteration"],

@@ -78,6 +78,10 @@ class RLHFConfig(LanguageModelConfig):
         self.overlong_buffer = 0
         self.scale_by_std = True
         self.drop_zero_variance_groups = False
+        # Weights on their way to the samplers, and to whoever else follows the run.
+        self.weights_checksum = False
+        self.weights_name: str | None = None
+        self.weights_keep = 2
         # What is written down.
         self.log_samples_every = 10
         self.num_logged_samples = 8
@@ -114,6 +118,25 @@ class RLHFConfig(LanguageModelConfig):
             num_logged_samples: rows written each time.
         """
         self._assign(locals(), RLHFConfig.sampling)
+        return self
+
+    def weight_broadcast(
+        self,
+        *,
+        weights_checksum: bool = NotProvided,
+        weights_name: str | None = NotProvided,
+        weights_keep: int = NotProvided,
+    ):
+        """Sets how new weights leave the learner.
+
+        Args:
+            weights_checksum: every receiver compares a CRC-32 of the bytes, and fetches them again
+                where it differs; costs some seconds per GB on both sides.
+            weights_name: name under which other processes of the cluster, such as replicas of a
+                server, follow this run's weights (`rllib_llm.weights.follower`); None: nobody.
+            weights_keep: versions that stay in the object store for them, at least 1.
+        """
+        self._assign(locals(), RLHFConfig.weight_broadcast)
         return self
 
     def training(
@@ -228,6 +251,10 @@ class RLHFConfig(LanguageModelConfig):
         check_loss(self)
         check_reference(self)
         check_sampling(self)
+        require(
+            self.weights_keep >= 1, "weights_keep", self.weights_keep, "at least 1",
+            "receivers ask for the latest weights", "Use 1",
+        )  # fmt: skip
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",

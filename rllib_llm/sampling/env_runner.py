@@ -31,7 +31,10 @@ from rllib_llm.envs.registry import make
 from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
-from rllib_llm.weights.broadcast import PublishedWeights, WeightsReceiver
+from rllib_llm.weights.broadcast import WeightsReceiver
+from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.weights.loading import ModuleLoader
+from rllib_llm.weights.published import PublishedWeights
 
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
 
@@ -45,6 +48,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         super().__init__(config=config, **kwargs)
         self.module = None
         self.weights = WeightsReceiver()
+        # The local one may share the learner's module, which is written to.
+        self._loader = ModuleLoader(alias=bool(self.worker_index))
         self._pending_state: StateDict | None = None
         self._stop_token_ids: tuple[int, ...] | None = None
         self._position = 0  # of plain `sample()` calls only
@@ -150,7 +155,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         would see a dead sampler instead of the reason.
         """
         try:
-            self.weights.ensure(published, self._load_weights)
+            self.weights.ensure(published, self._load_published)
             batch = self._serve(request)
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
             if not self.worker_index:
@@ -159,10 +164,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         batch.columns[columns.WEIGHTS_VERSION] = torch.full(
             (batch.num_rows,), self.weights.version, dtype=torch.int64, device=self._device
         )
-        batch.weights = {
-            "load_seconds": self.weights.load_seconds,
-            "received_bytes": float(self.weights.num_bytes),
-        }
+        batch.weights = self.weights.metrics()
         make_callback(
             "on_sample_end",
             callbacks_objects=self._callbacks,
@@ -280,6 +282,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if self.module is None:
             self.make_module()
         weights = self.module.get_state(inference_only=True)
+        if self._loader.is_aliased:  # pickled, each view would take the whole buffer along
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
         return {COMPONENT_RL_MODULE: {DEFAULT_MODULE_ID: weights}}
 
     def set_state(self, state: StateDict) -> None:
@@ -292,9 +296,13 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             self._load_weights(weights)
 
     def _load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self._loader.own_memory(self.module)
+        self.module.set_state(weights)
+
+    def _load_published(self, flat: FlatBuffer) -> None:
         if self.module is None:
             self.make_module()
-        self.module.set_state(weights)
+        self._loader.load(self.module, flat)
 
     def get_ctor_args_and_kwargs(self):
         return (), {

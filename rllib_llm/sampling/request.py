@@ -86,7 +86,8 @@ class JudgedBatch:
         return means
 
     def weights_metrics(self) -> dict[str, float]:
-        """Seconds and bytes of the last load, and the oldest version that sampled a row."""
+        """`WeightsReceiver.metrics`, the highest of all samplers, and the oldest version that
+        sampled a row."""
         return {
             **self.weights,
             "oldest_version": int(self.columns[columns.WEIGHTS_VERSION].min()),
@@ -121,7 +122,10 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         },
         # Samplers work at the same time: the slowest is what was waited for.
         timings={name: max(b.timings[name] for b in batches) for name in batches[0].timings},
-        weights={name: max(b.weights[name] for b in batches) for name in batches[0].weights},
+        weights={
+            name: max(b.weights.get(name, 0.0) for b in batches)
+            for name in {name: None for b in batches for name in b.weights}
+        },
     )
 
 

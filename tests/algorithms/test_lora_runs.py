@@ -100,7 +100,7 @@ def test_two_sharded_learners_and_a_sampler_exchange_adapters_only(
         first, second = algorithm.train(), algorithm.train()
         # Every adapter in float32, whose sizes are multiples of 64 bytes.
         sizes = {name: p.numel() for name, p in adapters_of(base_folder).items()}
-        assert second["weights"]["received_bytes"] == 4 * sum(sizes.values())
+        assert second["weights"]["bytes"] == 4 * sum(sizes.values())
         assert first["sampler"]["logprob_gap"] < 1e-5 and second["sampler"]["logprob_gap"] < 1e-5
         path = algorithm.save_to_path(tmp_path / "checkpoint")
         merged = load_causal_lm(algorithm.export_model(tmp_path / "merged"))

@@ -11,7 +11,8 @@ from ray.rllib.utils.metrics import NUM_EPISODES
 from rllib_llm import columns
 from rllib_llm.sampling.request import SampleFailure, SampleRequest
 from rllib_llm.weights.broadcast import PublishedWeights
-from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.flat_buffer import pack, unpack
+from rllib_llm.weights.read_only import can_protect
 from tests.algorithms import tiny_runs as tiny
 from tests.sampling.tiny_samplers import assert_same_batch, build_sampler, publication
 
@@ -146,6 +147,22 @@ def test_new_weights_are_loaded_before_sampling(ray_session, sampler, batch):
     original = {name: tensor / 2 for name, tensor in doubled.items()}
     back = remote.serve(REQUEST, PublishedWeights(0, "first", (ray.put(pack(original)),)))
     assert_same_batch(back, batch)
+
+
+def test_an_actors_weights_are_shared_memory_until_rllib_sets_others(ray_session):
+    remote = build_sampler(tiny.grpo(), worker_index=1)
+    flat = pack(remote.module.get_state(inference_only=True))
+    published = PublishedWeights(1, "shared", (ray.put(flat),))
+    remote.serve(REQUEST, published)
+    assert remote._loader.is_aliased == can_protect()
+    # A state that is sent away holds its own tensors, not the whole buffer once for each.
+    state = remote.get_state()[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in state.values())
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    remote.set_state({COMPONENT_RL_MODULE: {DEFAULT_MODULE_ID: zeros}})
+    assert not any(tensor.any() for tensor in remote.module.parameters())
+    stored = unpack(ray.get(published.ref[0]))
+    assert all(torch.equal(stored[name], state[name]) for name in state)
 
 
 def test_a_sampler_that_cannot_get_the_weights_does_not_sample(ray_session):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import ray
 import torch
+from ray.exceptions import ObjectLostError
 
+from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import PublishedWeights, WeightsPublisher, WeightsReceiver
-from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.flat_buffer import pack, unpack
+from rllib_llm.weights.transfer import Transfer, WeightsLostError
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
+from tests.weights.fakes import Coordinator, Store
 
 
 def published(version, value, key=None):
@@ -23,8 +27,8 @@ class Module:
     def __init__(self):
         self.loaded = []
 
-    def load(self, tensors):
-        self.loaded.append(float(tensors["x"][0]))
+    def load(self, flat):
+        self.loaded.append(float(unpack(flat)["x"][0]))
 
 
 def test_every_publication_is_loaded_once(ray_session):
@@ -35,7 +39,12 @@ def test_every_publication_is_loaded_once(ray_session):
         receiver.ensure(weights, module.load)
     assert module.loaded == [10, 11]
     assert receiver.version == 1
-    assert receiver.num_bytes == 64  # 12 bytes, aligned
+    metrics = receiver.metrics()
+    assert metrics["bytes"] == 64  # 12 bytes, aligned
+    assert metrics["gb_per_s"] == pytest.approx(
+        64e-9 / (metrics["transfer_seconds"] + metrics["load_seconds"])
+    )
+    assert 0 <= metrics["age_seconds"] == pytest.approx(second.age_seconds, abs=60)
 
 
 def test_a_lower_version_and_the_same_version_again_are_loaded(ray_session):
@@ -50,7 +59,7 @@ def test_a_lower_version_and_the_same_version_again_are_loaded(ray_session):
 def test_a_load_that_fails_is_tried_again(ray_session):
     receiver, module = WeightsReceiver(), Module()
 
-    def fail(tensors):
+    def fail(flat):
         raise RuntimeError("no memory")
 
     weights = published(1, 10)
@@ -77,7 +86,7 @@ def test_a_publication_holds_the_policy_without_critic_and_outlives_later_update
     before = tiny_learners.parameters(learner)
     tiny_learners.update(learner, tiny_learners.judged(learner))
     received = {}
-    WeightsReceiver().ensure(weights, received.update)
+    WeightsReceiver().ensure(weights, lambda flat: received.update(unpack(flat)))
     assert weights.version == 4 and weights.num_bytes > 0
     assert received.keys() == {name for name in before if name.startswith("model.")}
     for name, tensor in received.items():
@@ -89,3 +98,42 @@ def test_a_shared_module_needs_no_transfer_but_every_publication_is_new():
     one, two = publisher.publish(1), publisher.publish(1)
     assert one.ref == () and one.num_bytes == 0
     assert one.key != two.key
+
+
+def test_weights_that_are_gone_are_said_to_be(ray_session):
+    def get(ref, timeout):
+        raise ObjectLostError("ff" * 28, None, "here")
+
+    receiver = WeightsReceiver(Transfer(get=get, sleep=lambda seconds: None, max_attempts=3))
+    with pytest.raises(WeightsLostError, match="weights_version=1 .* 3 attempts"):
+        receiver.ensure(published(1, 10), Module().load)
+    assert receiver.version == -1
+    assert receiver.metrics()["failures/ObjectLostError"] == 3
+
+
+def test_a_checksum_travels_with_the_weights(ray_session):
+    learner = tiny_learners.build(ppo())
+    for checksum in (False, True):
+        publisher = WeightsPublisher(LocalGroup(learner), shared_module=False, checksum=checksum)
+        flat = ray.get(publisher.publish(1).ref[0])
+        assert (flat.checksum is not None) == checksum
+
+
+@pytest.mark.parametrize("shared_module", [True, False])
+def test_whoever_follows_the_run_is_given_every_publication(ray_session, shared_module):
+    store, coordinator = Store(), Coordinator()
+    learner = tiny_learners.build(ppo())
+    background = BackgroundPublisher(coordinator, put=store.put, look_in_seconds=0.01)
+    publisher = WeightsPublisher(
+        LocalGroup(learner), shared_module=shared_module, background=background
+    )
+    publisher.publish(3)
+    assert background.wait(60)
+    head = coordinator.latest()
+    # What the samplers have been given is announced; where they need nothing, a snapshot is put.
+    flat = store.get(head.ref[0], 1) if shared_module else ray.get(head.ref[0])
+    assert head.version == 3
+    state = unpack(flat)
+    parameters = tiny_learners.parameters(learner)
+    assert state and all(torch.equal(state[name], parameters[name]) for name in state)
+    publisher.stop()

@@ -7,7 +7,14 @@ import pickle
 import pytest
 import torch
 
-from rllib_llm.weights.flat_buffer import ALIGNMENT, pack, unpack
+from rllib_llm.weights.flat_buffer import (
+    ALIGNMENT,
+    ChecksumError,
+    StagingBuffer,
+    pack,
+    unpack,
+    verify,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64,
@@ -49,6 +56,7 @@ def test_every_tensor_is_aligned_and_empty_ones_are_kept():
                  "scalar": torch.tensor(4.0)})  # fmt: skip
     assert all(slot.offset % ALIGNMENT == 0 for slot in flat.slots.values())
     restored = unpack(flat)
+    assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in restored.values())
     assert restored["none"].shape == (0, 3)
     assert float(restored["scalar"]) == 4.0
 
@@ -59,3 +67,53 @@ def test_the_buffer_is_a_copy_and_survives_pickling():
     weight.zero_()
     restored = unpack(pickle.loads(pickle.dumps(flat)))
     assert restored["x"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_staging_buffer_is_used_again_and_grows():
+    staging = StagingBuffer()
+    first = staging.pack({"x": torch.ones(3)})
+    address = first.data.ctypes.data
+    assert unpack(first)["x"].tolist() == [1, 1, 1]
+    second = staging.pack({"x": torch.zeros(3)})
+    assert second.data.ctypes.data == address
+    assert unpack(first)["x"].tolist() == [0, 0, 0]  # the same memory: valid until the next call
+    larger = staging.pack({"x": torch.ones(100)})
+    assert larger.num_bytes == 448  # 400 bytes, aligned
+    assert bool((unpack(larger)["x"] == 1).all())
+
+
+def test_equal_tensors_give_equal_bytes_whatever_was_in_the_memory_before():
+    staging = StagingBuffer()
+    staging.pack({"x": torch.full((16,), float("nan"))})
+    flat = staging.pack({"x": torch.ones(9)[:9]}, checksum=True)
+    assert flat.checksum == pack({"x": torch.ones(9)}, checksum=True).checksum
+
+
+def test_the_layout_hash_tells_names_shapes_and_dtypes_apart():
+    base = {"x": torch.zeros(2, 3), "y": torch.zeros(1)}
+    same = pack({"x": torch.ones(2, 3), "y": torch.ones(1)}).layout_hash
+    assert pack(base).layout_hash == same
+    for other in ({"x": torch.zeros(3, 2), "y": torch.zeros(1)},
+                  {"x": torch.zeros(2, 3), "z": torch.zeros(1)},
+                  {"x": torch.zeros(2, 3), "y": torch.zeros(1).half()}):  # fmt: skip
+        assert pack(other).layout_hash != same
+
+
+def test_a_changed_byte_is_noticed_where_a_checksum_was_asked_for():
+    flat = pack({"x": torch.ones(4)}, checksum=True)
+    verify(flat)
+    flat.data[3] ^= 1
+    with pytest.raises(ChecksumError, match="64 bytes of weights changed"):
+        verify(flat)
+    verify(pack({"x": torch.ones(4)}))  # nothing to compare with
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu_come_through_page_locked_memory_bit_for_bit():
+    weight = torch.randn(1000, 7, device="cuda").bfloat16()
+    flat = StagingBuffer().pack({"x": weight, "tied": weight.detach()})
+    assert flat.num_bytes == 14016  # 14000 bytes, aligned
+    target = torch.empty_like(weight)
+    target.copy_(unpack(flat)["tied"])
+    assert torch.equal(target.view(torch.int16), weight.view(torch.int16))

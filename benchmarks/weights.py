@@ -1,0 +1,286 @@
+"""How fast weights travel, beside one memcpy of the same bytes in the same process.
+
+    python benchmarks/weights.py [--mb 200 1000] [--cases aliased copied stall ...] [--rounds 5]
+
+One JSON line per case and size: medians over the rounds, of seconds and of their ratio to a memcpy
+taken just before (`ratio`), and of the CPU seconds of all processes taking part as a ratio to those
+of the memcpy (`cpu_ratio`), which says more on a machine that does other work. bfloat16.
+
+    aliased   publish until 4 receivers on this node have loaded, their parameters being the store
+    copied    the same, copied into parameters
+    stall     what the learner waits for when publishing in the background
+    swap      from "take the new weights" to "they are in use", between batches
+    first     the first put into a fresh Ray, and into one started with
+              RAY_preallocate_plasma_memory=1
+    store     bytes in the object store with K versions kept and one in use by a slow receiver
+    checksum  the CRC-32 that `weights_checksum` costs on each side
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import psutil
+import ray
+import torch
+
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.broadcast import WeightsReceiver
+from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.flat_buffer import StagingBuffer, pack, verify
+from rllib_llm.weights.follower import WeightsFollower
+from rllib_llm.weights.loading import ModuleLoader
+from rllib_llm.weights.published import PublishedWeights
+
+NUM_RECEIVERS = 4
+MIB = 2**20
+CASES = ("aliased", "copied", "stall", "swap", "first", "store", "checksum")
+
+
+class Weights:
+    """A module as large as asked for: 16 layers of two matrices."""
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype = torch.bfloat16):
+        numbers = num_bytes // dtype.itemsize // 32
+        self._own = {
+            f"layers.{i}.weight": torch.nn.Parameter(
+                torch.ones(numbers // 1024, 1024, dtype=dtype), requires_grad=False
+            )
+            for i in range(32)
+        }
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._own)
+
+    def set_state(self, state) -> None:
+        for name, tensor in self._own.items():
+            tensor.copy_(state[name])
+
+
+@ray.remote(num_cpus=0)
+class Receiver:
+    """A sampler's share of the work."""
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype, alias: bool):
+        torch.set_num_threads(1)
+        self.module, self.loader = Weights(num_bytes, dtype), ModuleLoader(alias=alias)
+        self.receiver = WeightsReceiver()
+
+    def receive(self, published: PublishedWeights) -> float:
+        """CPU seconds of this process since it started, after the weights are in use."""
+        self.receiver.ensure(published, lambda flat: self.loader.load(self.module, flat))
+        return time.process_time()
+
+
+class Memcpy:
+    """Seconds and CPU seconds of one copy of so many bytes, both ends warm, one thread."""
+
+    def __init__(self, num_bytes: int):
+        self.source = np.ones(num_bytes, dtype=np.uint8)
+        self.target = np.ones(num_bytes, dtype=np.uint8)
+
+    def __call__(self) -> tuple[float, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        np.copyto(self.target, self.source)
+        return time.perf_counter() - start, time.process_time() - cpu
+
+
+def payload_bytes(megabytes: int) -> int:
+    """About so many, in whole rows of `Weights`."""
+    return megabytes * 10**6 // 2**17 * 2**17
+
+
+def require_memory(num_bytes: int) -> None:
+    """Ends the script where it would take memory that others use."""
+    available = psutil.virtual_memory().available
+    if available < num_bytes:
+        raise SystemExit(f"{available / 1e9:.1f} GB are free, {num_bytes / 1e9:.1f} are needed.")
+
+
+def start_ray(store_bytes: int, *, preallocate: bool = False) -> None:
+    """A Ray of our own, its store bounded."""
+    ray.shutdown()
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        object_store_memory=store_bytes,
+        _system_config={"preallocate_plasma_memory": preallocate},
+    )
+
+
+def compare(memcpy: Memcpy, turn: Callable[[], tuple[float, float]], rounds: int) -> dict:
+    """Medians of `turn` (seconds, CPU seconds) after two warm-ups, and of its ratios."""
+    turns, copies = [], []
+    for number in range(rounds + 2):
+        copy, taken = memcpy(), turn()
+        if number >= 2:
+            copies.append(copy)
+            turns.append(taken)
+    ratios = [
+        [taken[i] / max(copy[i], 1e-9) for taken, copy in zip(turns, copies, strict=True)]
+        for i in (0, 1)
+    ]
+    return {
+        "ratio": round(statistics.median(ratios[0]), 2),
+        "ratios": [round(ratio, 2) for ratio in ratios[0]],
+        "cpu_ratio": round(statistics.median(ratios[1]), 2),
+        "seconds": round(statistics.median(t[0] for t in turns), 4),
+        "memcpy_seconds": round(statistics.median(c[0] for c in copies), 4),
+    }
+
+
+def broadcast(num_bytes: int, rounds: int, *, alias: bool, dtype=torch.bfloat16) -> dict:
+    """Publish until all receivers have loaded."""
+    start_ray(3 * num_bytes + 64 * MIB)
+    memcpy, staging = Memcpy(num_bytes), StagingBuffer()
+    tensors = Weights(num_bytes, dtype).own_tensors()
+    receivers = [Receiver.remote(num_bytes, dtype, alias) for _ in range(NUM_RECEIVERS)]
+    published = [None]
+    before = [0.0]
+
+    def turn() -> tuple[float, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        ref = ray.put(staging.pack(tensors))
+        published[0] = PublishedWeights(0, ref=(ref,))
+        theirs = sum(ray.get([r.receive.remote(published[0]) for r in receivers]))
+        seconds = time.perf_counter() - start
+        theirs, before[0] = theirs - before[0], theirs
+        return seconds, time.process_time() - cpu + theirs
+
+    return compare(memcpy, turn, rounds)
+
+
+def stall(num_bytes: int, rounds: int) -> dict:
+    """What `submit` takes while the versions before it are put and announced."""
+    start_ray(4 * num_bytes + 64 * MIB)
+    memcpy, tensors = Memcpy(num_bytes), Weights(num_bytes).own_tensors()
+    client = CoordinatorClient("stall")
+    publisher = BackgroundPublisher(client)
+    version = [0]
+
+    def turn() -> tuple[float, float]:
+        version[0] += 1
+        start, cpu = time.perf_counter(), time.thread_time()
+        publisher.submit(tensors, version[0])
+        taken = time.perf_counter() - start, time.thread_time() - cpu
+        publisher.wait(600)
+        return taken
+
+    result = compare(memcpy, turn, rounds)
+    publisher.stop()
+    client.close()
+    return result
+
+
+def swap(num_bytes: int, rounds: int) -> dict:
+    """Milliseconds of `WeightsFollower.swap` once new weights have arrived."""
+    start_ray(5 * num_bytes + 64 * MIB)
+    module, loader = Weights(num_bytes), ModuleLoader(alias=True)
+    client = CoordinatorClient("swap")
+    publisher = BackgroundPublisher(client)
+    follower = WeightsFollower(client, lambda flat: loader.load(module, flat))
+    milliseconds = []
+    for version in range(rounds + 1):
+        publisher.submit(Weights(num_bytes).own_tensors(), version)
+        if version == 0:
+            follower.require(timeout=600)
+            follower.start()
+            continue
+        while follower.newest.version != version:
+            time.sleep(0.01)
+        start = time.perf_counter()
+        assert follower.swap()
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+    follower.stop()
+    publisher.stop()
+    client.close()
+    return {"milliseconds": round(statistics.median(milliseconds), 3)}
+
+
+def first(num_bytes: int, rounds: int) -> dict:
+    """Ratio of the first put of a fresh Ray, pages of the store not handed out yet or so."""
+    memcpy, result = Memcpy(num_bytes), {}
+    flat = pack(Weights(num_bytes).own_tensors())
+    for name, preallocate in (("as_it_is", False), ("preallocated", True)):
+        ratios = []
+        for _ in range(min(rounds, 3)):
+            start_ray(2 * num_bytes + 64 * MIB, preallocate=preallocate)
+            memcpy()
+            copy = memcpy()[0]
+            start = time.perf_counter()
+            ref = ray.put(flat)
+            ratios.append((time.perf_counter() - start) / copy)
+            del ref
+        result[name] = round(statistics.median(ratios), 2)
+    return {"ratio": result}
+
+
+def store(num_bytes: int, rounds: int) -> dict:
+    """Copies in the store, in units of the payload."""
+    start_ray(6 * num_bytes + 64 * MIB)
+    slow = Receiver.remote(num_bytes, torch.bfloat16, True)
+    client = CoordinatorClient("store", keep=2)
+    publisher = BackgroundPublisher(client)
+    used = {}
+    for version in range(6):
+        publisher.submit(Weights(num_bytes).own_tensors(), version)
+        publisher.wait(600)
+        if version == 1:
+            ray.get(slow.receive.remote(client.latest()))
+        time.sleep(2)  # Ray frees in the background
+        used[version] = round(bytes_in_store() / num_bytes, 2)
+    publisher.stop()
+    client.close()
+    return {"keep": 2, "versions_pinned_by_receivers": 1, "copies_after_version": used}
+
+
+def bytes_in_store() -> int:
+    """Of all nodes together."""
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return get_memory_info_reply(state).store_stats.object_store_bytes_used
+
+
+def checksum(num_bytes: int, rounds: int) -> dict:
+    """Verification of a buffer that is in memory."""
+    memcpy = Memcpy(num_bytes)
+    flat = pack(Weights(num_bytes).own_tensors(), checksum=True)
+
+    def turn() -> tuple[float, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        verify(flat)
+        return time.perf_counter() - start, time.process_time() - cpu
+
+    return compare(memcpy, turn, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, nargs="+", default=[200])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for megabytes in arguments.mb:
+        num_bytes = payload_bytes(megabytes)
+        for case in arguments.cases:
+            require_memory(11 * num_bytes)
+            if case in ("aliased", "copied"):
+                result = broadcast(num_bytes, arguments.rounds, alias=case == "aliased")
+            else:
+                result = globals()[case](num_bytes, arguments.rounds)
+            print(json.dumps({"case": case, "mb": megabytes, **result}), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

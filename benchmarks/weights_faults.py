@@ -1,0 +1,228 @@
+"""What happens to weights on their way when something is killed, and copies per node.
+
+    python benchmarks/weights_faults.py [--mb 20] [--rounds 5] [--cases transfers coordinator ...]
+
+One JSON line per case, seconds as medians over the rounds:
+
+    transfers    three failed transfers: from the publication until the weights are in use
+    coordinator  SIGKILL to the coordinator, then a publication: until it is in use
+    learner      SIGKILL to the publishing process; another one restores a lower version and
+                 publishes: from its start until that is in use
+    lost         the bytes are gone: until they were put again and are in use
+    nodes        three nodes (all on this machine), two receivers each: copies of the weights in
+                 each node's store, and the nodes that hold one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import time
+from typing import Any
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.exceptions import ObjectLostError
+from weights import MIB, Receiver, Weights, payload_bytes, start_ray
+
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.follower import WeightsFollower
+from rllib_llm.weights.loading import ModuleLoader
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.transfer import Transfer
+
+CASES = ("transfers", "coordinator", "learner", "lost", "nodes")
+LONG = 600.0
+
+
+class Get:
+    """`ray.get`, of which the next `failures` calls fail."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    def __call__(self, ref, timeout: float) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise ObjectLostError(ref.hex(), None, "injected")
+        return ray.get(ref, timeout=timeout)
+
+
+class Following:
+    """A follower in this process, with what it needs."""
+
+    def __init__(self, name: str, num_bytes: int, get: Any = ray.get):
+        self.module, self.loader = Weights(num_bytes), ModuleLoader(alias=True)
+        self.client = CoordinatorClient(name)
+        self.follower = WeightsFollower(
+            self.client,
+            lambda flat: self.loader.load(self.module, flat),
+            transfer=Transfer(get=get),
+        )
+
+    def swap_to(self, version: int) -> None:
+        """Swaps until that version is in use."""
+        while self.follower.in_use is None or self.follower.in_use.version != version:
+            if not self.follower.swap():
+                time.sleep(0.002)
+
+    def close(self) -> None:
+        self.follower.stop()
+        self.client.close()
+
+
+def transfers(num_bytes: int, rounds: int) -> dict:
+    """Three failures of one transfer."""
+    return _failed(num_bytes, rounds, failures=3)
+
+
+def lost(num_bytes: int, rounds: int) -> dict:
+    """One failure: reported, and answered with a new put."""
+    return _failed(num_bytes, rounds, failures=1)
+
+
+def _failed(num_bytes: int, rounds: int, failures: int) -> dict:
+    start_ray(6 * num_bytes + 64 * MIB)
+    get = Get()
+    following = Following("transfers", num_bytes, get)
+    publisher = BackgroundPublisher(following.client)
+    tensors = Weights(num_bytes).own_tensors()
+    publisher.submit(tensors, 0)
+    following.follower.require(timeout=LONG)
+    following.follower.start()
+    seconds = []
+    for version in range(1, rounds + 1):
+        get.failures = failures
+        start = time.perf_counter()
+        publisher.submit(tensors, version)
+        following.swap_to(version)
+        seconds.append(time.perf_counter() - start)
+    publisher.stop()
+    following.close()
+    return _seconds(seconds) | {"republished": publisher.num_republished}
+
+
+def coordinator(num_bytes: int, rounds: int) -> dict:
+    """The coordinator is killed; Ray restarts it, empty."""
+    start_ray(6 * num_bytes + 64 * MIB)
+    following = Following("coordinator", num_bytes)
+    publisher = BackgroundPublisher(following.client)
+    tensors = Weights(num_bytes).own_tensors()
+    publisher.submit(tensors, 0)
+    following.follower.require(timeout=LONG)
+    following.follower.start()
+    seconds = []
+    for version in range(1, rounds + 1):
+        os.kill(following.client.stats()["pid"], signal.SIGKILL)
+        start = time.perf_counter()
+        publisher.submit(tensors, version)
+        following.swap_to(version)
+        seconds.append(time.perf_counter() - start)
+    publisher.stop()
+    following.close()
+    return _seconds(seconds)
+
+
+@ray.remote(num_cpus=0)
+class Publishing:
+    """A process that owns what it publishes."""
+
+    def __init__(self, name: str, num_bytes: int):
+        self.publisher = BackgroundPublisher(CoordinatorClient(name))
+        self.tensors = Weights(num_bytes).own_tensors()
+
+    def publish(self, version: int) -> int:
+        self.publisher.submit(self.tensors, version)
+        self.publisher.wait(LONG)
+        return os.getpid()
+
+
+def learner(num_bytes: int, rounds: int) -> dict:
+    """The publishing process is killed and another one goes on from a lower version."""
+    start_ray(6 * num_bytes + 64 * MIB)
+    following = Following("learner", num_bytes)
+    publishing = Publishing.remote("learner", num_bytes)
+    version = 100
+    pid = ray.get(publishing.publish.remote(version))
+    following.follower.require(timeout=LONG)
+    following.follower.start()
+    seconds = []
+    for _ in range(rounds):
+        os.kill(pid, signal.SIGKILL)
+        start = time.perf_counter()
+        version -= 1
+        publishing = Publishing.remote("learner", num_bytes)
+        pid = ray.get(publishing.publish.remote(version))
+        following.swap_to(version)
+        seconds.append(time.perf_counter() - start)
+    following.close()
+    return _seconds(seconds)
+
+
+def nodes(num_bytes: int, rounds: int) -> dict:
+    """Copies per node, on a cluster of three whose nodes are processes of this machine."""
+    ray.shutdown()
+    cluster = Cluster()
+    for number in range(3):
+        cluster.add_node(
+            num_cpus=2,
+            resources={f"node{number}": 10},
+            object_store_memory=3 * num_bytes + 80 * MIB,
+            include_dashboard=False,
+        )
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    receivers = [
+        Receiver.options(resources={f"node{number}": 1}).remote(num_bytes, torch.bfloat16, True)
+        for number in (0, 0, 1, 1, 2, 2)
+    ]
+    ref = ray.put(pack(Weights(num_bytes).own_tensors()))
+    ray.get([r.receive.remote(PublishedWeights(0, ref=(ref,))) for r in receivers])
+    time.sleep(2)
+    locations = ray.experimental.get_object_locations([ref])[ref]["node_ids"]
+    copies = [round(used / num_bytes, 2) for used in _bytes_by_node()]
+    ray.shutdown()
+    cluster.shutdown()
+    return {"receivers": len(receivers), "nodes_with_a_copy": len(locations), "copies": copies}
+
+
+def _bytes_by_node() -> list[int]:
+    from ray._private.internal_api import node_stats
+
+    return [
+        node_stats(
+            node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False
+        ).store_stats.object_store_bytes_used
+        for node in ray.nodes()
+    ]
+
+
+def _seconds(values: list[float]) -> dict:
+    return {
+        "seconds": round(statistics.median(values), 2),
+        "all_seconds": [round(value, 2) for value in values],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    num_bytes = payload_bytes(arguments.mb)
+    for case in arguments.cases:
+        result = globals()[case](num_bytes, arguments.rounds)
+        print(json.dumps({"case": case, "mb": arguments.mb, **result}), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

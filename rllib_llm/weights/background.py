@@ -1,0 +1,219 @@
+"""Publishing beside the training loop: the learner waits for one copy of its weights, no more.
+
+    learner ── submit ──▶ staging buffer ── thread: put ──▶ object store
+                                            thread: announce ──▶ coordinator
+
+Two staging buffers: one is being put while the next snapshot is taken. A snapshot that was not put
+yet when the next one comes is skipped: the latest wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import torch
+
+from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.transfer import PASSING_ERRORS
+from rllib_llm.weights.version_log import Verdict
+
+MAX_SECONDS_TO_STOP = 10.0  # the coordinator may be away
+
+logger = logging.getLogger(__name__)
+
+
+class FencedError(RuntimeError):
+    """Another publisher has taken over the name."""
+
+
+@dataclasses.dataclass
+class _Job:
+    """Weights on their way: a snapshot in staging buffer `slot`, or already in the store."""
+
+    version: int
+    flat: FlatBuffer | None = None
+    slot: int | None = None
+    published: PublishedWeights | None = None
+    begins_epoch: bool = False
+
+
+class BackgroundPublisher:
+    """Announces weights to a coordinator from a thread of its own, and looks in on it.
+
+    The process that makes it owns the bytes: they are gone when it ends. Let it be the one that
+    lives longest, the algorithm's rather than a learner's.
+
+    put: `ray.put` or what stands for it.
+    look_in_seconds: how often a restarted coordinator, or weights reported lost, are noticed.
+    checksum: receivers check the bytes of every snapshot.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        *,
+        put: Callable[[Any], ray.ObjectRef] = ray.put,
+        look_in_seconds: float = 0.25,
+        checksum: bool = False,
+    ):
+        self._client, self._put, self._checksum = client, put, checksum
+        self._look_in_seconds = look_in_seconds
+        self._staging = (StagingBuffer(), StagingBuffer())
+        self._changed = threading.Condition()
+        self._pending: _Job | None = None
+        self._current: _Job | None = None  # published last, or being published
+        self._busy = False  # the thread is at `_current`
+        self._stopped = False
+        self._error: Exception | None = None
+        self._epoch = client.begin_epoch()
+        self._begins_epoch = False  # asked for, with the next publication
+        self._last_version: int | None = None
+        self.failures: Counter[str] = Counter()  # by the error's name
+        self.num_skipped = 0  # snapshots that a later one replaced before they were put
+        self.num_republished = 0
+        self.snapshot_seconds = 0.0  # what the last `submit` took
+        self.publish_seconds = 0.0  # from there until the coordinator knew of it
+        self._thread = threading.Thread(target=self._run, name="publish-weights", daemon=True)
+        self._thread.start()
+
+    # --- the training loop's side ------------------------------------------------------------
+
+    def submit(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        """Takes a snapshot, to be published as `version`.
+
+        A version that does not grow begins a new epoch: the learner was restored.
+
+        Raises:
+            FencedError: another publisher has taken over the name.
+        """
+        start = time.perf_counter()
+        slot = self._withdraw_pending()
+        flat = self._staging[slot].pack(tensors, checksum=self._checksum)
+        self.snapshot_seconds = time.perf_counter() - start
+        self._hand_over(_Job(version, flat=flat, slot=slot))
+
+    def announce(self, published: PublishedWeights) -> None:
+        """Publishes weights that are in the object store already, owned by this process.
+
+        Raises:
+            FencedError: another publisher has taken over the name.
+        """
+        self._withdraw_pending()
+        self._hand_over(_Job(published.version, published=published))
+
+    def wait(self, timeout: float) -> bool:
+        """Whether all that was handed over is published, after at most `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(self._is_idle, timeout)
+
+    def stop(self) -> None:
+        """Ends the thread, and lets go of the weights."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(MAX_SECONDS_TO_STOP)
+        self._pending = self._current = None
+
+    def metrics(self) -> dict[str, float]:
+        """`skips`, `republished` and `announce_failures/<kind>` so far, and the seconds that the
+        last snapshot (`snapshot_seconds`) and what followed it (`announce_seconds`) took."""
+        failures = self.failures + self._client.failures
+        return {
+            "skips": float(self.num_skipped),
+            "republished": float(self.num_republished),
+            "snapshot_seconds": self.snapshot_seconds,
+            "announce_seconds": self.publish_seconds,
+            **{f"announce_failures/{kind}": float(count) for kind, count in failures.items()},
+        }
+
+    def _withdraw_pending(self) -> int:
+        """Drops what was not begun; a staging buffer that the thread does not read."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            assert self._thread.is_alive(), "the publishing thread ended; its traceback is logged"
+            if self._pending is not None:
+                self._pending = None
+                self.num_skipped += 1
+            current = self._current.slot if self._current is not None else None
+            return 0 if current is None else 1 - current
+
+    def _hand_over(self, job: _Job) -> None:
+        with self._changed:
+            if self._last_version is not None and job.version <= self._last_version:
+                self._begins_epoch = True
+            self._last_version = job.version
+            self._pending = job
+            self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return self._error is not None or (self._pending is None and not self._busy)
+
+    # --- the thread's side -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._pending is not None or self._stopped, self._look_in_seconds
+                )
+                if self._stopped:
+                    return
+                if self._pending is not None:
+                    self._current, self._pending = self._pending, None
+                    self._current.begins_epoch, self._begins_epoch = self._begins_epoch, False
+                self._busy = True
+                job = self._current
+            if job is None:
+                continue
+            try:
+                self._publish(job)
+            except PASSING_ERRORS as error:  # tried again at the next look
+                self.failures[type(error).__name__] += 1
+                logger.warning("Weights %d are not announced yet: %s", job.version, error)
+            except (FencedError, ray.exceptions.RayError) as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+
+    def _publish(self, job: _Job) -> None:
+        """Puts the weights where they are not in the store, and sees that they are known."""
+        start = time.perf_counter()
+        is_new = job.published is None
+        if job.begins_epoch:
+            self._epoch, job.begins_epoch = self._client.begin_epoch(), False
+        if job.published is None:
+            self._put_snapshot(job)
+        elif job.published.epoch != self._epoch:
+            job.published = dataclasses.replace(job.published, epoch=self._epoch)
+            is_new = True
+        verdict = self._client.announce(job.published)
+        if verdict is Verdict.LOST and job.flat is not None:
+            self._put_snapshot(job)
+            self.num_republished += 1
+            verdict = self._client.announce(job.published)
+        if verdict is Verdict.FENCED:
+            raise FencedError(
+                f"weights_name={self._client.name!r} must have one publisher at a time: another "
+                "one has begun since. End one of them, or give each a name of its own."
+            )
+        if is_new:
+            self.publish_seconds = time.perf_counter() - start
+
+    def _put_snapshot(self, job: _Job) -> None:
+        ref = self._put(job.flat)
+        job.published = PublishedWeights(
+            job.version, ref=(ref,), num_bytes=job.flat.num_bytes, epoch=self._epoch
+        )

@@ -1,0 +1,165 @@
+"""Following a training run's weights from any process: a replica of a server, say.
+
+    follower = WeightsFollower(CoordinatorClient("my_run"), load)
+    follower.require(timeout=60)      # before the first generation
+    follower.start()                  # fetches newer weights beside the work
+    while serving:
+        follower.swap()               # between batches: loads what has arrived
+        generate(...)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, WeightsLostError
+
+
+class WeightsFollower:
+    """Keeps one model at the newest weights of a run.
+
+    load: makes the model use the weights of a buffer (`ModuleLoader.load`, for one); called by
+        `require` and `swap` only, never by the thread.
+    wait_seconds: of one question to the coordinator, and the longest that `stop` takes.
+
+    At most two versions are held in the store for it: the one in use, if `load` aliases it, and
+    the one that waits for the next swap.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        load: Callable[[FlatBuffer], None],
+        *,
+        transfer: Transfer | None = None,
+        wait_seconds: float = 5.0,
+    ):
+        self._client, self._load = client, load
+        self._transfer = transfer or Transfer()
+        self._wait_seconds = wait_seconds
+        self._lock = threading.Lock()
+        self._arrived: tuple[PublishedWeights, FlatBuffer] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: RayError | None = None  # that ended the thread
+        self.in_use: PublishedWeights | None = None
+        self.newest: PublishedWeights | None = None  # fetched, whether loaded or not
+        self.num_skipped = 0  # versions that were replaced before they were loaded
+        self.load_seconds = 0.0
+        self._num_bytes = 0
+
+    def require(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:
+        """Loads the newest weights, waiting until there are some of at least `min_version`.
+
+        Raises:
+            TimeoutError: none came in `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while self.in_use is None or self.in_use.version < min_version:
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                have = None if self.in_use is None else self.in_use.version
+                raise TimeoutError(
+                    f"weights_version={have} must be at least {min_version}: nothing newer was "
+                    f"published as {self._client.name!r} in {timeout} s. Is the run alive, and "
+                    "its weights_name the same?"
+                )
+            if self._thread is None:
+                self._fetch(min_version, min(rest, self._wait_seconds))
+            else:
+                self._stop.wait(min(rest, 0.01))
+            self.swap()
+        return self.in_use
+
+    def start(self) -> None:
+        """Fetches newer weights in a thread from now on."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="fetch-weights", daemon=True)
+        self._thread.start()
+
+    def swap(self) -> bool:
+        """Loads weights that have arrived; whether there were any. Call it between batches.
+
+        Raises:
+            RayError: fetching ended with an error that does not pass, such as the export's own.
+        """
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            return False
+        published, flat = arrived
+        start = time.perf_counter()
+        self._load(flat)
+        self.load_seconds = time.perf_counter() - start
+        self.in_use, self._num_bytes = published, flat.num_bytes
+        return True
+
+    def stop(self) -> None:
+        """Ends the thread; the weights in use stay."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def metrics(self) -> dict[str, float]:
+        """`version`, `bytes`, `transfer_seconds`, `load_seconds`, `gb_per_s`, `age_seconds`,
+        `versions_behind` (of those fetched), `skips` and `failures/<kind>`."""
+        seconds = self._transfer.seconds
+        metrics = {
+            "bytes": float(self._num_bytes),
+            "transfer_seconds": seconds,
+            "load_seconds": self.load_seconds,
+            "gb_per_s": self._num_bytes / 1e9 / max(1e-9, seconds + self.load_seconds),
+            "skips": float(self.num_skipped),
+        }
+        if self.in_use is not None:
+            metrics["version"] = float(self.in_use.version)
+            metrics["age_seconds"] = self.in_use.age_seconds
+            newest = self.newest
+            same_epoch = newest is not None and newest.epoch == self.in_use.epoch
+            behind = newest.version - self.in_use.version if same_epoch else 0
+            metrics["versions_behind"] = float(behind)
+        failures = self._transfer.failures + self._client.failures
+        return metrics | {f"failures/{kind}": float(n) for kind, n in failures.items()}
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._fetch(0, self._wait_seconds)
+            except PASSING_ERRORS:  # counted by the client: the coordinator is away for long
+                self._stop.wait(self._wait_seconds)
+            except RayError as error:
+                self._error = error
+                return
+
+    def _fetch(self, min_version: int, timeout: float) -> None:
+        """Fetches weights newer than the last ones fetched, if some come in `timeout` seconds."""
+        after = None if self.newest is None else self.newest.order
+        if self._client.wait_for(min_version, timeout, after=after) is None:
+            return
+
+        def latest() -> PublishedWeights:
+            found = self._client.wait_for(min_version, self._wait_seconds, after=after)
+            if found is None:
+                raise WeightsLostError("nothing was published in place of weights that are lost")
+            return found
+
+        try:
+            published, flat = self._transfer.fetch(
+                latest, lambda lost: self._client.report_lost(lost.key)
+            )
+        except WeightsLostError:
+            return  # reported; asked again in the next round
+        with self._lock:
+            if self._arrived is not None:
+                self.num_skipped += 1
+            self._arrived, self.newest = (published, flat), published

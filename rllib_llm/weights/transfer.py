@@ -1,0 +1,84 @@
+"""One transfer out of the object store: always with a timeout, tried again when it fails."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
+
+from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
+from rllib_llm.weights.published import PublishedWeights
+
+# What passes: a node or an owner went, the store was full or slow, bytes were damaged on the way.
+# ObjectLostError is also the base of OwnerDiedError, ObjectFetchTimedOutError and their kind.
+LOST_ERRORS = (ObjectLostError, ChecksumError)
+PASSING_ERRORS = (*LOST_ERRORS, GetTimeoutError, RayActorError, RaySystemError)
+
+
+class WeightsLostError(RuntimeError):
+    """Published weights could not be had; whoever published them has to do it again."""
+
+
+def backoff_seconds(attempt: int, uniform: Callable[[float, float], float]) -> float:
+    """min(5, 0.05 * 2^attempt) * U(0.5, 1.5): many that failed together do not return together."""
+    return min(5.0, 0.05 * 2**attempt) * uniform(0.5, 1.5)
+
+
+class Transfer:
+    """Gets published weights, and counts what it took.
+
+    get: `ray.get` or what stands for it. sleep, uniform: likewise.
+    timeout_seconds: of one attempt; a transfer slower than that counts as failed.
+    max_attempts: after so many failures the weights count as lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        get: Callable[..., Any] = ray.get,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = random.uniform,
+        timeout_seconds: float = 60.0,
+        max_attempts: int = 5,
+    ):
+        self._get, self._sleep, self._uniform = get, sleep, uniform
+        self._timeout_seconds, self._max_attempts = timeout_seconds, max_attempts
+        self.failures: Counter[str] = Counter()  # by the error's name, over all transfers
+        self.seconds = 0.0  # of the last transfer, its failed attempts included
+
+    def fetch(
+        self,
+        latest: Callable[[], PublishedWeights],
+        report: Callable[[PublishedWeights], None] = lambda published: None,
+    ) -> tuple[PublishedWeights, FlatBuffer]:
+        """The weights that `latest` names, asked again at each attempt, and their bytes, checked
+        where they carry a checksum. `report` is told of weights whose bytes are gone or damaged.
+
+        Raises:
+            WeightsLostError: every attempt failed.
+        """
+        start = time.perf_counter()
+        for attempt in range(self._max_attempts):
+            published = latest()
+            try:
+                flat = self._get(published.ref[0], timeout=self._timeout_seconds)
+                verify(flat)
+            except PASSING_ERRORS as error:
+                self.failures[type(error).__name__] += 1
+                if isinstance(error, LOST_ERRORS):
+                    report(published)
+                last = error
+                if attempt + 1 < self._max_attempts:
+                    self._sleep(backoff_seconds(attempt, self._uniform))
+            else:
+                self.seconds = time.perf_counter() - start
+                return published, flat
+        raise WeightsLostError(
+            f"weights_version={published.version} must be in the object store: {self._max_attempts}"
+            f" attempts failed, the last with {type(last).__name__}: {last}. Publish again."
+        ) from last

@@ -1,0 +1,84 @@
+"""The coordinator as an actor: found by name, waited for, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+
+import pytest
+import ray
+import torch
+
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.flat_buffer import unpack
+from rllib_llm.weights.follower import WeightsFollower
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.version_log import Verdict
+
+LONG = 120.0  # seconds that nothing here takes
+
+
+@pytest.fixture
+def name(ray_session):
+    name = f"run_{uuid.uuid4().hex}"
+    yield name
+    CoordinatorClient(name).close()
+
+
+@ray.remote(num_cpus=0)
+class Replica:
+    """A receiver in a process of its own."""
+
+    def __init__(self, name):
+        self.value = None
+        self.follower = WeightsFollower(CoordinatorClient(name), self.load)
+
+    def load(self, flat):
+        self.value = float(unpack(flat)["x"][0])
+
+    def use(self, version):
+        self.follower.require(version, timeout=LONG)
+        return self.follower.in_use.version, self.value
+
+
+def weights(value):
+    return {"x": torch.full((4,), float(value))}
+
+
+def test_the_name_finds_one_coordinator_which_fences_and_can_be_waited_for(name):
+    one, other = CoordinatorClient(name), CoordinatorClient(name)
+    assert other.latest() is None
+    assert other.wait_for(timeout=0.01) is None
+    old, new = one.begin_epoch(), other.begin_epoch()
+    assert new > old
+    assert one.announce(PublishedWeights(5, epoch=old)) is Verdict.FENCED
+    head = PublishedWeights(3, epoch=new)
+    assert other.announce(head) is Verdict.ACCEPTED
+    assert one.wait_for(3, LONG) == head
+    assert one.wait_for(4, 0.01) is None
+    assert one.wait_for(timeout=0.01, after=head.order) is None
+    one.report_lost(head.key)
+    assert one.latest() is None
+
+
+def test_weights_reach_a_replica_also_after_the_coordinator_was_killed(name):
+    client = CoordinatorClient(name)
+    publisher, replica = BackgroundPublisher(client), Replica.remote(name)
+    publisher.submit(weights(10), 1)
+    assert ray.get(replica.use.remote(1)) == (1, 10)
+    os.kill(client.stats()["pid"], signal.SIGKILL)
+    publisher.submit(weights(20), 2)
+    assert ray.get(replica.use.remote(2)) == (2, 20)
+    assert publisher.wait(LONG)
+    publisher.stop()
+    ray.kill(replica)
+
+
+def test_a_client_makes_a_new_coordinator_when_somebody_closed_it(name):
+    client = CoordinatorClient(name, sleep=lambda seconds: None)
+    client.begin_epoch()
+    CoordinatorClient(name).close()
+    assert client.latest() is None
+    assert client.failures["ActorDiedError"] >= 1

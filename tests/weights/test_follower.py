@@ -1,0 +1,116 @@
+"""Following a run from outside: nothing before the first weights, swaps between batches only."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from rllib_llm.weights.flat_buffer import pack, unpack
+from rllib_llm.weights.follower import WeightsFollower
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.transfer import Transfer
+from tests.weights.fakes import Coordinator, Store
+
+LONG = 60.0  # seconds that nothing here takes
+
+
+class Run:
+    """A coordinator, a store, and a model that notes what was loaded into it."""
+
+    def __init__(self):
+        self.coordinator, self.store = Coordinator(keep=3), Store()
+        self.loaded = []
+        self.epoch = self.coordinator.begin_epoch()
+        self.transfer = Transfer(get=self.store.get, sleep=lambda seconds: None)
+        self.follower = WeightsFollower(
+            self.coordinator, self.load, transfer=self.transfer, wait_seconds=0.05
+        )
+
+    def load(self, flat):
+        self.loaded.append(float(unpack(flat)["x"][0]))
+
+    def publish(self, version, epoch=None):
+        ref = self.store.put(pack({"x": torch.full((3,), float(version))}))
+        published = PublishedWeights(version, ref=(ref,), epoch=epoch or self.epoch)
+        self.coordinator.announce(published)
+        return published
+
+    def arrives(self, version):
+        """Waits until the thread has fetched it."""
+        deadline = time.monotonic() + LONG
+        while self.follower.newest is None or self.follower.newest.version != version:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return True
+
+
+@pytest.fixture
+def run():
+    run = Run()
+    yield run
+    run.follower.stop()
+
+
+def test_nothing_is_used_before_something_came(run):
+    with pytest.raises(TimeoutError, match="weights_version=None must be at least 0"):
+        run.follower.require(timeout=0.05)
+    assert run.loaded == [] and run.follower.in_use is None
+    run.publish(4)
+    assert run.follower.require(timeout=LONG).version == 4
+    assert run.loaded == [4]
+    with pytest.raises(TimeoutError, match="weights_version=4 must be at least 5"):
+        run.follower.require(5, timeout=0.05)
+
+
+def test_weights_change_at_a_swap_only_and_to_the_latest_that_arrived(run):
+    run.publish(1)
+    run.follower.require(timeout=LONG)
+    run.follower.start()
+    for version in (2, 3):
+        run.publish(version)
+        assert run.arrives(version)
+    assert run.loaded == [1]
+    assert run.follower.metrics()["versions_behind"] == 2
+    assert run.follower.swap() and not run.follower.swap()
+    assert run.loaded == [1, 3]
+    metrics = run.follower.metrics()
+    assert (metrics["version"], metrics["versions_behind"], metrics["skips"]) == (3, 0, 1)
+    assert metrics["bytes"] == 64
+
+
+def test_a_restored_run_goes_back_and_its_predecessor_is_not_listened_to(run):
+    run.publish(9)
+    run.follower.require(timeout=LONG)
+    new = run.coordinator.begin_epoch()
+    run.publish(2, epoch=new)
+    run.publish(10)  # of the run that was fenced off
+    run.follower.start()
+    assert run.arrives(2)
+    run.follower.swap()
+    assert run.loaded == [9, 2]
+
+
+def test_lost_weights_are_reported_and_their_replacement_is_loaded(run):
+    lost = run.publish(1)
+    run.store.lost.add(lost.ref[0])
+    with pytest.raises(TimeoutError):
+        run.follower.require(timeout=0.1)
+    assert run.coordinator.log.stats()["num_lost"] == 1
+    run.publish(1)
+    assert run.follower.require(timeout=LONG).version == 1
+    assert run.follower.metrics()["failures/ObjectLostError"] == 1
+
+
+def test_lost_weights_do_not_take_a_receiver_back_to_older_ones(run):
+    run.publish(1)
+    run.publish(2)
+    run.follower.require(timeout=LONG)
+    run.coordinator.report_lost(run.coordinator.latest().key)
+    assert run.coordinator.latest().version == 1
+    run.follower.start()
+    run.publish(3)
+    assert run.arrives(3)
+    run.follower.swap()
+    assert run.loaded == [2, 3]
