@@ -15,8 +15,14 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.checks import check_adapters, check_precision, require
+from rllib_llm.algorithms.checks import (
+    check_adapters,
+    check_precision,
+    check_timeout,
+    require,
+)
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
+from rllib_llm.algorithms.placement import require_places
 from rllib_llm.learners.schedule import learning_rate_factor
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
@@ -52,6 +58,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.micro_batch_size: int | None = None
         self.micro_batch_tokens: int | None = 16_384
         self.refused_batch_dir: str | None = None
+        self.learner_timeout_s: float | str | None = "auto"
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
@@ -102,6 +109,19 @@ class LanguageModelConfig(AlgorithmConfig):
         if strategy is not NotProvided:
             self.learner_strategy = strategy
         return super().learners(**kwargs)
+
+    def fault_tolerance(self, *, learner_timeout_s: float | str | None = NotProvided, **kwargs):
+        """Settings of what happens to processes that die or hang; RLlib's own are passed on.
+
+        Args:
+            learner_timeout_s: seconds after which a learner that has not answered (an update, a
+                state, an export) ends the run with an error, so that Tune can restart it. "auto"
+                (default): ten times the slowest answer of its kind so far and at least 120 s,
+                1800 s for the first. Set a number to notice a hang sooner, None to wait for ever.
+        """
+        super().fault_tolerance(**kwargs)
+        self._assign(locals(), LanguageModelConfig.fault_tolerance)
+        return self
 
     def build_learner_group(
         self, *, env=None, spaces=None, rl_module_spec=None, placement_group=None
@@ -245,6 +265,7 @@ class LanguageModelConfig(AlgorithmConfig):
         )  # fmt: skip
         check_precision(self)
         check_adapters(self)
+        check_timeout("learner_timeout_s", self.learner_timeout_s)
         warn_of_no_effect(self)
         for name in ("num_epochs", "train_batch_size_per_learner"):
             value = getattr(self, name)
@@ -262,6 +283,7 @@ class LanguageModelAlgorithm(Algorithm):
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
+        require_places(self.config)
         super().setup(config)
 
     @property
