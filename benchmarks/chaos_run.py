@@ -117,7 +117,8 @@ def make_config(timeout_s: float | None) -> GRPOConfig:
     )  # fmt: skip
     if timeout_s is None:
         config.algo_class = GRPO
-        return config
+        # What two samplers would compute together: round-off depends on it.
+        return config.sampling(sampling_batch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2)
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1)

@@ -92,7 +92,7 @@ class _Collection:
         self.collector = collector
         self.group, self.faults = collector.group, collector.faults
         self.request, self.published, self.tag = request, published, tag
-        self.waiting = [Part(0, request.num_prompts)]
+        self.waiting = deal(request.num_prompts, self.group.num_remote_env_runners())
         self.flights: dict[int, Flight] = {}  # by worker
         self.done: dict[int, JudgedBatch] = {}  # by start of their part
         self.num_losses = 0  # since the last answer
@@ -112,11 +112,9 @@ class _Collection:
         if not self.waiting:
             return
         idle = [w for w in self.collector.samplers.healthy() if w not in self.flights]
-        self.waiting = deal(self.waiting, len(idle))
         now = time.monotonic()
-        # The longer of the two lists is left over.
-        for worker, part in zip(idle, list(self.waiting), strict=False):
-            self.waiting.remove(part)
+        for worker in idle[: len(self.waiting)]:
+            part = self.waiting.pop(0)
             limit = self.collector.limit.seconds(part.num_prompts)
             # It may be the part that is slow, not the sampler.
             self.flights[worker] = Flight(part, now, limit and limit * 2**part.num_hung)
@@ -212,14 +210,12 @@ def serve_part(
     return runner.serve(part, published)
 
 
-def deal(parts: list[Part], num_samplers: int) -> list[Part]:
-    """The only part cut as evenly as it goes, one piece for each sampler; several as they are."""
-    if len(parts) != 1 or num_samplers < 2:
-        return parts
-    (whole,) = parts
-    num_parts = min(num_samplers, whole.num_prompts)
-    bounds = [whole.start + whole.num_prompts * i // num_parts for i in range(num_parts + 1)]
-    return [
-        Part(low, high - low, whole.num_hung, whole.num_failed)
-        for low, high in zip(bounds, bounds[1:], strict=False)
-    ]
+def deal(num_prompts: int, num_samplers: int) -> list[Part]:
+    """The prompts of a request cut as evenly as it goes, one part for each sampler there should be.
+
+    Also while some are dead, and the parts stay as they are: round-off in the log-probs depends on
+    what is computed together, and nothing that is learnt shall depend on who died.
+    """
+    num_parts = min(num_samplers, num_prompts)
+    bounds = [num_prompts * i // num_parts for i in range(num_parts + 1)]
+    return [Part(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]

@@ -103,11 +103,13 @@ def test_without_a_limit_a_silent_sampler_is_waited_for(samplers):
     assert not group.killed and len(looks) >= 50
 
 
-def test_a_part_of_a_dead_sampler_is_cut_among_those_that_are_idle():
-    assert deal([Part(4, 5, num_hung=1)], 2) == [Part(4, 2, 1), Part(6, 3, 1)]
-    # Of several parts each is served as it is.
-    assert deal([Part(0, 2), Part(6, 3)], 5) == [Part(0, 2), Part(6, 3)]
-    assert deal([Part(0, 2)], 0) == [Part(0, 2)]
+def test_the_cut_does_not_depend_on_who_is_alive(samplers, expected):
+    """What is computed together decides the round-off."""
+    group = ScriptedGroup(samplers[:2], revives_after=10**9)
+    group.dead[1] = 0
+    assert_same_batch(collect(group), expected)
+    assert group.served == [(2, 0), (2, 3)]
+    assert deal(7, 3) == [Part(0, 2), Part(2, 2), Part(4, 3)]
 
 
 def test_samplers_have_time_to_come_back(samplers, expected):
