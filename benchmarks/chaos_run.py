@@ -121,8 +121,7 @@ def make_config(timeout_s: float | None) -> GRPOConfig:
         return config.sampling(sampling_batch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2)
     return (
         config.env_runners(num_env_runners=2)
-        .learners(num_learners=1)
-        .training(learner_class=AccountedLearner)
+        .learners(num_learners=1, learner_class=AccountedLearner)
         .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
         .fault_tolerance(sampler_timeout_s=timeout_s, learner_timeout_s=timeout_s)
         .callbacks(on_environment_created=note_sampler)
