@@ -98,6 +98,16 @@ def check_precision(config: Any) -> None:
     )  # fmt: skip
 
 
+def check_timeout(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a limit that a process can be given for its answers."""
+    require(
+        value is None or value == "auto"
+        or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0),
+        name, value, "a number of seconds above 0, 'auto' or None",
+        "a process that has not answered by then is killed", "Use 'auto', or None to wait for ever",
+    )  # fmt: skip
+
+
 def check_adapters(config: Any) -> None:
     """Raises ValueError for settings of adapters, or of a trunk in few bits, that cannot be."""
     require(

@@ -6,6 +6,7 @@ Training's prompt position and randomness are untouched, being functions of posi
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
@@ -19,8 +20,10 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm import columns
-from rllib_llm.sampling.collect import collect
+from rllib_llm.sampling.collect import NoSamplersError
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate_held_out(
@@ -28,22 +31,27 @@ def evaluate_held_out(
 ) -> tuple[dict[str, Any], int, int]:
     """RLlib's `custom_evaluation_function`: judges `evaluation_duration` completions.
 
+    While no evaluation sampler comes back there are no held-out results, rather than old ones.
+
     Raises:
-        SamplingError: no evaluation sampler answers; results never go stale in silence.
+        SamplingError: a sampler failed, or all die of it whenever they are asked.
+        NoSamplersError: none came back, `evaluation_error_after_n_consecutive_skips` times.
     """
     config = algorithm.evaluation_config
     n = config.num_completions
-    batch = collect(
-        group,
-        SampleRequest(
-            position=0,
-            num_prompts=-(-algorithm.config.evaluation_duration // n),
-            num_completions=n,
-            explore=config.explore,
-            return_texts=True,
-        ),
-        algorithm.published_weights,
+    request = SampleRequest(
+        position=0,
+        num_prompts=-(-algorithm.config.evaluation_duration // n),
+        num_completions=n,
+        explore=config.explore,
+        return_texts=True,
     )
+    try:
+        batch = algorithm.collect(group, request)
+    except NoSamplersError as error:
+        _skip(algorithm, error)
+        return {}, 0, 0
+    algorithm.num_evaluations_skipped = 0
     results = {**held_out_metrics(batch), **algorithm.held_out_losses()}
     results["iteration"] = algorithm.num_iterations_done
     algorithm.eval_metrics = results
@@ -62,6 +70,16 @@ def evaluate_held_out(
         [rllib_results.reduce()], key=(EVALUATION_RESULTS, ENV_RUNNER_RESULTS)
     )
     return {}, batch.num_rows, batch.num_rows
+
+
+def _skip(algorithm, error: NoSamplersError) -> None:
+    algorithm.eval_metrics = None
+    algorithm.faults.evaluations_skipped += 1
+    algorithm.num_evaluations_skipped += 1
+    limit = algorithm.config.evaluation_error_after_n_consecutive_skips
+    if limit is not None and algorithm.num_evaluations_skipped >= limit:
+        raise error
+    logger.error("This evaluation is skipped: %s", error)
 
 
 def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:

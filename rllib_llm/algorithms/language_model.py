@@ -20,9 +20,11 @@ from rllib_llm.algorithms.checks import (
     check_cuts,
     check_optimiser,
     check_precision,
+    check_timeout,
     require,
 )
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
+from rllib_llm.algorithms.placement import require_places
 from rllib_llm.algorithms.whole_checkpoints import WholeCheckpoints
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
@@ -58,6 +60,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.micro_batch_size: int | None = None
         self.micro_batch_tokens: int | None = 16_384
         self.refused_batch_dir: str | None = None
+        self.learner_timeout_s: float | str | None = "auto"
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
@@ -108,6 +111,19 @@ class LanguageModelConfig(AlgorithmConfig):
         if strategy is not NotProvided:
             self.learner_strategy = strategy
         return super().learners(**kwargs)
+
+    def fault_tolerance(self, *, learner_timeout_s: float | str | None = NotProvided, **kwargs):
+        """Settings of what happens to processes that die or hang; RLlib's own are passed on.
+
+        Args:
+            learner_timeout_s: seconds after which a learner that has not answered (an update, a
+                state, an export) ends the run with an error, so that Tune can restart it. "auto"
+                (default): ten times the slowest answer of its kind so far and at least 120 s,
+                1800 s for the first. Set a number to notice a hang sooner, None to wait for ever.
+        """
+        super().fault_tolerance(**kwargs)
+        self._assign(locals(), LanguageModelConfig.fault_tolerance)
+        return self
 
     def build_learner_group(
         self, *, env=None, spaces=None, rl_module_spec=None, placement_group=None
@@ -222,6 +238,7 @@ class LanguageModelConfig(AlgorithmConfig):
         check_cuts(self)
         check_precision(self)
         check_adapters(self)
+        check_timeout("learner_timeout_s", self.learner_timeout_s)
         warn_of_no_effect(self)
 
 
@@ -233,6 +250,7 @@ class LanguageModelAlgorithm(WholeCheckpoints, Algorithm):
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
+        require_places(self.config)
         super().setup(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

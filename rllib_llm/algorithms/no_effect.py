@@ -26,6 +26,8 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "lr_num_updates", "with lr_schedule='constant'", "Choose 'linear' or 'cosine'"
     if config.num_learners < 2:
         yield "learner_strategy", f"with num_learners={config.num_learners}", "Use 2 or more"
+    if config.num_learners == 0:
+        yield "learner_timeout_s", "with num_learners=0: nobody is waited for", "Remove it"
     for name in config.ignored_settings:
         yield name, f"in {config.algo_class.__name__}", "Remove it"
     if hasattr(config, "ref_kl_coeff"):

@@ -13,9 +13,11 @@ import time
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
     EPISODE_RETURN_MEAN,
+    EVALUATION_RESULTS,
     NUM_ENV_STEPS_SAMPLED,
     NUM_ENV_STEPS_SAMPLED_LIFETIME,
     NUM_EPISODES,
@@ -26,8 +28,10 @@ from rllib_llm import columns
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.samples import SampleLog
-from rllib_llm.sampling.collect import collect
+from rllib_llm.sampling.collect import Collector
+from rllib_llm.sampling.faults import Faults
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
+from rllib_llm.sampling.samplers import stop_samplers
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
@@ -49,7 +53,11 @@ class RLHF(LanguageModelAlgorithm):
     def setup(self, config) -> None:
         self.position = 0  # prompt groups handed out so far
         self.weights_version = 0  # learner updates so far
+        self.faults = Faults()
+        self.num_evaluations_skipped = 0  # in a row
+        start = time.monotonic()
         super().setup(config)
+        self._collectors = self._make_collectors(time.monotonic() - start)
         self.samples = SampleLog(self.trial_folder)
         local = self.learner_group.is_local
         self._publisher = WeightsPublisher(
@@ -72,10 +80,6 @@ class RLHF(LanguageModelAlgorithm):
             return None
         client = CoordinatorClient(config.weights_name, keep=config.weights_keep)
         return BackgroundPublisher(client, checksum=config.weights_checksum)
-
-    def cleanup(self) -> None:
-        self._publisher.stop()
-        super().cleanup()
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
@@ -104,7 +108,7 @@ class RLHF(LanguageModelAlgorithm):
     def _sample(self) -> JudgedBatch:
         """All completions of this iteration, in the order of their prompts' positions."""
         write = self.config.log_samples_every
-        return collect(
+        return self.collect(
             self.env_runner_group,
             SampleRequest(
                 position=self.position,
@@ -112,8 +116,11 @@ class RLHF(LanguageModelAlgorithm):
                 num_completions=self.config.num_completions,
                 return_texts=bool(write) and self.iteration % write == 0,
             ),
-            self.published_weights,
         )
+
+    def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
+        """The answer of a group of samplers, made with the weights as they are published."""
+        return self._collectors[group].collect(request, self.published_weights)
 
     def held_out_losses(self) -> dict[str, float]:
         """What an evaluation reports beside the judged completions, for the weights as they are."""
@@ -165,6 +172,40 @@ class RLHF(LanguageModelAlgorithm):
             self.metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
         returns = sampled.train_metrics()["rewards"]
         self.metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), returns, window=1)
+
+    def step(self) -> dict[str, Any]:
+        """As of all algorithms, with what samplers suffered; no held-out results but the latest."""
+        results = super().step()
+        results["faults"] = self.faults.metrics()
+        if self.eval_metrics is None:  # the last evaluation was skipped: RLlib shows the one before
+            results.get(EVALUATION_RESULTS, {}).pop(ENV_RUNNER_RESULTS, None)
+        return results
+
+    # --- samplers ----------------------------------------------------------------------------
+
+    def _make_collectors(self, start_seconds: float) -> dict[EnvRunnerGroup, Collector]:
+        return {
+            group: Collector(
+                group,
+                timeout_s=self.config.sampler_timeout_s,
+                faults=self.faults,
+                start_seconds=start_seconds,
+            )
+            for group in (self.env_runner_group, self.eval_env_runner_group)
+            if group is not None
+        }
+
+    def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
+        """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be
+        restored: a request brings the weights with it."""
+        return self._collectors[env_runner_group].samplers.pop_revived()
+
+    def cleanup(self) -> None:
+        self._publisher.stop()
+        for group in (self.env_runner_group, self.eval_env_runner_group):
+            if group is not None:
+                stop_samplers(group)
+        super().cleanup()
 
     # --- state -------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_reference, require
+from rllib_llm.algorithms.checks import check_reference, check_timeout, require
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.rlhf_checks import (
@@ -29,6 +29,8 @@ class RLHFConfig(LanguageModelConfig):
         self.merge_env_runner_states = False
         self.broadcast_env_runner_states = False
         self.sample_timeout_s = None
+        self.sampler_timeout_s: float | str | None = "auto"
+        self.delay_between_env_runner_restarts_s = 1.0
         self.num_env_runners = 0
         self.create_local_env_runner = False
         self.enable_connectors = False
@@ -90,6 +92,7 @@ class RLHFConfig(LanguageModelConfig):
         self.evaluation_duration = 64
         self.evaluation_duration_unit = "episodes"
         self.custom_evaluation_function = evaluate_held_out
+        self.evaluation_error_after_n_consecutive_skips = 3
 
     def sampling(
         self,
@@ -137,6 +140,20 @@ class RLHFConfig(LanguageModelConfig):
             weights_keep: versions that stay in the object store for them, at least 1.
         """
         self._assign(locals(), RLHFConfig.weight_broadcast)
+        return self
+
+    def fault_tolerance(self, *, sampler_timeout_s: float | str | None = NotProvided, **kwargs):
+        """Settings of what happens to processes that die or hang; others are passed on.
+
+        Args:
+            sampler_timeout_s: seconds after which a sampler that has not answered a request is
+                killed and started again, its prompts going to another; doubled for a request that
+                was already taken from a silent one. "auto" (default): ten times the slowest answer
+                so far, in proportion to the prompts asked for, and at least 120 s; 1800 s for the
+                first. Set a number to notice a hang sooner, None to wait for ever.
+        """
+        super().fault_tolerance(**kwargs)
+        self._assign(locals(), RLHFConfig.fault_tolerance)
         return self
 
     def training(
@@ -255,6 +272,7 @@ class RLHFConfig(LanguageModelConfig):
             self.weights_keep >= 1, "weights_keep", self.weights_keep, "at least 1",
             "receivers ask for the latest weights", "Use 1",
         )  # fmt: skip
+        check_timeout("sampler_timeout_s", self.sampler_timeout_s)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rllib_llm.algorithms.hung_trials import RestartHungTrials
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.checkpoints import restore_source
@@ -76,7 +77,7 @@ def run_stage(
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
     short = short_name(experiment.run)
     with LiveTable(f"{experiment.name} · {short}", experiment.stop, console) as table:
-        callbacks = [table, *loggers]
+        callbacks = [table, RestartHungTrials(), *loggers]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries; they would tear the table
             if resume and folder.is_dir():

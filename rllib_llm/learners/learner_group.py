@@ -8,12 +8,24 @@ from typing import Any
 from ray.rllib.core import COMPONENT_LEARNER
 from ray.rllib.core.learner.learner_group import LearnerGroup
 
+from rllib_llm.learners.learner_actors import LearnerActors
+
 # A file that a learner writes after everything else of a checkpoint.
 LEARNER_DONE = "learner_done"
 
 
 class LanguageModelLearnerGroup(LearnerGroup):
-    """As RLlib's, which asks only its first learner; that one would wait for the others forever."""
+    """As RLlib's, which asks only its first learner for the state, one that would wait for the
+    others forever, and waits for all when one has failed."""
+
+    def __init__(self, *, config, module_spec=None, placement_group=None):
+        super().__init__(config=config, module_spec=module_spec, placement_group=placement_group)
+        if self.is_remote:
+            self._worker_manager = LearnerActors(
+                self._workers,
+                timeout_s=config.learner_timeout_s,
+                max_remote_requests_in_flight_per_actor=config.max_requests_in_flight_per_learner,
+            )
 
     def get_state(
         self, components=None, *, not_components=None, **kwargs: Any

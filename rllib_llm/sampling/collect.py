@@ -2,110 +2,220 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
+from dataclasses import dataclass
 
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rllib_llm.sampling.faults import Faults
 from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
+from rllib_llm.sampling.samplers import Samplers
+from rllib_llm.time_limit import TimeLimit
 from rllib_llm.weights.broadcast import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
-MAX_ROUNDS_WITHOUT_PROGRESS = 3  # in which samplers were asked and all of them died
-MAX_SECONDS_WITHOUT_SAMPLERS = 120.0  # a restarted one first imports everything and loads models
-SECONDS_BETWEEN_PROBES = 1.0
+MAX_LOSSES_PER_SAMPLER = 3  # in a row, without an answer of anyone in between
+MAX_FAILURES = 3  # of one part, where an exception may pass by itself
+POLL_SECONDS = 0.2  # between looks at who died; answers of all are seen at once
 
 
 class SamplingError(RuntimeError):
     """No sampler can serve the request; the message carries the first sampler's traceback."""
 
 
-def collect(
-    group: EnvRunnerGroup, request: SampleRequest, published: PublishedWeights
-) -> JudgedBatch:
-    """The judged completions of `request`, ordered by position, however many samplers there are.
+class NoSamplersError(SamplingError):
+    """All samplers are gone and none came back in time."""
 
-    The prompts are cut into one contiguous part per healthy sampler. A part whose sampler died is
-    given to another, which makes the same completions.
 
-    Raises:
-        SamplingError: a sampler reported an exception, all died several times in a row, or none
-            came back in two minutes.
+@dataclass
+class Part:
+    """Prompts `start .. start + num_prompts - 1` of a request; a sampler answers it as a whole."""
+
+    start: int
+    num_prompts: int
+    num_hung: int = 0  # times that it was taken from a silent sampler
+    num_failed: int = 0  # times that it was answered by an exception
+
+
+@dataclass
+class Flight:
+    """A part on its way."""
+
+    part: Part
+    sent: float  # monotonic seconds
+    limit: float | None  # seconds
+
+
+class Collector:
+    """Has requests answered by a group of samplers, of which any may die or hang at any moment.
+
+    A sampler has no state: a part that one did not answer is given to the next that is idle, and
+    the completions are the same.
     """
-    if group.num_remote_env_runners() == 0:
-        return group.local_env_runner.serve(request, published)
-    pending = [(0, request.num_prompts)]
-    done: dict[int, JudgedBatch] = {}
-    lost_rounds, last_seen = 0, time.monotonic()
-    while pending:
-        workers = group.healthy_worker_ids()
-        if workers:
-            answers, pending = _ask_all(group, workers, request, pending, published)
-            done.update(answers)
-            lost_rounds = 0 if answers else lost_rounds + 1
-            last_seen = time.monotonic()
-        else:
-            time.sleep(SECONDS_BETWEEN_PROBES)
-        _require_progress(group, lost_rounds, time.monotonic() - last_seen)
-        if pending:
-            group.probe_unhealthy_env_runners(timeout_seconds=SECONDS_BETWEEN_PROBES)
-    return concatenate([done[start] for start in sorted(done)])
 
-
-def _require_progress(group: EnvRunnerGroup, lost_rounds: int, waited: float) -> None:
-    if lost_rounds < MAX_ROUNDS_WITHOUT_PROGRESS and waited < MAX_SECONDS_WITHOUT_SAMPLERS:
-        return
-    reason = f"all that were asked died, {lost_rounds} times in a row"
-    if lost_rounds < MAX_ROUNDS_WITHOUT_PROGRESS:
-        reason = f"none came back in {waited:.0f} s"
-    raise SamplingError(
-        f"num_healthy_samplers={group.num_healthy_remote_workers()} must be at least 1: {reason}. "
-        "Look for the reason in the workers' logs (out of memory is common), and raise "
-        "max_num_env_runner_restarts."
-    )
-
-
-def _ask_all(
-    group: EnvRunnerGroup,
-    workers: list[int],
-    request: SampleRequest,
-    pending: list[tuple[int, int]],
-    published: PublishedWeights,
-) -> tuple[dict[int, JudgedBatch], list[tuple[int, int]]]:
-    """Answers by start of their part, and the parts that are still without one."""
-    parts = _deal(pending, len(workers))
-    busy, waiting = parts[: len(workers)], parts[len(workers) :]
-    workers = workers[: len(busy)]
-    # One call per sampler, with its own part; the group drops the answers of those that died.
-    calls = [functools.partial(_serve, start=s, part=request.part(s, n), published=published)
-             for s, n in busy]
-    answers: dict[int, JudgedBatch] = {}
-    for start, answer in group.foreach_env_runner(
-        calls, remote_worker_ids=workers, local_env_runner=False, timeout_seconds=None
+    def __init__(
+        self,
+        group: EnvRunnerGroup,
+        *,
+        timeout_s: float | str | None = "auto",
+        faults: Faults | None = None,
+        start_seconds: float = 0.0,
     ):
-        if isinstance(answer, SampleFailure):
-            raise SamplingError(f"{answer.error}\n\nIn the sampler:\n{answer.traceback}")
-        answers[start] = answer
-    lost = [part for part in busy if part[0] not in answers]
-    if lost:
-        logger.warning("%d of %d samplers gave no answer; their prompts are sampled again.",
-                       len(lost), len(busy))
-    return answers, lost + waiting
+        self.group = group
+        self.faults = Faults() if faults is None else faults
+        self.samplers = Samplers(group, self.faults, start_seconds)
+        self.limit = TimeLimit(timeout_s)
+        self._num_requests = 0
+
+    def collect(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
+        """The judged completions of `request`, ordered by position, whoever made them.
+
+        Raises:
+            SamplingError: a sampler reported an exception, thrice where it may pass by itself; or
+                all died several times in a row.
+            NoSamplersError: all are gone, and none came back in the time that a start may take.
+        """
+        if self.group.num_remote_env_runners() == 0:
+            return self.group.local_env_runner.serve(request, published)
+        self._num_requests += 1
+        return _Collection(self, request, published, f"serve {self._num_requests}").run()
 
 
-def _serve(
+class _Collection:
+    """One request being answered."""
+
+    def __init__(
+        self, collector: Collector, request: SampleRequest, published: PublishedWeights, tag: str
+    ):
+        self.collector = collector
+        self.group, self.faults = collector.group, collector.faults
+        self.request, self.published, self.tag = request, published, tag
+        self.waiting = deal(request.num_prompts, self.group.num_remote_env_runners())
+        self.flights: dict[int, Flight] = {}  # by worker
+        self.done: dict[int, JudgedBatch] = {}  # by start of their part
+        self.num_losses = 0  # since the last answer
+        self.first_failure: SampleFailure | None = None
+        self.someone_seen = time.monotonic()
+
+    def run(self) -> JudgedBatch:
+        while self.waiting or self.flights:
+            self._send()
+            self._receive()
+            self._take_from_the_dead()
+            self._take_from_the_silent()
+            self._require_progress()
+        return concatenate([self.done[start] for start in sorted(self.done)])
+
+    def _send(self) -> None:
+        if not self.waiting:
+            return
+        idle = [w for w in self.collector.samplers.healthy() if w not in self.flights]
+        now = time.monotonic()
+        for worker in idle[: len(self.waiting)]:
+            part = self.waiting.pop(0)
+            limit = self.collector.limit.seconds(part.num_prompts)
+            # It may be the part that is slow, not the sampler.
+            self.flights[worker] = Flight(part, now, limit and limit * 2**part.num_hung)
+            self.group.foreach_env_runner_async(
+                serve_part,
+                tag=self.tag,
+                kwargs={
+                    "start": part.start,
+                    "part": self.request.part(part.start, part.num_prompts),
+                    "published": self.published,
+                },
+                healthy_only=False,
+                remote_worker_ids=[worker],
+            )
+
+    def _receive(self) -> None:
+        if not self.flights:
+            time.sleep(POLL_SECONDS)
+            return
+        for worker, answer in self.group.fetch_ready_async_reqs(
+            tags=self.tag, timeout_seconds=POLL_SECONDS
+        ):
+            flight = self.flights.pop(worker)
+            seconds = time.monotonic() - flight.sent
+            if isinstance(answer, SampleFailure):
+                self._fail(flight, answer, seconds)
+                continue
+            self.collector.limit.record(seconds, flight.part.num_prompts)
+            self.done[flight.part.start] = answer
+            self.num_losses = 0
+
+    def _fail(self, flight: Flight, failure: SampleFailure, seconds: float) -> None:
+        self.first_failure = self.first_failure or failure
+        flight.part.num_failed += 1
+        if not failure.may_pass or flight.part.num_failed >= MAX_FAILURES:
+            first = self.first_failure
+            raise SamplingError(f"{first.error}\n\nIn the sampler:\n{first.traceback}")
+        logger.warning("A sampler failed and is asked again: %s", failure.error)
+        self._give_back(flight.part, seconds)
+
+    def _take_from_the_dead(self) -> None:
+        healthy = set(self.group.healthy_worker_ids())
+        for worker in [worker for worker in self.flights if worker not in healthy]:
+            flight = self.flights.pop(worker)
+            logger.warning("Sampler %d died; its prompts are sampled again.", worker)
+            self._give_back(flight.part, time.monotonic() - flight.sent)
+            self.num_losses += 1
+
+    def _take_from_the_silent(self) -> None:
+        now = time.monotonic()
+        for worker, flight in list(self.flights.items()):
+            if flight.limit is not None and now - flight.sent > flight.limit:
+                del self.flights[worker]
+                self.collector.samplers.replace(
+                    worker,
+                    f"it gave no answer in {flight.limit:.0f} s (sampler_timeout_s="
+                    f"{self.collector.limit.setting!r}; slowest answer so far "
+                    f"{self.collector.limit.slowest:.1f} s)",
+                )
+                flight.part.num_hung += 1
+                self._give_back(flight.part, now - flight.sent)
+                self.num_losses += 1
+
+    def _give_back(self, part: Part, seconds: float) -> None:
+        self.waiting.append(part)
+        self.faults.requests_retried += 1
+        self.faults.seconds_lost += seconds
+
+    def _require_progress(self) -> None:
+        samplers, now = self.collector.samplers, time.monotonic()
+        if self.flights or samplers.healthy():
+            self.someone_seen = now
+        advice = (
+            "Look for the reason in the workers' logs (out of memory is common), and raise "
+            "max_num_env_runner_restarts or sampler_timeout_s."
+        )
+        have = f"num_healthy_samplers={self.group.num_healthy_remote_workers()} must be at least 1"
+        if self.num_losses >= MAX_LOSSES_PER_SAMPLER * samplers.num_samplers:
+            raise SamplingError(
+                f"{have}: all that were asked died or hung, {self.num_losses} times in a row. "
+                + advice
+            )
+        if now - self.someone_seen > samplers.start_limit:
+            raise NoSamplersError(
+                f"{have}: none came back in {samplers.start_limit:.0f} s. {advice}"
+            )
+
+
+def serve_part(
     runner, *, start: int, part: SampleRequest, published: PublishedWeights
-) -> tuple[int, JudgedBatch | SampleFailure]:
-    return start, runner.serve(part, published)
+) -> JudgedBatch | SampleFailure:
+    """In the sampler: its answer to the part of a request that begins at prompt `start`."""
+    return runner.serve(part, published)
 
 
-def _deal(pending: list[tuple[int, int]], num_workers: int) -> list[tuple[int, int]]:
-    """The first part cut as evenly as it goes when there are fewer parts than samplers."""
-    if len(pending) != 1 or num_workers == 1:
-        return pending
-    start, total = pending[0]
-    num_parts = min(num_workers, total)
-    bounds = [start + total * i // num_parts for i in range(num_parts + 1)]
-    return [(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+def deal(num_prompts: int, num_samplers: int) -> list[Part]:
+    """The prompts of a request cut as evenly as it goes, one part for each sampler there should be.
+
+    Also while some are dead, and the parts stay as they are: round-off in the log-probs depends on
+    what is computed together, and nothing that is learnt shall depend on who died.
+    """
+    num_parts = min(num_samplers, num_prompts)
+    bounds = [num_prompts * i // num_parts for i in range(num_parts + 1)]
+    return [Part(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]

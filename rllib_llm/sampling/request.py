@@ -6,6 +6,7 @@ import traceback
 from dataclasses import dataclass, field
 
 import torch
+from ray.exceptions import RayError
 
 from rllib_llm import columns
 
@@ -96,15 +97,28 @@ class JudgedBatch:
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """An exception raised while a request was served, as text that survives any process."""
+    """An exception raised while a request was served, as text that survives any process.
+
+    may_pass: whether asking again can help: a network, a disk or Ray failed, not the code.
+    """
 
     error: str
     traceback: str
+    may_pass: bool = False
 
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
         lines = "".join(traceback.format_exception(error))
-        return cls(f"{type(error).__name__}: {error}", lines)
+        return cls(f"{type(error).__name__}: {error}", lines, _may_pass(error))
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the exception, or what caused it, came from outside."""
+    while error is not None:
+        if isinstance(error, (OSError, RayError)):  # OSError: timeouts and connections as well
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:

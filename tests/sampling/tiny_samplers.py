@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ray
 import torch
 
@@ -22,15 +24,20 @@ def publication(version: int = 0, key: str | None = None) -> PublishedWeights:
 
 
 class ScriptedGroup:
-    """An EnvRunnerGroup of samplers that live here. `dies`: for each call of a sampler, in order,
-    whether it dies of it; `revives_after`: probes until a dead one is back."""
+    """An EnvRunnerGroup of samplers that live here. `does`: what happens to each part that is
+    asked for, in order: it "dies", "hangs" or (also behind the end) serves. `revives_after`: pings
+    until a dead one is back."""
 
-    def __init__(self, samplers, *, dies=(), revives_after: int = 1):
+    def __init__(self, samplers, *, does=(), revives_after: int = 1):
         self.samplers = {i + 1: sampler for i, sampler in enumerate(samplers)}
-        self.dies = list(dies)
+        self.does = list(does)
         self.revives_after = revives_after
         self.dead: dict[int, int] = {}
+        self.hung: set[int] = set()
         self.served: list[tuple[int, int]] = []  # (worker, first prompt of its part)
+        self.flights: list[tuple[int, Callable, dict]] = []
+        self._worker_manager = self
+        self.killed: list[int] = []
 
     def num_remote_env_runners(self):
         return len(self.samplers)
@@ -41,23 +48,45 @@ class ScriptedGroup:
     def num_healthy_remote_workers(self):
         return len(self.healthy_worker_ids())
 
-    def foreach_env_runner(self, calls, *, remote_worker_ids, local_env_runner, timeout_seconds):
-        assert len(calls) == len(remote_worker_ids)
-        assert timeout_seconds is None and not local_env_runner
-        results = []
-        for call, worker in zip(calls, remote_worker_ids, strict=True):
-            if self.dies and self.dies.pop(0):
-                self.dead[worker] = 0
-                continue
-            self.served.append((worker, call.keywords["start"]))
-            results.append(call(self.samplers[worker]))
-        return results
+    def foreach_env_runner_async(
+        self, func, *, tag, healthy_only, remote_worker_ids, kwargs=None
+    ):
+        assert not healthy_only
+        if tag == "ping":
+            for worker in remote_worker_ids:
+                self.dead[worker] += 1
+            return
+        (worker,) = remote_worker_ids
+        assert worker not in self.dead and worker not in self.hung
+        assert worker not in [flight[0] for flight in self.flights]
+        self.flights.append((worker, func, kwargs))
 
-    def probe_unhealthy_env_runners(self, timeout_seconds):
-        for worker in list(self.dead):
-            self.dead[worker] += 1
-            if self.dead[worker] >= self.revives_after:
+    def fetch_ready_async_reqs(self, *, tags, timeout_seconds, mark_healthy=False):
+        if tags == "ping":
+            assert mark_healthy and timeout_seconds == 0
+            for worker in [w for w, pings in self.dead.items() if pings >= self.revives_after]:
                 del self.dead[worker]
+            return []
+        flights, self.flights, answers = self.flights, [], []
+        for worker, func, kwargs in flights:
+            happens = None if worker in self.hung else self.does.pop(0) if self.does else "serves"
+            if happens == "dies":
+                self.dead[worker] = 0
+            elif happens == "hangs" or worker in self.hung:
+                self.hung.add(worker)
+                self.flights.append((worker, func, kwargs))
+            else:
+                self.served.append((worker, kwargs["start"]))
+                answers.append((worker, func(self.samplers[worker], **kwargs)))
+        return answers
+
+    # Of the manager behind the group.
+
+    def set_actor_state(self, worker, healthy):
+        assert not healthy
+        self.dead[worker] = 0
+        self.hung.discard(worker)
+        self.flights = [flight for flight in self.flights if flight[0] != worker]
 
 
 def assert_same_batch(one, other) -> None:

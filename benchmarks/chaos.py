@@ -1,0 +1,197 @@
+"""Trains under Tune while processes are killed (SIGKILL) or stopped (SIGSTOP) at random, and
+accounts for every prompt; at the end the weights are compared with those of an undisturbed run.
+
+    python -m benchmarks.chaos --kills 100 --seed 0 --out chaos.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks import chaos_run
+from benchmarks.chaos_account import kill_account, prompt_account
+
+# How often each is the victim.
+WEIGHTS = {"sampler": 5, "evaluation": 2, "learner": 2, "driver": 1}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+SHARE_AT_ONCE = 0.3  # of kills that do not wait until the run has recovered from the one before
+MAX_SECONDS_TO_RECOVER = 900.0
+
+
+class Killer(threading.Thread):
+    """Sends signals until there were enough of them, then lets the run end."""
+
+    def __init__(self, ledger: Path, num_kills: int, seed: int):
+        super().__init__(daemon=True)
+        self.ledger, self.num_kills = ledger, num_kills
+        self.random = random.Random(seed)
+        self.kills: list[dict[str, Any]] = []
+        self.error: str | None = None
+
+    def run(self) -> None:
+        self._wait_until_beyond(1)
+        while len(self.kills) < self.num_kills and self.error is None:
+            version = self.version()
+            kill = self._kill_one(version)
+            if kill is None:
+                time.sleep(0.5)
+                continue
+            self.kills.append(kill)
+            print(f"{len(self.kills):4d} iteration {version:4d}: {kill['what']}", flush=True)
+            if self.random.random() < SHARE_AT_ONCE:
+                time.sleep(self.random.uniform(1.0, 5.0))
+            else:
+                self._wait_until_beyond(version)
+                time.sleep(self.random.uniform(0.0, 3.0))
+        self._wait_until_beyond(self.version() + 1)
+        (self.ledger / "stop").touch()
+
+    def version(self) -> int:
+        """Iterations done, of the driver that reported last."""
+        return max((e["version"] for e in self._events("iteration", "restored")[-1:]), default=0)
+
+    def _events(self, *names: str) -> list[dict[str, Any]]:
+        return [e for e in chaos_run.read_ledgers(self.ledger) if e["event"] in names]
+
+    def _wait_until_beyond(self, version: int) -> None:
+        start = time.monotonic()
+        while self.version() <= version and self.error is None:
+            if time.monotonic() - start > MAX_SECONDS_TO_RECOVER:
+                self.error = f"no iteration beyond {version} in {MAX_SECONDS_TO_RECOVER:.0f} s"
+            time.sleep(0.3)
+
+    def _kill_one(self, version: int) -> dict[str, Any] | None:
+        (kind,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        how = self.random.choice(list(SIGNALS))
+        pids = [e["pid"] for e in self._events("process") if e["kind"] == kind]
+        pids = sorted({pid for pid in pids if is_running(pid)})
+        if not pids:
+            return None
+        pid = self.random.choice(pids)
+        os.kill(pid, SIGNALS[how])
+        return {"what": f"{kind} {how}", "pid": pid, "time": time.time(), "version": version}
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is one of Ray's, and neither dead nor stopped."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return status not in "ZTt" and b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
+    """The result of the disturbed run, in `folder`."""
+    from ray import tune
+
+    from rllib_llm.algorithms.hung_trials import RestartHungTrials
+
+    stop = str(killer.ledger / "stop")
+    killer.start()
+    (result,) = tune.Tuner(
+        chaos_run.AccountedGRPO,
+        param_space=chaos_run.make_config(timeout_s),
+        run_config=tune.RunConfig(
+            name="run", storage_path=str(folder), verbose=0,
+            stop=lambda trial_id, result: os.path.exists(stop),
+            callbacks=[RestartHungTrials(timeout_s=4 * timeout_s)],
+            failure_config=tune.FailureConfig(max_failures=-1),
+            checkpoint_config=tune.CheckpointConfig(
+                checkpoint_frequency=chaos_run.CHECKPOINT_EVERY, num_to_keep=3,
+                checkpoint_at_end=True,
+            ),
+        ),
+    ).fit()  # fmt: skip
+    return result
+
+
+def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> bool:
+    """Whether training in one process, undisturbed, comes to the same weights, bit for bit."""
+    import torch
+    from safetensors.torch import load_file
+
+    from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+
+    os.environ.pop(chaos_run.LEDGER, None)
+    algorithm = chaos_run.make_config(None).build_algo()
+    for _ in range(num_iterations):
+        algorithm.train()
+    expected = load_file(algorithm.export_model(folder / "undisturbed") / "model.safetensors")
+    algorithm.stop()
+    found = load_file(checkpoint / MODEL_IN_CHECKPOINT / "model.safetensors")
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+def run(num_kills: int, seed: int, timeout_s: float, folder: Path, **ray_settings: Any) -> dict:
+    """The whole account of a run with `num_kills` kills."""
+    import ray
+
+    ledger = folder / "ledger"
+    ledger.mkdir(parents=True)
+    # Ray's processes inherit both.
+    os.environ[chaos_run.LEDGER] = str(ledger)
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    settings = {"address": "local", "num_cpus": 6, "include_dashboard": False,
+                "object_store_memory": 256 * 1024**2, "log_to_driver": False}  # fmt: skip
+    ray.init(**{**settings, **ray_settings})
+    killer, start = Killer(ledger, num_kills, seed), time.time()
+    try:
+        result = train(folder, killer, timeout_s)
+        seconds = time.time() - start
+        num_iterations = result.metrics["weights"]["version"]
+        same = same_as_undisturbed(Path(result.checkpoint.path), num_iterations, folder)
+    finally:
+        ray.shutdown()
+    events = chaos_run.read_ledgers(ledger)
+    prompts = prompt_account(
+        events, num_iterations, chaos_run.NUM_PROMPTS, chaos_run.NUM_COMPLETIONS
+    )
+    return {
+        "seed": seed, "kills": len(killer.kills), "error": killer.error or str(result.error or ""),
+        "iterations": num_iterations, "seconds": round(seconds), "prompts": prompts,
+        "same_weights_as_undisturbed": same, "time_lost": kill_account(events, killer.kills),
+        "processes_started": Counter(e["kind"] for e in events if e["event"] == "process"),
+        "faults_mended": _total_faults(events),
+    }  # fmt: skip
+
+
+def _total_faults(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Sums over the driver processes of what each reported last."""
+    last = {e["pid"]: e["faults"] for e in events if e["event"] == "iteration"}
+    totals: Counter[str] = Counter()
+    for faults in last.values():
+        totals.update(faults)
+    return {name: round(value, 1) for name, value in totals.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=20.0, help="of an answer, in seconds")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        account = run(arguments.kills, arguments.seed, arguments.timeout, Path(folder))
+    text = json.dumps(account, indent=2)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A Tune callback that restarts trials whose process has stopped answering."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from typing import Any
+
+import ray
+from ray.tune import Callback
+
+from rllib_llm.time_limit import TimeLimit
+
+logger = logging.getLogger(__name__)
+
+RUNNING = "RUNNING"
+FIRST_SECONDS = 6 * 3600.0  # models are loaded, the first iteration may be an evaluation as well
+
+
+class RestartHungTrials(Callback):
+    """Kills a trial's process that reports nothing for too long; Tune's `FailureConfig` restarts it
+    from its last checkpoint. Tune itself notices processes that die, but waits for those that hang.
+    """
+
+    def __init__(self, timeout_s: float | str | None = "auto"):
+        """`timeout_s`: seconds without a result. "auto": ten times the longest time between two
+        results of this trial and at least 120 s, six hours for the first. None: for ever."""
+        self._limits: dict[str, TimeLimit] = defaultdict(
+            lambda: TimeLimit(timeout_s, first=FIRST_SECONDS)
+        )
+        self._heard: dict[str, float] = {}  # monotonic seconds, by trial id
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._heard[trial.trial_id] = time.monotonic()
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict, **info: Any
+    ) -> None:
+        now = time.monotonic()
+        heard = self._heard.get(trial.trial_id)
+        if heard is not None:
+            self._limits[trial.trial_id].record(now - heard)
+        self._heard[trial.trial_id] = now
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        now = time.monotonic()
+        for trial in trials:
+            actor = trial.temporary_state.ray_actor
+            if trial.status != RUNNING or actor is None:
+                self._heard.pop(trial.trial_id, None)
+                continue
+            silent = now - self._heard.setdefault(trial.trial_id, now)
+            limit = self._limits[trial.trial_id].seconds()
+            if limit is not None and silent > limit:
+                logger.error(
+                    "Trial %s is killed: it has reported nothing for %.0f s (slowest so far %.0f "
+                    "s).", trial, silent, self._limits[trial.trial_id].slowest,
+                )  # fmt: skip
+                self._heard[trial.trial_id] = now
+                ray.kill(actor)
