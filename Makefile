@@ -1,6 +1,7 @@
 # make demo    a language model trained with reinforcement learning from feedback, in minutes
 # make test    the test suite          make check   lint, tests     make types  mypy
 # make bench   the benchmarks          make clean   remove .venv, results and caches
+# make bench-gpu  those for CUDA       make test-vllm  vLLM in .venv-vllm, and its tests
 #
 # Everything is installed into .venv on first use. PIP_FLAGS goes to pip, for example
 #   make demo PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
@@ -12,13 +13,16 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types bench clean install
+.PHONY: demo test test-vllm check lint types bench bench-gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 600
+
+test-vllm:
+	PYTHON='$(PYTHON)' PIP_FLAGS='$(PIP_FLAGS)' .ci/vllm
 
 check: lint test
 
@@ -29,8 +33,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@for script in benchmarks/*.py; do \
+	@for script in $(filter-out benchmarks/gpu.py, $(wildcard benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py
 
 install: $(STAMP)
 
@@ -44,4 +51,4 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(RESULTS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-vllm $(RESULTS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

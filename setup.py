@@ -58,7 +58,11 @@ setup(
         "typer>=0.15",
     ],
     extras_require={
+        "openai": ["httpx>=0.27"],
+        # On CUDA. On a CPU: `.ci/vllm`.
+        "vllm": ["vllm>=0.14"],
         "dev": [
+            "httpx>=0.27",
             "hypothesis>=6.100",
             "mypy>=1.13",
             "pytest>=8",

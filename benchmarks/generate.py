@@ -1,22 +1,35 @@
-"""Tokens per second of the decode loop against transformers.generate, in one process.
+"""Tokens per second of the decode loop against transformers.generate and others, in one process.
 
     python benchmarks/generate.py --cases 5m_full 5m_mixed 80m_full --rounds 5 --threads 1
+    .venv-vllm/bin/python benchmarks/generate.py --engines ours vllm --cases 5m_full 5m_mixed
+    python benchmarks/generate.py --engines ours chunks --cases 5m_places
 
-Both sides get the same random model, the same prompts and threads, and take turns; each line is one
-JSON object with the medians and the ratio of transformers' time to ours, in CPU seconds (which hold
-on a shared machine) and in wall seconds. `--profile` prints where our time goes instead.
+All get the same random model, the same prompts and threads, and take turns; each line is one JSON
+object with the medians and the ratios of the others' time per token to ours, in CPU seconds (which
+hold on a shared machine; those of all threads and child processes) and in wall seconds. `chunks` is
+ours, one part of the prompts after the other instead of prompts let in as rows end. vLLM wants an
+environment of its own (`make test-vllm` makes it) and OMP_NUM_THREADS set, and takes no bias that
+would end completions early: in cases of mixed lengths each of its rows is told when to end.
+`--profile` prints where our time goes instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
 import math
+import os
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,6 +39,12 @@ from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 
 PAD, STOP = 0, 2
+ENGINES = ("ours", "transformers", "chunks", "vllm")
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class Case:
     mean_len: int | None = None
     ragged: bool = False
     key_value_heads: int | None = None
+    max_rows: int | None = None
 
 
 CASES = {
@@ -49,8 +69,13 @@ CASES = {
     "5m_mixed": Case(256, 4, 2048, mean_len=21),
     "5m_ragged": Case(256, 4, 2048, mean_len=21, ragged=True),
     "5m_gqa": Case(256, 4, 2048, key_value_heads=2),
+    "5m_places": Case(256, 4, 2048, groups=32, mean_len=21, max_rows=64),
     "80m_full": Case(768, 6, 16384, groups=4, completion_len=32),
+    "500m_full": Case(
+        896, 24, 151_936, groups=32, prompt_len=128, completion_len=256, key_value_heads=2
+    ),
 }
+DEFAULT_CASES = [name for name in CASES if name != "500m_full"]  # that one is for a GPU
 
 
 def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
@@ -90,7 +115,9 @@ def build_prompts(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.masked_fill(~mask, PAD).to(device), mask.to(device)
 
 
-def contestants(case: Case, model: nn.Module, device: str) -> dict[str, Callable[[int], int]]:
+def contestants(
+    case: Case, model: nn.Module, device: str, engines: Sequence[str], vllm: dict[str, Any]
+) -> dict[str, Callable[[int], int]]:
     """Name to a function of the round number that generates once and returns tokens made."""
     ids, mask = build_prompts(case, device)
     rows = case.groups * case.num_completions
@@ -101,8 +128,25 @@ def contestants(case: Case, model: nn.Module, device: str) -> dict[str, Callable
 
     def ours(round_number: int) -> int:
         noise = uniform_noise(round_number, range(rows), case.completion_len)
-        out = generate(model, ids, mask, params, num_completions=case.num_completions, noise=noise)
+        out = generate(
+            model, ids, mask, params, num_completions=case.num_completions, noise=noise,
+            max_rows=case.max_rows,
+        )  # fmt: skip
         return int(out.completion_mask.sum())
+
+    def chunks(round_number: int) -> int:
+        noise = uniform_noise(round_number, range(rows), case.completion_len)
+        size = (case.max_rows or rows) // case.num_completions
+        tokens = 0
+        for start in range(0, case.groups, size):
+            part = slice(start, start + size)
+            part_noise = noise[start * case.num_completions :]
+            out = generate(
+                model, ids[part], mask[part], params, num_completions=case.num_completions,
+                noise=part_noise[: size * case.num_completions],
+            )  # fmt: skip
+            tokens += int(out.completion_mask.sum())
+        return tokens
 
     def transformers(round_number: int) -> int:
         torch.manual_seed(round_number)
@@ -120,23 +164,94 @@ def contestants(case: Case, model: nn.Module, device: str) -> dict[str, Callable
         ended = (out == STOP).long().cumsum(dim=1) - (out == STOP).long() if stops else out * 0
         return int((ended == 0).sum())
 
-    return {"ours": ours, "transformers": transformers}
+    known = {"ours": ours, "transformers": transformers, "chunks": chunks}
+    return {
+        name: known[name] if name in known else vllm_contestant(case, model, ids, mask, vllm)
+        for name in engines
+    }
+
+
+def vllm_contestant(
+    case: Case, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]
+) -> Callable[[int], int]:
+    """vLLM in this process; where completions are mixed, their lengths are drawn beforehand."""
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+    from vllm import SamplingParams as VLLMParams
+
+    folder = tempfile.mkdtemp(prefix="bench-vllm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    defaults = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "disable_log_stats": True,
+    }
+    llm = LLM(folder, **(defaults | settings))
+    rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    prompts = [
+        {"prompt_token_ids": row} for row in rows for _ in range(case.num_completions)
+    ]
+
+    def run(round_number: int) -> int:
+        lengths = drawn_lengths(case, round_number)
+        params = [
+            VLLMParams(
+                temperature=1.0, max_tokens=length, ignore_eos=True, seed=round_number * 10_000 + i,
+                logprobs=0, flat_logprobs=True, detokenize=False,
+            )
+            for i, length in enumerate(lengths)
+        ]  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return run
+
+
+def drawn_lengths(case: Case, round_number: int) -> list[int]:
+    """How long completions become that end with probability 1 / mean_len at each token."""
+    rows = case.groups * case.num_completions
+    if case.mean_len is None:
+        return [case.completion_len] * rows
+    noise = uniform_noise(round_number, range(rows), 1)[:, 0]
+    lengths = 1 + torch.log1p(-noise) / math.log1p(-1 / case.mean_len)
+    return lengths.long().clamp(1, case.completion_len).tolist()
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, its threads and the processes it started."""
+    me = psutil.Process()
+    total = time.process_time()
+    for child in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def measure(run: Callable[[int], int], round_number: int, device: str) -> tuple[float, float, int]:
     """(wall seconds, CPU seconds of all threads, tokens) of one call."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), cpu_seconds()
     tokens = run(round_number)
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - wall, time.process_time() - cpu, tokens
+    return time.perf_counter() - wall, cpu_seconds() - cpu, tokens
 
 
-def compare(name: str, rounds: int, device: str, dtype: torch.dtype) -> dict:
+def compare(
+    name: str,
+    rounds: int,
+    device: str,
+    dtype: torch.dtype,
+    engines: Sequence[str] = ("ours", "transformers"),
+    vllm: dict[str, Any] | None = None,
+) -> dict:
     """Medians over interleaved rounds, after one round of warm-up."""
     case = CASES[name]
     model = build_model(case, device, dtype)
-    runs = contestants(case, model, device)
+    runs = contestants(case, model, device, engines, vllm or {})
     times: dict[str, list[tuple[float, float, int]]] = {key: [] for key in runs}
     for round_number in range(rounds + 1):
         for key, run in runs.items():
@@ -162,14 +277,14 @@ def compare(name: str, rounds: int, device: str, dtype: torch.dtype) -> dict:
             "tokens_per_cpu_s": round(per_cpu, 1),
             "tokens_per_wall_s": round(per_wall, 1),
         }
-    for unit in ("cpu", "wall"):
-        # Per token, since the two draw different completions; turn by turn, since load changes.
-        column = 1 if unit == "cpu" else 0
-        ratios = [
-            (theirs[column] / theirs[2]) / (mine[column] / mine[2])
-            for mine, theirs in zip(times["ours"], times["transformers"], strict=True)
-        ]
-        line[f"ratio_{unit}"] = round(statistics.median(ratios), 2)
+    for unit, column in (("cpu", 1), ("wall", 0)):
+        for key in list(engines)[1:]:
+            # Per token, since each draws other completions; turn by turn, since load changes.
+            ratios = [
+                (theirs[column] / theirs[2]) / (mine[column] / mine[2])
+                for mine, theirs in zip(times[engines[0]], times[key], strict=True)
+            ]
+            line[f"{key}_over_{engines[0]}_{unit}"] = round(statistics.median(ratios), 2)
     return line
 
 
@@ -177,7 +292,7 @@ def profile(name: str, device: str, dtype: torch.dtype) -> str:
     """Table of operators by their own time in one call of ours."""
     case = CASES[name]
     model = build_model(case, device, dtype)
-    run = contestants(case, model, device)["ours"]
+    run = contestants(case, model, device, ["ours"], {})["ours"]
     run(0)
     with torch.profiler.profile() as record:
         run(1)
@@ -186,11 +301,14 @@ def profile(name: str, device: str, dtype: torch.dtype) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=DEFAULT_CASES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["ours", "transformers"],
+                        help="the first is what the others are compared with")  # fmt: skip
+    parser.add_argument("--vllm", type=json.loads, default={}, help="arguments of vllm.LLM as JSON")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -199,7 +317,8 @@ def main() -> None:
         if args.profile:
             print(profile(name, args.device, dtype))
         else:
-            print(json.dumps(compare(name, args.rounds, args.device, dtype)), flush=True)
+            line = compare(name, args.rounds, args.device, dtype, args.engines, args.vllm)
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

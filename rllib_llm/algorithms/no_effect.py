@@ -33,6 +33,17 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
     if hasattr(config, "ref_kl_coeff"):
         yield from _unused_kl(config)
         yield from _unused_policy(config)
+        yield from _unused_sampling(config)
+
+
+def _unused_sampling(config: Any) -> Iterator[tuple[str, str, str]]:
+    if config.engine == "torch":
+        yield "engine_settings", "with engine='torch'", "Choose 'vllm', or remove it"
+    if config.in_evaluation or config.num_env_runners:
+        return
+    where = "with num_env_runners=0: the driver's process samples and learns in turn"
+    yield "pipeline_depth", where, "Use 1 or more"
+    yield "engine", "with num_env_runners=0: sampler and learner share one module", "Use 1 or more"
 
 
 def _unused_kl(config: Any) -> Iterator[tuple[str, str, str]]:

@@ -2,14 +2,17 @@
 
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
-`RLHF.training_step` is one turn. The settings are in `rlhf_config.py`; what an algorithm adds is in
-its learner class.
+`RLHF.training_step` is one turn. With `pipeline_depth=1` the samplers make the next batch while the
+learners learn from this one. The settings are in `rlhf_config.py`; what an algorithm adds is in its
+learner class.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -28,7 +31,8 @@ from rllib_llm import columns
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.samples import SampleLog
-from rllib_llm.sampling.collect import Collector
+from rllib_llm.sampling.ahead import RequestInFlight
+from rllib_llm.sampling.collect import Collector, SamplingError
 from rllib_llm.sampling.faults import Faults
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
 from rllib_llm.sampling.samplers import stop_samplers
@@ -39,10 +43,15 @@ from rllib_llm.weights.coordinator import CoordinatorClient
 logger = logging.getLogger(__name__)
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
+MAX_SECONDS_TO_STOP = 60.0  # that the end of a run waits for a request in flight
 
 
 class RLHF(LanguageModelAlgorithm):
-    """Samples, learns, publishes. Its own state is the prompt position and the weight version."""
+    """Samples, learns, publishes.
+
+    Its own state is the prompt position, the weight version and, with `pipeline_depth=1`, the batch
+    sampled ahead: saving waits for it, and a restored run learns from that very batch.
+    """
 
     config: RLHFConfig
 
@@ -56,6 +65,7 @@ class RLHF(LanguageModelAlgorithm):
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         start = time.monotonic()
+        self._in_flight: RequestInFlight | None = None  # the next batch, being sampled
         super().setup(config)
         self._collectors = self._make_collectors(time.monotonic() - start)
         self.samples = SampleLog(self.trial_folder)
@@ -86,6 +96,7 @@ class RLHF(LanguageModelAlgorithm):
             self.evaluate()
         start = time.perf_counter()
         sampled = self._sample()
+        self._sample_ahead()
         learn_start = time.perf_counter()
         self.update_learners(sampled.columns, sampled.num_rows)
         publish_start = time.perf_counter()
@@ -107,16 +118,33 @@ class RLHF(LanguageModelAlgorithm):
 
     def _sample(self) -> JudgedBatch:
         """All completions of this iteration, in the order of their prompts' positions."""
+        if self._in_flight is not None and self._in_flight.position == self.position:
+            try:
+                return self._in_flight.result()
+            except SamplingError:
+                self._in_flight = None  # whoever tries again asks anew
+                raise
+        return self._collect(ahead=0)()
+
+    def _sample_ahead(self) -> None:
+        """Has remote samplers make the next batch while this one is learnt from."""
+        self._in_flight = None
+        if self.config.pipeline_depth and self.config.num_env_runners:
+            position = self.position + self.config.num_prompts_per_iteration
+            self._in_flight = RequestInFlight(position, self._collect(ahead=1))
+
+    def _collect(self, *, ahead: int) -> Callable[[], JudgedBatch]:
+        """Samples the batch `ahead` iterations from now, with the weights as they are now."""
         write = self.config.log_samples_every
-        return self.collect(
-            self.env_runner_group,
-            SampleRequest(
-                position=self.position,
-                num_prompts=self.config.num_prompts_per_iteration,
-                num_completions=self.config.num_completions,
-                return_texts=bool(write) and self.iteration % write == 0,
-            ),
+        num_prompts = self.config.num_prompts_per_iteration
+        request = SampleRequest(
+            position=self.position + ahead * num_prompts,
+            num_prompts=num_prompts,
+            num_completions=self.config.num_completions,
+            return_texts=bool(write) and (self.iteration + ahead) % write == 0,
         )
+        collector = self._collectors[self.env_runner_group]
+        return functools.partial(collector.collect, request, self.published_weights)
 
     def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
         """The answer of a group of samplers, made with the weights as they are published."""
@@ -134,6 +162,9 @@ class RLHF(LanguageModelAlgorithm):
         if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
             val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
         groups["train"] |= sampled.train_metrics()
+        # Updates between the weights that sampled the batch and those that learnt from it.
+        versions = sampled.columns[columns.WEIGHTS_VERSION].float()
+        groups["train"]["staleness"] = self.weights_version - 1 - float(versions.mean())
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
@@ -201,6 +232,8 @@ class RLHF(LanguageModelAlgorithm):
         return self._collectors[env_runner_group].samplers.pop_revived()
 
     def cleanup(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.wait(MAX_SECONDS_TO_STOP)
         self._publisher.stop()
         for group in (self.env_runner_group, self.eval_env_runner_group):
             if group is not None:
@@ -215,6 +248,7 @@ class RLHF(LanguageModelAlgorithm):
             "position": self.position,
             "weights_version": self.weights_version,
             "eval_metrics": self.eval_metrics,
+            "in_flight": None if self._in_flight is None else self._in_flight.get_state(),
         }
         return state
 
@@ -225,6 +259,9 @@ class RLHF(LanguageModelAlgorithm):
             self.position = own["position"]
             self.weights_version = own["weights_version"]
             self.eval_metrics = own["eval_metrics"]
+            if self._in_flight is not None:
+                self._in_flight.wait()  # its samplers are wanted
+            self._in_flight = RequestInFlight.from_state(own.get("in_flight"))
 
     def restore_from_path(self, path, *args, **kwargs) -> None:
         super().restore_from_path(path, *args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
 from rllib_llm.algorithms.checks import check_reference, check_timeout, require
+from rllib_llm.algorithms.engine_checks import check_engine, check_pipeline
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.rlhf_checks import (
@@ -43,6 +44,9 @@ class RLHFConfig(LanguageModelConfig):
         self.max_new_tokens = 64
         self.stop_token_ids: list[int] | None = None
         self.sampling_batch_size: int | None = None
+        self.pipeline_depth = 0
+        self.engine = "torch"
+        self.engine_settings: dict[str, Any] | None = None
         # Critic.
         self.critic = "none"
         self.critic_model: str | None = None
@@ -105,6 +109,9 @@ class RLHFConfig(LanguageModelConfig):
         max_new_tokens: int = NotProvided,
         stop_token_ids: list[int] | None = NotProvided,
         sampling_batch_size: int | None = NotProvided,
+        pipeline_depth: int = NotProvided,
+        engine: str = NotProvided,
+        engine_settings: dict[str, Any] | None = NotProvided,
         log_samples_every: int = NotProvided,
         num_logged_samples: int = NotProvided,
     ):
@@ -116,7 +123,15 @@ class RLHFConfig(LanguageModelConfig):
             top_p, top_k: truncation; 1.0 and 0 (off) keep sampling on-policy.
             min_new_tokens, max_new_tokens: bounds on a completion, EOS included.
             stop_token_ids: ids that end a completion; None: all EOS ids of the model.
-            sampling_batch_size: completions generated at once by one sampler; None: all.
+            sampling_batch_size: completions decoded at once by one sampler, the next prompts taking
+                the places of those that have ended; None: all that fit.
+            pipeline_depth: 1 has remote samplers make the next batch while this one is learnt from,
+                with weights one update older (`train/staleness`); 0 (default): they wait.
+            engine: what generates in remote samplers: "torch" (default, our decode loop) or "vllm";
+                for evaluation alone, in `evaluation_config`, "openai": a server with that
+                interface. A sampler in the driver's process shares the learner's module and
+                generates with "torch" instead of "vllm".
+            engine_settings: further arguments of `VLLMEngine` or `OpenAIEngine`.
             log_samples_every: iterations between training samples in samples.jsonl; 0: none.
             num_logged_samples: rows written each time.
         """
@@ -273,6 +288,8 @@ class RLHFConfig(LanguageModelConfig):
             "receivers ask for the latest weights", "Use 1",
         )  # fmt: skip
         check_timeout("sampler_timeout_s", self.sampler_timeout_s)
+        check_engine(self)
+        check_pipeline(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",

@@ -97,6 +97,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         params: SamplingParams,
         num_completions: int = 1,
         noise: torch.Tensor | None = None,
+        max_rows: int | None = None,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
         with self.autocast():
@@ -107,13 +108,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 params,
                 num_completions=num_completions,
                 noise=noise,
+                max_rows=max_rows,
             )
-        return {
-            columns.COMPLETION_IDS: completions.completion_ids,
-            columns.COMPLETION_MASK: completions.completion_mask,
-            columns.SAMPLER_LOGPROBS: completions.logprobs,
-            columns.FINISHED: completions.finished,
-        }
+        return completions.columns()
 
     _forward_inference = _forward_exploration
 

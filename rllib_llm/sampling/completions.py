@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from rllib_llm import columns
+
 
 @dataclass
 class Completions:
@@ -21,6 +23,16 @@ class Completions:
     """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 behind the end."""
     finished: torch.Tensor
     """[batch] bool, True where a stop token ended the completion."""
+
+    def columns(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
+        """The columns of a training batch, on `device`, or where they are."""
+        held = {
+            columns.COMPLETION_IDS: self.completion_ids,
+            columns.COMPLETION_MASK: self.completion_mask,
+            columns.SAMPLER_LOGPROBS: self.logprobs,
+            columns.FINISHED: self.finished,
+        }
+        return {name: column.to(device) for name, column in held.items()}
 
 
 def concatenate(parts: Sequence[Completions], pad_token_id: int) -> Completions:
@@ -57,9 +69,12 @@ class CompletionBuffers:
     """
 
     def __init__(self, steps: int, batch: int, pad_token_id: int, device: torch.device) -> None:
-        self._tokens = torch.full((steps, batch), pad_token_id, device=device)
-        self._mask = torch.zeros((steps, batch), dtype=torch.bool, device=device)
-        self._logprobs = torch.zeros((steps, batch), dtype=torch.float32, device=device)
+        # One line more than is read: rows that have ended, on a device that is not asked which,
+        # write there.
+        lines = (steps + 1, batch)
+        self._tokens = torch.full(lines, pad_token_id, device=device)
+        self._mask = torch.zeros(lines, dtype=torch.bool, device=device)
+        self._logprobs = torch.zeros(lines, dtype=torch.float32, device=device)
 
     def write(
         self,
@@ -69,7 +84,7 @@ class CompletionBuffers:
         logprobs: torch.Tensor,
         alive: torch.Tensor,
     ) -> None:
-        """Records one step of some rows.
+        """Records one token of some rows, at the same place in all of them.
 
         Args:
             step: place in the completion.
@@ -81,6 +96,19 @@ class CompletionBuffers:
         self._tokens[step].index_copy_(0, rows, tokens)
         self._mask[step].index_copy_(0, rows, alive)
         self._logprobs[step].index_copy_(0, rows, logprobs.where(alive, 0.0))
+
+    def write_at(
+        self,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        alive: torch.Tensor,
+    ) -> None:
+        """As `write`, but each at a place [n] int64 of its own; that of ended rows is `steps`."""
+        self._tokens[places, rows] = tokens
+        self._mask[places, rows] = alive
+        self._logprobs[places, rows] = logprobs.where(alive, 0.0)
 
     def completions(self, stop_token_ids: torch.Tensor) -> Completions:
         """What was written, cut to the longest row, as tensors of their own.

@@ -28,15 +28,13 @@ from ray.rllib.utils.typing import StateDict
 
 from rllib_llm import columns
 from rllib_llm.envs.registry import make
-from rllib_llm.sampling.noise import uniform_noise
-from rllib_llm.sampling.params import SamplingParams
-from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
+from rllib_llm.sampling.external_engine import ExternalEngine, open_engine
+from rllib_llm.sampling.generation import generate_completions
+from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.weights.broadcast import WeightsReceiver
-from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.published import PublishedWeights
-
-EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -47,11 +45,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
         self.module = None
+        self.engine: ExternalEngine | None = None  # None: the module generates
         self.weights = WeightsReceiver()
         # The local one may share the learner's module, which is written to.
         self._loader = ModuleLoader(alias=bool(self.worker_index))
         self._pending_state: StateDict | None = None
-        self._stop_token_ids: tuple[int, ...] | None = None
         self._position = 0  # of plain `sample()` calls only
         self._callbacks = [cls() for cls in self._callback_classes()]
         self._device = get_device(
@@ -60,6 +58,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
+        self.engine = open_engine(self.config, worker_index=self.worker_index)
+        if self.worker_index and self.engine is None:
             self.make_module()
 
     def _callback_classes(self) -> list[type]:
@@ -155,7 +155,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         would see a dead sampler instead of the reason.
         """
         try:
-            self.weights.ensure(published, self._load_published)
+            if self.engine is None or self.engine.takes_weights:
+                self.weights.ensure(published, self._load_published)
             batch = self._serve(request)
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
             if not self.worker_index:
@@ -174,18 +175,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return batch.to("cpu") if self.worker_index else batch
 
     def _serve(self, request: SampleRequest) -> JudgedBatch:
-        if self.module is None:
+        if self.module is None and self.engine is None:
             self.make_module()
-        limit = self.config.sampling_batch_size or request.num_prompts * request.num_completions
-        step = max(1, limit // request.num_completions)
-        return concatenate(
-            [
-                self._serve_at_once(request.part(start, min(step, request.num_prompts - start)))
-                for start in range(0, request.num_prompts, step)
-            ]
-        )
-
-    def _serve_at_once(self, request: SampleRequest) -> JudgedBatch:
         n = request.num_completions
         self.env.return_texts = request.return_texts
         observation, prompt_infos = self.env.reset(
@@ -198,7 +189,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         start = time.perf_counter()
         first = request.position * n
         row_ids = torch.arange(first, first + request.num_prompts * n)
-        completions = self._generate(observation, row_ids, request)
+        policy = self.module if self.engine is None else self.engine
+        completions = generate_completions(policy, self.config, observation, request, row_ids)
         generated = time.perf_counter()
         _, rewards, _, _, infos = self.env.step(completions)
         judged = time.perf_counter()
@@ -224,44 +216,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             timings={"generate_seconds": generated - start, "judge_seconds": judged - generated},
         )
 
-    def _generate(
-        self, observation: dict[str, Any], row_ids: torch.Tensor, request: SampleRequest
-    ) -> dict[str, torch.Tensor]:
-        params = self._sampling_params(request.explore)
-        n = request.num_completions
-        prompts = {
-            name: observation[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)
-        }
-        noise = None
-        if not params.greedy:
-            seed = (self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation)
-            noise = uniform_noise(seed, row_ids, params.max_new_tokens)
-        forward = (
-            self.module.forward_exploration if request.explore else self.module.forward_inference
-        )
-        return forward(prompts, params=params, num_completions=n, noise=noise)
-
-    def _sampling_params(self, explore: bool) -> SamplingParams:
-        config = self.config
-        if self._stop_token_ids is None:
-            # Here, since transformers would make importing the package slow.
-            from rllib_llm.modules.tokenizer import eos_token_ids
-
-            stops = config.stop_token_ids
-            if stops is None:
-                stops = eos_token_ids(self.module.model, self.module.tokenizer)
-            self._stop_token_ids = tuple(stops)
-        return SamplingParams(
-            pad_token_id=self.module.tokenizer.pad_token_id,
-            stop_token_ids=self._stop_token_ids,
-            max_new_tokens=config.max_new_tokens,
-            min_new_tokens=config.min_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            greedy=not explore,
-        )
-
     # --- RLlib's side ------------------------------------------------------------------------
 
     def _log_samples(self, batch: JudgedBatch) -> None:
@@ -279,6 +233,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         """Weights only: all else is a function of the request."""
         if not self._check_component(COMPONENT_RL_MODULE, components, not_components):
             return {}
+        if self.engine is not None:
+            return {}  # it has no weights but those that come with a request
         if self.module is None:
             self.make_module()
         weights = self.module.get_state(inference_only=True)
@@ -290,16 +246,25 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if COMPONENT_RL_MODULE not in state:
             return
         weights = state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
-        if self.module is None:
+        if self.engine is not None:
+            if self.engine.takes_weights:
+                self.engine.load_weights(weights)
+        elif self.module is None:
             self._pending_state = weights
         else:
             self._load_weights(weights)
 
     def _load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        if self.engine is not None:
+            self.engine.load_weights(weights)
+            return
         self._loader.own_memory(self.module)
         self.module.set_state(weights)
 
     def _load_published(self, flat: FlatBuffer) -> None:
+        if self.engine is not None:
+            self.engine.load_weights(unpack(flat))
+            return
         if self.module is None:
             self.make_module()
         self._loader.load(self.module, flat)
@@ -315,4 +280,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
         self.env.close()

@@ -16,7 +16,8 @@ class SharedPromptLayer(CacheLayerMixin):
 
     The first update is the prefill of `groups` prompts; each is written to the rows of all its
     completions. Every later update appends one position to the rows in use, which are always the
-    first `num_rows` of the buffers.
+    first `num_rows` of the buffers. Positions before `first` are padding in every row: they are
+    not looked at.
     """
 
     is_sliding = False
@@ -26,7 +27,8 @@ class SharedPromptLayer(CacheLayerMixin):
         self.num_completions = num_completions
         self.capacity = capacity
         self.num_rows = 0
-        self.length = 0
+        self.first = 0
+        self.length = 0  # positions in use, those before `first` among them
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the buffers from the prompts' keys and values, [groups, heads, P, head_dim]."""
@@ -51,10 +53,10 @@ class SharedPromptLayer(CacheLayerMixin):
             self.length = key_states.shape[2]
             return key_states, value_states
         end = self.length + key_states.shape[2]
-        keys = self.keys[: self.num_rows, :, :end]
-        values = self.values[: self.num_rows, :, :end]
-        keys[:, :, self.length :] = key_states
-        values[:, :, self.length :] = value_states
+        keys = self.keys[: self.num_rows, :, self.first : end]
+        values = self.values[: self.num_rows, :, self.first : end]
+        keys[:, :, self.length - self.first :] = key_states
+        values[:, :, self.length - self.first :] = value_states
         self.length = end
         return keys, values
 
@@ -69,13 +71,40 @@ class SharedPromptLayer(CacheLayerMixin):
             buffer[targets, :, : self.length] = buffer[sources, :, : self.length]
         self.num_rows = num_rows
 
+    def reserve(self, groups: int, length: int) -> None:
+        """Has room for the rows of so many prompts, let in by `admit`, behind `length` positions
+        of padding."""
+        self.num_rows = groups * self.num_completions
+        self.length = length
+
+    def admit(self, prompts: SharedPromptLayer) -> None:
+        """Appends rows for prompts prefilled elsewhere, at most as long as this cache is; they end
+        where the other rows end."""
+        groups, _, prompt_len, _ = prompts.keys.shape
+        if not self.is_initialized:
+            self.keys, self.values = self._buffer(prompts.keys), self._buffer(prompts.values)
+            self.is_initialized, self.num_rows = True, 0
+        end = self.num_rows + groups * self.num_completions
+        for buffer, states in ((self.keys, prompts.keys), (self.values, prompts.values)):
+            rows = buffer[self.num_rows : end, :, self.length - prompt_len : self.length]
+            rows.unflatten(0, (groups, self.num_completions)).copy_(states.unsqueeze(1))
+        self.num_rows = end
+
+    def shift(self, positions: int) -> None:
+        """Drops so many positions at the front, at most `first`, to have room at the end."""
+        for buffer in (self.keys, self.values):
+            kept = buffer[: self.num_rows, :, positions : self.length].clone()
+            buffer[: self.num_rows, :, : self.length - positions] = kept
+        self.length -= positions
+        self.first -= positions
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(positions the next queries see, position of the first of them)."""
-        return self.length + query_length, 0
+        return self.length - self.first + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Positions held."""
-        return self.length
+        """Positions that are looked at."""
+        return self.length - self.first
 
     def get_max_length(self) -> int:
         """Positions that fit."""
@@ -95,6 +124,31 @@ class SharedPromptCache(Cache):
         for layer in self.layers:
             layer.move_rows(sources, targets, num_rows)
 
+    @property
+    def length(self) -> int:
+        """Positions in use."""
+        return self.layers[0].length
+
+    def reserve(self, groups: int, length: int) -> None:
+        """See `SharedPromptLayer.reserve`."""
+        for layer in self.layers:
+            layer.reserve(groups, length)
+
+    def admit(self, prompts: SharedPromptCache) -> None:
+        """See `SharedPromptLayer.admit`."""
+        for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
+            layer.admit(prompt_layer)
+
+    def shift(self, positions: int) -> None:
+        """See `SharedPromptLayer.shift`."""
+        for layer in self.layers:
+            layer.shift(positions)
+
+    def look_from(self, first: int) -> None:
+        """Says that the positions before `first` are padding in every row."""
+        for layer in self.layers:
+            layer.first = first
+
 
 class RepeatedPromptCache(DynamicCache):
     """transformers' own cache, whatever its layers are (linear attention, shared or indexed keys).
@@ -109,6 +163,12 @@ class RepeatedPromptCache(DynamicCache):
         self.reorder_cache(order)
 
 
+def shares_prompts(config: PretrainedConfig) -> bool:
+    """Whether a `SharedPromptCache` is right for the model's layers."""
+    layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return _MASKED_LAYER_TYPES.issuperset(layer_types)
+
+
 def make_cache(config: PretrainedConfig, num_completions: int, capacity: int) -> Cache:
     """The fastest cache that is right for the model's layers.
 
@@ -117,8 +177,7 @@ def make_cache(config: PretrainedConfig, num_completions: int, capacity: int) ->
         num_completions: completions per prompt.
         capacity: prompt and completion positions to hold.
     """
-    decoder_config = config.get_text_config(decoder=True)
-    layer_types, _ = get_layer_types_and_kwargs(decoder_config)
-    if _MASKED_LAYER_TYPES.issuperset(layer_types):
+    if shares_prompts(config):
+        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         return SharedPromptCache(len(layer_types), num_completions, capacity)
     return RepeatedPromptCache(config=config)

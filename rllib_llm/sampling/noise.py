@@ -32,16 +32,34 @@ def uniform_noise(
     """
     rows = np.asarray(row_ids, dtype=np.int64)
     _check(seed, rows, length)
-    words = np.empty((len(rows), (length + 1) // 2), dtype="<u8")
+    halves = _words(seed, rows, (length + 1) // 2).view("<u4")[:, :length] >> np.uint32(8)
+    return torch.from_numpy(halves.astype(np.float32) * np.float32(2.0**-24))
+
+
+def row_seeds(seed: int, row_ids: torch.Tensor | np.ndarray | Sequence[int]) -> list[int]:
+    """One seed per row, 0 .. 2**63 - 1, for engines that draw their own numbers.
+
+    A function of seed and row id alone, as `uniform_noise`.
+
+    Raises:
+        ValueError: a seed or row id out of range.
+    """
+    rows = np.asarray(row_ids, dtype=np.int64)
+    _check(seed, rows, 1)
+    return [int(word) >> 1 for word in _words(seed, rows, 1)[:, 0]]
+
+
+def _words(seed: int, rows: np.ndarray, count: int) -> np.ndarray:
+    """The first `count` raw words of each row's stream, [rows, count] uint64."""
+    words = np.empty((len(rows), count), dtype="<u8")
     bits = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64))
     state = bits.state  # a copy at counter 0; assigning it back rewinds the stream
     key = state["state"]["key"]
     for i, row in enumerate(rows):
         key[1] = row
         bits.state = state
-        words[i] = bits.random_raw(words.shape[1])
-    halves = words.view("<u4")[:, :length] >> np.uint32(8)
-    return torch.from_numpy(halves.astype(np.float32) * np.float32(2.0**-24))
+        words[i] = bits.random_raw(count)
+    return words
 
 
 def _check(seed: int, rows: np.ndarray, length: int) -> None:

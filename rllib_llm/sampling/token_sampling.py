@@ -15,6 +15,7 @@ def choose_tokens(
     noise: torch.Tensor | None,
     params: SamplingParams,
     forbidden: torch.Tensor | None = None,
+    forbidden_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each row and its log-prob under the untruncated distribution.
 
@@ -26,6 +27,7 @@ def choose_tokens(
         noise: [batch] float32 in [0, 1); None when params.greedy.
         params: temperature, top_k, top_p and greedy are read.
         forbidden: [k] int64 token ids that must not be chosen, or None.
+        forbidden_rows: [batch] bool, the rows that `forbidden` is about; None: all.
 
     Returns:
         tokens [batch] int64; logprobs [batch] float32, log_softmax(logits / temperature) of the
@@ -39,15 +41,27 @@ def choose_tokens(
     weights.exp_()
     log_total = weights.sum(dim=-1, keepdim=True).log_()
     if params.greedy:
-        allowed = logits if forbidden is None else logits.index_fill(-1, forbidden, -torch.inf)
+        allowed = logits if forbidden is None else logits.clone()
+        if forbidden is not None:
+            _forbid(allowed, forbidden, forbidden_rows, -torch.inf)
         tokens = allowed.argmax(dim=-1, keepdim=True)
     else:
         assert noise is not None, "sampling needs one uniform per row"
         if forbidden is not None:
-            weights.index_fill_(-1, forbidden, 0.0)
+            _forbid(weights, forbidden, forbidden_rows, 0.0)
         tokens = invert_cdf(truncate(weights, params.top_k, params.top_p), noise)
     logprobs = (logits.gather(-1, tokens) - top) / params.temperature - log_total
     return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def _forbid(
+    table: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, value: float
+) -> None:
+    """Writes `value` for the tokens into table [batch, vocab], in `rows` or in all."""
+    if rows is None:
+        table.index_fill_(-1, tokens, value)
+    else:
+        table[:, tokens] = table[:, tokens].masked_fill(rows.unsqueeze(1), value)
 
 
 def invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.sampling.noise import row_seeds, uniform_noise
 
 
 def test_numbers_are_those_of_philox_keyed_by_seed_and_row():
@@ -92,3 +92,12 @@ def test_the_largest_seed_is_allowed():
 def test_what_is_out_of_range_is_named(seed, rows, length, message):
     with pytest.raises(ValueError, match=message):
         uniform_noise(seed, rows, length)
+
+
+def test_seeds_of_rows_are_a_function_of_seed_and_row():
+    seeds = row_seeds(3, [7, 8, 7])
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert row_seeds(4, [7]) != seeds[:1]
+    # 64 random bits less one: numbers that a signed 64-bit field holds.
+    assert all(0 <= seed < 2**63 for seed in row_seeds(3, range(100)))
+    assert len(set(row_seeds(3, range(1000)))) == 1000

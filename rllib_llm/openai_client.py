@@ -1,0 +1,159 @@
+"""A client of servers that speak OpenAI's HTTP interface (vLLM, SGLang, llama.cpp, TGI, OpenAI).
+
+Requests run in a bounded number of threads; what may pass (overload, a restart, a lost connection,
+an answer cut short) is tried again with growing, jittered pauses.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+MISSING = (
+    "engine='openai' and judges on a server must find the package httpx: it cannot be imported. "
+    "Install it: pip install 'rllib-llm[openai]'."
+)
+
+Answer = TypeVar("Answer")
+
+
+class ServerError(RuntimeError):
+    """The server gave no usable answer, however often it was asked."""
+
+
+class RequestRefusedError(ValueError):
+    """The server refuses the request itself (wrong key, unknown model): asking again is no use."""
+
+
+class OpenAIClient:
+    """Sends JSON to one server, concurrently, with retries.
+
+    Args:
+        base_url: up to and including the version, such as "http://localhost:8000/v1".
+        api_key_env: environment variable that holds the key; without it none is sent.
+        timeout_s: seconds that one attempt may take.
+        max_attempts: attempts per request, >= 1.
+        max_concurrency: requests under way at once, >= 1.
+        first_delay_s: pause before the second attempt; it doubles up to `max_delay_s`, times a
+            random factor of 0.5 to 1.5. A server's Retry-After goes before it.
+
+    Raises:
+        ImportError: httpx is not installed.
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key_env: str = "OPENAI_API_KEY",
+        timeout_s: float = 120.0,
+        max_attempts: int = 5,
+        max_concurrency: int = 32,
+        first_delay_s: float = 0.5,
+        max_delay_s: float = 30.0,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise ImportError(f"{MISSING} ({error})") from error
+        _check(base_url, timeout_s, max_attempts, max_concurrency)
+        key = os.environ.get(api_key_env, "")
+        self.base_url = base_url.rstrip("/")
+        self._max_attempts = max_attempts
+        self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
+        self._jitter = random.Random()  # of its own: nothing global is drawn from
+        self._transport_errors = httpx.TransportError
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=max_concurrency),
+        )
+        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="openai-client")
+
+    def submit(
+        self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]
+    ) -> Future[Answer]:
+        """Starts `post` in the background."""
+        return self._threads.submit(partial(self.post, path, body, read))
+
+    def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
+        """What `read` makes of the server's answer to `body`.
+
+        Args:
+            path: below base_url, such as "completions".
+            body: what is sent as JSON.
+            read: from the decoded JSON to the answer; KeyError, IndexError, TypeError or
+                ValueError say that it is malformed, which is tried again.
+
+        Raises:
+            RequestRefusedError: the server will not answer this, whenever it is asked.
+            ServerError: no usable answer in `max_attempts`.
+        """
+        url, reason = f"{self.base_url}/{path}", ""
+        for attempt in range(self._max_attempts):
+            wait_s = self._pause_s(attempt)
+            try:
+                response = self._http.post(url, json=body)
+            except self._transport_errors as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if response.status_code == 200:
+                    try:
+                        return read(response.json())
+                    except (KeyError, IndexError, TypeError, ValueError) as error:
+                        reason = f"malformed ({error!r}): {response.text[:200]!r}"
+                elif response.status_code in RETRIED_STATUS:
+                    reason = f"status {response.status_code}: {response.text[:200]!r}"
+                    wait_s = _retry_after_s(response.headers, wait_s, self._max_delay_s)
+                else:
+                    raise RequestRefusedError(
+                        f"{url} must accept the request: it answered "
+                        f"{response.status_code} {response.text[:500]!r}. Check base_url, model "
+                        "and the API key's environment variable."
+                    )
+            if attempt + 1 < self._max_attempts:
+                time.sleep(wait_s)
+        raise ServerError(
+            f"{url} must answer within max_attempts={self._max_attempts}: the last attempt gave "
+            f"{reason}. Check the server, raise timeout_s, or lower max_concurrency."
+        )
+
+    def _pause_s(self, attempt: int) -> float:
+        delay = min(self._max_delay_s, self._first_delay_s * 2**attempt)
+        return delay * self._jitter.uniform(0.5, 1.5)
+
+    def close(self) -> None:
+        """Waits for the requests under way and closes the connections."""
+        self._threads.shutdown(cancel_futures=True)
+        self._http.close()
+
+
+def _retry_after_s(headers: Any, pause_s: float, longest_s: float) -> float:
+    """Seconds that the server asks to wait, up to `longest_s`; `pause_s` if it names none."""
+    try:
+        return min(longest_s, max(0.0, float(headers["retry-after"])))
+    except (KeyError, ValueError):  # absent, or a date
+        return pause_s
+
+
+def _check(base_url: Any, timeout_s: float, max_attempts: int, max_concurrency: int) -> None:
+    if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"base_url={base_url!r} must start with http:// or https://: it is where the server "
+            "answers. Write it up to the version, such as http://localhost:8000/v1."
+        )
+    limits = {"max_attempts": max_attempts, "max_concurrency": max_concurrency}
+    for name, value in limits.items():
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1: it counts. Use 1 for one.")
+    if timeout_s <= 0:
+        raise ValueError(
+            f"timeout_s={timeout_s!r} must be above 0: seconds that an attempt may take. Raise it."
+        )

@@ -1,0 +1,72 @@
+"""The completions of one request, by the module's own decode loop or by another engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.sampling.external_engine import ExternalEngine
+from rllib_llm.sampling.noise import row_seeds, uniform_noise
+from rllib_llm.sampling.params import SamplingParams
+from rllib_llm.sampling.request import SampleRequest
+
+EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
+
+
+def generate_completions(
+    policy: Any | ExternalEngine,
+    config: Any,
+    observation: dict[str, torch.Tensor],
+    request: SampleRequest,
+    row_ids: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The columns of completions, B rows, on the prompts' device.
+
+    Args:
+        policy: the RLModule, or an engine that has a copy of it.
+        config: the sampler's.
+        observation: prompt columns, B rows, those of a group adjacent and alike.
+        request: what is answered.
+        row_ids: [B] int64, which with the seed decide the randomness of each row.
+    """
+    params = sampling_params(policy, config, greedy=not request.explore)
+    n = request.num_completions
+    prompts = {name: observation[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+    seed = (config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation)
+    device = observation[columns.PROMPT_IDS].device
+    if not hasattr(policy, "forward_exploration"):
+        seeds = row_seeds(seed, row_ids)
+        completions = policy.generate(*prompts.values(), params, num_completions=n, seeds=seeds)
+        return completions.columns(device)
+    noise = None if params.greedy else uniform_noise(seed, row_ids, params.max_new_tokens)
+    forward = policy.forward_exploration if request.explore else policy.forward_inference
+    made = forward(
+        prompts, params=params, num_completions=n, noise=noise,
+        max_rows=config.sampling_batch_size,
+    )  # fmt: skip
+    # A module shared with a learner on a GPU generates there.
+    return {name: column.to(device) for name, column in made.items()}
+
+
+def sampling_params(policy: Any | ExternalEngine, config: Any, *, greedy: bool) -> SamplingParams:
+    """What `config` says about sampling, with the policy's own stop tokens where it is silent."""
+    stops = config.stop_token_ids
+    if stops is None and hasattr(policy, "stop_token_ids"):
+        stops = policy.stop_token_ids
+    elif stops is None:
+        # Here, since transformers would make importing the package slow.
+        from rllib_llm.modules.tokenizer import eos_token_ids
+
+        stops = eos_token_ids(policy.model, policy.tokenizer)
+    return SamplingParams(
+        pad_token_id=policy.tokenizer.pad_token_id,
+        stop_token_ids=tuple(stops),
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        greedy=greedy,
+    )

@@ -1,0 +1,102 @@
+"""Scores of a judge on a server: read from its replies, NaN where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from rllib_llm.envs.judge_server import JudgeServer
+from rllib_llm.envs.rewards import RewardBatch, RewardError, RewardSum
+from rllib_llm.openai_client import RequestRefusedError
+from tests.scripted_server import serving
+
+QUICK = {"first_delay_s": 0.01, "max_attempts": 3}
+
+
+def reply(text):
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+
+
+def echo_the_answer(path, body):
+    """The judge replies with what stands in the completion's place."""
+    return reply(body["messages"][-1]["content"].partition("|")[2])
+
+
+def judge(server, **settings):
+    return JudgeServer(server.base_url, "judge", template="{prompt}|{completion}", **QUICK,
+                       **settings)  # fmt: skip
+
+
+def scores(function, completions, **columns):
+    return asyncio.run(function(["p"] * len(completions), completions, **columns))
+
+
+def test_scores_are_the_numbers_of_the_replies():
+    with serving(echo_the_answer) as server:
+        answers = ["7", "Score: 3.5, I think", "none", "11", "-1", ""]
+        found = torch.tensor(scores(judge(server), answers))
+    nan = float("nan")
+    expected = torch.tensor([7.0, 3.5, nan, nan, nan, nan])  # 11 and -1 are beyond 0 to 10
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    path, body, _ = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge", 0.0, 16)
+
+
+def test_columns_the_system_message_and_a_pattern_with_a_group():
+    with serving(lambda path, body: reply("7/10 for style, Final: 4.")) as server:
+        function = JudgeServer(
+            server.base_url, "judge", template="{prompt} {completion} {answer}", system="Be fair.",
+            pattern=r"Final: (\d+)", **QUICK,
+        )  # fmt: skip
+        assert scores(function, ["a {b}"], answer=["c"]) == [4.0]
+    assert server.requests[0][1]["messages"] == [
+        {"role": "system", "content": "Be fair."},
+        {"role": "user", "content": "p a {b} c"},
+    ]
+
+
+def test_a_completion_without_an_answer_is_not_learnt_from():
+    """Three attempts for "2" fail; the others are judged."""
+
+    def answer(path, body):
+        return (500, {}, {}) if body["messages"][0]["content"] == "p|2" else reply("9")
+
+    with serving(answer) as server:
+        rewards = judged(judge(server), ["1", "2", "3"])
+    assert rewards.valid.tolist() == [True, False, True]
+    assert rewards.scores.tolist() == [9.0, 0.0, 9.0]
+    assert len(server.requests) == 2 + 3
+
+
+def judged(function, completions):
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        return RewardSum(function)(rows(completions))
+
+
+def rows(completions):
+    count = len(completions)
+    ids = torch.ones(count, 2, dtype=torch.int64)
+    return RewardBatch(ids, ids.bool(), ids, ids.bool(), ["p"] * count, completions)
+
+
+def test_a_judge_that_is_not_there_ends_the_run():
+    with serving(echo_the_answer) as server:
+        function = judge(server)
+    with pytest.raises(RewardError, match="it failed on all 2"):
+        RewardSum(function)(rows(["1", "2"]))
+
+
+def test_a_refusal_is_raised_with_what_the_server_said():
+    with (
+        serving(lambda path, body: (401, {"error": "no such key"}, {})) as server,
+        pytest.raises(RequestRefusedError, match="no such key"),
+    ):
+        scores(judge(server), ["1"])
+
+
+def test_bounds_the_wrong_way_round_are_said():
+    with pytest.raises(ValueError, match="low=1.0 must be below high=0.0"):
+        JudgeServer("http://localhost/v1", "judge", low=1.0, high=0.0)
