@@ -81,7 +81,8 @@ class CoordinatorClient:
     Calls have a timeout and are repeated while the actor is restarted.
 
     keep: versions held in the object store, by whoever comes first.
-    call_timeout_seconds: of one attempt, beyond what the call itself waits for.
+    call_timeout_seconds: of one attempt, beyond what the call itself waits for; the first waits for
+        a process to start. A restart is waited for by Ray itself, however short this is.
     get, sleep, uniform: what stands for `ray.get`, `time.sleep` and `random.uniform`.
     """
 
@@ -90,7 +91,7 @@ class CoordinatorClient:
         name: str,
         *,
         keep: int = 2,
-        call_timeout_seconds: float = 10.0,
+        call_timeout_seconds: float = 60.0,
         get: Callable[..., Any] = ray.get,
         sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[float, float], float] = random.uniform,

@@ -17,7 +17,7 @@ from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.version_log import Verdict
 
-LONG = 120.0  # seconds that nothing here takes
+LONG = 600.0  # seconds that nothing here takes
 
 
 @pytest.fixture
