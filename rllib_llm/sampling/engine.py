@@ -69,6 +69,7 @@ def generate(
     groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
     noise = None if noise is None or params.greedy else noise.to(device)
     prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
+    written = []
     # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
     with torch.inference_mode():
         if groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config):
@@ -76,15 +77,18 @@ def generate(
                 model, prompt_ids, prompt_mask, params, num_completions, noise, groups_at_once
             )
             waiting.run(steps_between_looks)
-            return waiting.buffers.completions(waiting.stops)
-        parts = []
-        for start in range(0, groups, groups_at_once):
-            part = slice(start, start + groups_at_once)
-            rows = slice(start * num_completions, (start + groups_at_once) * num_completions)
-            decoder = Decoder(
-                model, prompt_mask[part], params, num_completions,
-                None if noise is None else noise[rows],
-            )  # fmt: skip
-            decoder.run(prompt_ids[part], steps_between_looks)
-            parts.append(decoder.buffers.completions(decoder.stops))
+            written.append(waiting.buffers)
+        else:
+            for start in range(0, groups, groups_at_once):
+                part = slice(start, start + groups_at_once)
+                rows = slice(start * num_completions, (start + groups_at_once) * num_completions)
+                decoder = Decoder(
+                    model, prompt_mask[part], params, num_completions,
+                    None if noise is None else noise[rows],
+                )  # fmt: skip
+                decoder.run(prompt_ids[part], steps_between_looks)
+                written.append(decoder.buffers)
+    # Outside, since tensors of inference mode could not enter a loss.
+    stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+    parts = [buffers.completions(stops) for buffers in written]
     return concatenate(parts, params.pad_token_id)

@@ -82,7 +82,9 @@ class SharedPromptLayer(CacheLayerMixin):
         where the other rows end."""
         groups, _, prompt_len, _ = prompts.keys.shape
         if not self.is_initialized:
-            self.keys, self.values = self._buffer(prompts.keys), self._buffer(prompts.values)
+            # Zeros: what is masked out is multiplied by 0, which is not 0 for any leftover bits.
+            self.keys = self._buffer(prompts.keys).zero_()
+            self.values = self._buffer(prompts.values).zero_()
             self.is_initialized, self.num_rows = True, 0
         end = self.num_rows + groups * self.num_completions
         for buffer, states in ((self.keys, prompts.keys), (self.values, prompts.values)):
