@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.rllib.utils.actor_manager import (
     FaultTolerantActorManager,
     RemoteCallResults,
@@ -106,7 +106,7 @@ class LearnerActors(FaultTolerantActorManager):
             if self.num_actors() > 1:
                 self.end()
             raise error.as_instanceof_cause() from None
-        except RayActorError as error:
+        except RayError as error:  # it died, could not be started, or lost the answer
             self.end()
             raise LearnerError(f"Learner {learner} died in {what}: {error} {ADVICE}") from error
 
