@@ -69,7 +69,8 @@ def check(folder: str | Path) -> dict[str, Any]:
 def checkpoints_in(trial_folder: str | Path) -> list[Path]:
     """Tune's checkpoint folders of one trial, the newest first, usable or not."""
     folders = (path for path in Path(trial_folder).glob("checkpoint_*") if path.is_dir())
-    return sorted(folders, key=lambda path: path.name, reverse=True)
+    numbered = [path for path in folders if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(numbered, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 
 
 def newest_usable(folder: str | Path) -> Path:

@@ -76,7 +76,9 @@ class WholeCheckpoints:
         filesystem, path = _resolve(path, filesystem)
         if component is None and isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             path = str(newest_usable(path))
-        self._restore_checked(path, component=component, filesystem=filesystem, **kwargs)
+        if component is not None:
+            kwargs["component"] = component
+        self._restore_checked(path, filesystem=filesystem, **kwargs)
 
     def _restore_checked(self, path: str, **kwargs: Any) -> None:
         super().restore_from_path(path, **kwargs)
@@ -92,7 +94,8 @@ class WholeCheckpoints:
         """Tune's: where the machine died while the checkpoint was written, the trial goes on from
         the newest usable one before it."""
         given = Path(checkpoint_dir)
-        older = [path for path in checkpoints_in(given.parent) if path.name < given.name]
+        of_trial = checkpoints_in(given.parent)
+        older = of_trial[of_trial.index(given) + 1 :] if given in of_trial else []
         first_error: CheckpointError | None = None
         for candidate in [given, *older]:
             try:

@@ -33,6 +33,7 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
+from rllib_llm.learners.dropout_seed import seeded_dropout
 from rllib_llm.learners.effective import EffectiveSettings
 from rllib_llm.learners.gradients import sum_gradients_
 from rllib_llm.learners.learner_group import LEARNER_DONE
@@ -190,10 +191,11 @@ class LanguageModelLearner(TorchLearner):
             training_data = TrainingData(batch=batch, batch_refs=batch_refs)
         rows = self.prepare(self._columns(training_data))
         self._weights_seq_no += 1
-        for indices in self._minibatches(rows):
-            self._update_minibatch({name: column[indices] for name, column in rows.items()})
-            if self.should_stop():
-                break
+        with seeded_dropout(self.config, self._weights_seq_no, self.rank):
+            for indices in self._minibatches(rows):
+                self._update_minibatch({name: column[indices] for name, column in rows.items()})
+                if self.should_stop():
+                    break
         self._log_means()
         self.after_gradient_based_update(timesteps=timesteps)
         return self.metrics.reduce()

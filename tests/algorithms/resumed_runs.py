@@ -59,6 +59,12 @@ def sft():
     return tiny.sft(num_epochs=2, minibatch_size=3, eval_data=tiny.TEXTS[:5], **DECAY)
 
 
+def adapters():
+    """Dropout, the only thing here that draws from a random state."""
+    config = tiny.sft(minibatch_size=3)
+    return config.language_model(lora={"r": 2, "dropout": 0.5})
+
+
 def reward_model():
     """5 of 8 pairs an iteration; it evaluates by itself when it is saved."""
     config = tiny.reward_model(
@@ -78,9 +84,12 @@ RUNS: dict[str, tuple[Callable, Callable]] = {
     "grpo": (grpo, grpo),
     "grpo, then two samplers": (grpo, lambda: two_samplers(grpo())),
     "sft": (sft, sft),
+    "adapters": (adapters, adapters),
     "reward model": (reward_model, reward_model),
 }
-UNINTERRUPTED = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward model": reward_model}
+UNINTERRUPTED = {
+    "ppo": ppo, "grpo": grpo, "sft": sft, "adapters": adapters, "reward model": reward_model,
+}  # fmt: skip
 
 
 def reference_of(name: str) -> str:
