@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from typer.testing import CliRunner
 
+from rllib_llm.cli.main import app
+from rllib_llm.cli.trial_logs import read_json_lines
 from tests.algorithms import tiny_runs as tiny
 
 # Several updates per batch with a large step, so that clipping decides about tokens.
@@ -95,3 +100,40 @@ def test_a_scheduled_learning_rate_is_the_one_that_was_stepped_with():
         assert (used["ref_kl_coeff"], used["clip_param"], used["clip_param_high"]) == (
             0.05, 0.2, 0.28,
         )  # fmt: skip
+
+
+def test_population_based_training_uses_what_it_mutates(tmp_path):
+    """Through the command line: two trials; after every second iteration the worse one goes on
+    from the better one's checkpoint with settings of its own."""
+    mutations = {"lr": {"loguniform": [1e-4, 1e-2]}, "clip_param": {"uniform": [0.05, 0.4]},
+                 "ref_kl_coeff": {"loguniform": [0.01, 1.0]}, "ptx_coeff": [0.1, 0.2, 0.4]}
+    stage = {
+        "run": "PPOPtx", "env": "rllib_llm/RLHF-v0", "stop": {"training_iteration": 6},
+        "num_samples": 2, "metric": "objective/scores", "mode": "max", "scheduler": "pbt",
+        "scheduler_config": {
+            "time_attr": "training_iteration", "perturbation_interval": 2, "synch": True,
+            "quantile_fraction": 0.5, "hyperparam_mutations": mutations,
+        },
+        "config": {
+            "model": tiny.MODEL, "train_batch_size_per_learner": 8, "minibatch_size": 4,
+            "num_epochs": 2, "max_new_tokens": 4, "log_samples_every": 0,
+            "ptx_data": "tests.algorithms.tiny_runs.build_texts", "ptx_batch_size": 2,
+            "num_cpus_for_main_process": 0.5,
+            "env_config": {"prompts": tiny.PROMPTS, "eval_prompts": tiny.EVAL_PROMPTS,
+                           "reward_functions": f"{tiny.HERE}.num_digits", "max_prompt_len": 8},
+        },
+    }  # fmt: skip
+    file = tmp_path / "x.yaml"
+    file.write_text(json.dumps({"a": stage}), encoding="utf-8")
+    options = ["--storage-path", str(tmp_path), "--experiment-name", "run"]
+    result = CliRunner().invoke(app, ["train", "file", str(file), *options])
+    assert result.exit_code == 0, result.output
+
+    trials = [read_json_lines(path) for path in (tmp_path / "run" / "a").glob("*/result.json")]
+    assert len(trials) == 2
+    for row in (row for trial in trials for row in trial):
+        for name in mutations:
+            assert row["effective"][name] == row["config"][name], (row["training_iteration"], name)
+    values = [{row["effective"]["lr"] for row in trial} for trial in trials]
+    assert sorted(map(len, values))[-1] > 1  # at least one trial was changed on the way
+    assert all({row["training_iteration"] for row in trial} >= {1, 6} for trial in trials)
