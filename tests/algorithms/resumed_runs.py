@@ -104,7 +104,7 @@ def comparable(result: dict[str, Any], sampled_here: bool) -> dict[str, Any]:
     if not sampled_here:
         kept = {name: kept[name] for name in (*tiny.LEARNT, "eval", "effective") if name in kept}
     kept = {name: _without_times(value) for name, value in kept.items()}
-    return json.loads(json.dumps(kept, default=float))
+    return json.loads(json.dumps(kept, default=float), parse_constant=str)  # nan equals nan
 
 
 def _without_times(value: Any) -> Any:
