@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
+from rllib_llm.algorithms.checkpoint_folder import check, write_manifest
 from rllib_llm.algorithms.checks import require
 from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
@@ -197,8 +198,10 @@ class Generate(Trainable):
         # The order in which they were sampled, to go on from.
         state = {"rows": self._rows}
         (Path(checkpoint_dir) / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        write_manifest(Path(checkpoint_dir), {"algorithm": "Generate"})
 
     def load_checkpoint(self, checkpoint: str) -> None:
+        check(checkpoint)
         state = json.loads((Path(checkpoint) / "state.json").read_text(encoding="utf-8"))
         self._rows = state["rows"]
 

@@ -23,6 +23,7 @@ from rllib_llm.algorithms.checks import (
     require,
 )
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
+from rllib_llm.algorithms.whole_checkpoints import WholeCheckpoints
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
 MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", DEFAULT_MODULE_ID)
@@ -224,7 +225,7 @@ class LanguageModelConfig(AlgorithmConfig):
         warn_of_no_effect(self)
 
 
-class LanguageModelAlgorithm(Algorithm):
+class LanguageModelAlgorithm(WholeCheckpoints, Algorithm):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
 
@@ -233,6 +234,19 @@ class LanguageModelAlgorithm(Algorithm):
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
         super().setup(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Starts anew under `new_config` in the same process, as a new trial would (Tune's
+        `reuse_actors`, which spares starting a process and importing what it needs)."""
+        kept = {
+            name: value
+            for name, value in vars(self).items()
+            if name == "_trial_info" or name.startswith(("_stdout", "_stderr"))
+        }
+        self.cleanup()
+        self.__init__(config=new_config, storage=self._storage)
+        vars(self).update(kept)
+        return True
 
     @property
     def trial_folder(self) -> Path:

@@ -109,9 +109,8 @@ class RewardModel(Supervised):
             means.pop(name, None)
         return {**means, **_mean_and_std(totals)}
 
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        super().save_checkpoint(checkpoint_dir)
-        self._write_normalization(Path(checkpoint_dir) / MODEL_IN_CHECKPOINT)
+    def complete_checkpoint(self, folder: Path) -> None:
+        self._write_normalization(folder / MODEL_IN_CHECKPOINT)
 
     def export_model(self, folder: str | Path) -> Path:
         folder = super().export_model(folder)
@@ -125,7 +124,7 @@ class RewardModel(Supervised):
         if self.config.normalization_data is not None:
             results = self._score_reference_samples()
         elif self._eval_source is not None:
-            results = self.evaluate()
+            results = self.held_out_means()
         else:
             return
         if results["score_std"] > 0:

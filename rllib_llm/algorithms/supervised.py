@@ -134,6 +134,11 @@ class Supervised(LanguageModelAlgorithm):
 
     def evaluate(self, parallel_train_future=None) -> dict[str, Any]:
         """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`."""
+        self.eval_metrics = self.held_out_means()
+        return dict(self.eval_metrics)
+
+    def held_out_means(self) -> dict[str, float]:
+        """What an evaluation reports, without noting that there was one."""
         totals: Counter[str] = Counter()
         num_rows = min(self.config.evaluation_duration, len(self._eval_source))
         for position in range(0, num_rows, EVALUATION_BATCH):
@@ -143,8 +148,7 @@ class Supervised(LanguageModelAlgorithm):
             )
             for result in results:
                 totals.update(result.get())
-        self.eval_metrics = self.summarize(totals)
-        return dict(self.eval_metrics)
+        return self.summarize(totals)
 
     def summarize(self, totals: Counter[str]) -> dict[str, float]:
         """Means by name from the learners' `<name>_sum` and `<name>_count`."""
@@ -166,6 +170,6 @@ class Supervised(LanguageModelAlgorithm):
             self.position = state[PIPELINE_STATE]["position"]
             self.eval_metrics = state[PIPELINE_STATE]["eval_metrics"]
 
-    def restore_from_path(self, path, *args, **kwargs) -> None:
+    def _restore_checked(self, path: str, **kwargs: Any) -> None:
         # Algorithm's own would go on to update samplers, of which there are none.
-        Checkpointable.restore_from_path(self, path, *args, **kwargs)
+        Checkpointable.restore_from_path(self, path, **kwargs)

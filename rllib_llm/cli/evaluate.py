@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rllib_llm.cli.errors import UserError, user_errors
+from rllib_llm.cli.errors import user_errors
 from rllib_llm.cli.metrics_view import flatten, number
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
@@ -20,7 +20,9 @@ from rllib_llm.cli.yaml_loader import parse_mapping
 
 @takes(RayOptions)
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder of `rllib train`.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint folder of `rllib train`, or a trial's folder.")
+    ],
     duration: Annotated[
         int | None,
         typer.Option(
@@ -56,6 +58,9 @@ def evaluate(
             settings["env"] = env
         if duration is not None:
             settings["evaluation_duration"] = duration
+        from rllib_llm.cli.checkpoints import find_checkpoint
+
+        checkpoint = find_checkpoint(checkpoint)
         algorithm_config = checkpoint_config(checkpoint, settings)
     with ray_session(options), user_errors():
         results = run_evaluation(checkpoint, algorithm_config)
@@ -70,20 +75,13 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """Return the config that the checkpoint was made with, `settings` laid over it.
 
     Raises:
-        UserError: not a checkpoint of an algorithm.
         ValueError: unknown or impossible settings.
     """
     from ray.rllib.algorithms import Algorithm
 
     from rllib_llm.config_schema import check_keys, check_values, resolve_classes
 
-    file = checkpoint / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME
-    if not file.is_file():
-        raise UserError(
-            f"checkpoint={str(checkpoint)!r} must be a checkpoint folder of an algorithm: there is "
-            f"no {file.name} in it. `rllib train` prints the checkpoints it wrote."
-        )
-    with file.open("rb") as stream:
+    with (checkpoint / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME).open("rb") as stream:
         made = pickle.load(stream)
     (state, *_), _ = made["ctor_args_and_kwargs"]
     config = made["class"].get_default_config().from_state(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rllib_llm.algorithms.checkpoint_folder import checkpoints_in, newest_usable
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.cli.errors import UserError
 
@@ -13,6 +14,7 @@ def find_model(given: str) -> str:
 
     Raises:
         UserError: `given` is a folder without a model in it.
+        CheckpointError: it is a checkpoint, or the folder of a trial, and none is usable.
     """
     folder = Path(given).expanduser()
     if not folder.exists():
@@ -22,14 +24,12 @@ def find_model(given: str) -> str:
                 "checkpoints and models it wrote."
             )
         return given
-    for candidate in (folder, folder / MODEL_IN_CHECKPOINT, folder / "model"):
+    for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
             return str(candidate)
-    checkpoints = sorted(folder.glob("checkpoint_*"))
-    for candidate in reversed(checkpoints):
-        if (candidate / MODEL_IN_CHECKPOINT / "config.json").is_file():
-            return str(candidate / MODEL_IN_CHECKPOINT)
-    raise UserError(
-        f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
-        f"{MODEL_IN_CHECKPOINT} or model below it. Give a checkpoint of a language model."
-    )
+    if not (checkpoints_in(folder) or (folder / MODEL_IN_CHECKPOINT).is_dir()):
+        raise UserError(
+            f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
+            f"{MODEL_IN_CHECKPOINT} or model below it. Give a checkpoint of a language model."
+        )
+    return str(newest_usable(folder) / MODEL_IN_CHECKPOINT)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.check_sources import check_sources
+from rllib_llm.cli.checkpoints import restore_source
 from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.scheduling import make_scheduler, make_searcher
 from rllib_llm.cli.search_space import examples, to_tune
@@ -76,7 +77,8 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
         algo_class = algorithm_class(experiment.run, name)
         make_scheduler(experiment)
         make_searcher(experiment)
-        _check_restore(experiment)
+        if experiment.restore is not None and "${" not in experiment.restore:
+            restore_source(experiment.restore, algo_class, f"{name}.restore")
         checkpoint_settings(experiment)
         if is_ours(experiment.run, algo_class):
             _check_stop(experiment)
@@ -123,21 +125,25 @@ def checkpoint_settings(experiment: Experiment) -> Any:
     return CheckpointConfig(**{"checkpoint_at_end": True, **experiment.checkpoint_config})
 
 
-def _check_restore(experiment: Experiment) -> None:
-    path = experiment.restore
-    if path is not None and "${" not in path and not Path(path).is_dir():
-        raise UserError(
-            f"{experiment.name}.restore={path!r} must be a checkpoint folder: there is none. "
-            "`rllib train` prints the checkpoints it wrote."
-        )
-
-
 def search_space(experiment: Experiment) -> dict[str, Any]:
     """Return the experiment's config and environment, search spaces as Tune's objects."""
     config = dict(experiment.config)
     if experiment.env is not None:
         config["env"] = experiment.env
-    return to_tune(config, f"{experiment.name}.config")
+    return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+
+
+def _mutated(experiment: Experiment) -> dict[str, Any]:
+    """Return the spaces of settings that population-based training changes. A trial draws its first
+    values from them, as Tune would do by itself, later and unchecked."""
+    mutations = experiment.scheduler_config.get("hyperparam_mutations")
+    if not isinstance(mutations, dict):
+        return {}
+    spaces = {
+        key: {"choice": space} if isinstance(space, list) else space
+        for key, space in mutations.items()
+    }
+    return to_tune(spaces, f"{experiment.name}.scheduler_config.hyperparam_mutations")
 
 
 def check_env(config: Any, algo_class: type) -> None:

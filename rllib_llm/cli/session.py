@@ -24,6 +24,8 @@ def prepare(verbosity: int = 0) -> None:
     Ray's workers inherit both. Call it before Ray is imported.
     """
     quiet_environment(verbosity)
+    # Tune notes what trials have saved every ten seconds; a killed run shall find its last one.
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.cli.algorithms import algorithm_class
+from rllib_llm.cli.checkpoints import restore_source
 from rllib_llm.cli.live_table import LiveTable
 from rllib_llm.cli.plan import check_experiment, checkpoint_settings, search_space
 from rllib_llm.cli.scheduling import make_scheduler, make_searcher
@@ -92,6 +94,7 @@ def run_stage(
 def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> Any:
     from ray import tune
 
+    algo_class = algorithm_class(experiment.run, experiment.name)
     tune_config = tune.TuneConfig(
         num_samples=experiment.num_samples,
         metric=experiment.metric,
@@ -101,6 +104,8 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
         max_concurrent_trials=experiment.max_concurrent_trials,
         time_budget_s=experiment.time_budget_s,
         trial_dirname_creator=_trial_folder_name,
+        # Schedulers stop and restart trials; a process that has imported everything is worth much.
+        reuse_actors=bool(experiment.scheduler) and issubclass(algo_class, LanguageModelAlgorithm),
     )
     run_config = tune.RunConfig(
         name=experiment.name,
@@ -112,9 +117,12 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
         checkpoint_config=checkpoint_settings(experiment),
     )
     # Tuner has no public way to start trials from a checkpoint; `tune.run`, which it calls, has.
-    extra = {"restore": str(Path(experiment.restore).resolve())} if experiment.restore else None
+    extra = None
+    if experiment.restore:
+        source = restore_source(experiment.restore, algo_class, f"{experiment.name}.restore")
+        extra = {"restore": str(source)}
     return tune.Tuner(
-        algorithm_class(experiment.run, experiment.name),
+        algo_class,
         param_space=_param_space(experiment),
         tune_config=tune_config,
         run_config=run_config,

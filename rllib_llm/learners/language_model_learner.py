@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
+from rllib_llm.learners.dropout_seed import seeded_dropout
+from rllib_llm.learners.effective import EffectiveSettings
 from rllib_llm.learners.gradients import sum_gradients_
+from rllib_llm.learners.learner_group import LEARNER_DONE
 from rllib_llm.learners.metrics import WeightedMeans
 from rllib_llm.learners.optimizer_state import load_state, whole_state
 from rllib_llm.learners.refused_updates import RefusedUpdates
@@ -61,6 +65,7 @@ class LanguageModelLearner(TorchLearner):
     def build(self) -> None:
         self.num_updates = 0  # optimiser steps taken, what schedules count in
         self.means = WeightedMeans()
+        self.effective = EffectiveSettings()
         self._sharded: ShardedModule | None = None
         super().build()
         self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
@@ -186,10 +191,11 @@ class LanguageModelLearner(TorchLearner):
             training_data = TrainingData(batch=batch, batch_refs=batch_refs)
         rows = self.prepare(self._columns(training_data))
         self._weights_seq_no += 1
-        for indices in self._minibatches(rows):
-            self._update_minibatch({name: column[indices] for name, column in rows.items()})
-            if self.should_stop():
-                break
+        with seeded_dropout(self.config, self._weights_seq_no, self.rank):
+            for indices in self._minibatches(rows):
+                self._update_minibatch({name: column[indices] for name, column in rows.items()})
+                if self.should_stop():
+                    break
         self._log_means()
         self.after_gradient_based_update(timesteps=timesteps)
         return self.metrics.reduce()
@@ -315,10 +321,11 @@ class LanguageModelLearner(TorchLearner):
             return
         self._refusals.num_in_a_row = 0
         if self.config.grad_clip is not None:
-            clip_gradients_(grads, norm, self.config.grad_clip)
+            clip_gradients_(grads, norm, self.effective.use("grad_clip", self.config.grad_clip))
         for optimizer in self._named_optimizers.values():
             self._set_optimizer_lr(optimizer, self.learning_rate)
             optimizer.step()
+            self.effective.read_optimizer(optimizer)
         self.means.add("lr", self.learning_rate, 1)
         self.means.add("grad_norm", norm, 1)
         self.num_updates += 1
@@ -331,6 +338,9 @@ class LanguageModelLearner(TorchLearner):
                 continue
             share = value / self.world_size if name in local_only else value
             self.metrics.log_value((DEFAULT_MODULE_ID, name), share, reduce="sum")
+        for name, value in self.effective.pop().items():
+            key = (DEFAULT_MODULE_ID, f"effective/{name}")
+            self.metrics.log_value(key, value / self.world_size, reduce="sum")
         refused = self._refusals.num_refused / self.world_size
         self.metrics.log_value((DEFAULT_MODULE_ID, "num_refused_updates"), refused, reduce="sum")
 
@@ -359,6 +369,11 @@ class LanguageModelLearner(TorchLearner):
         super().set_state(state)
         if STATE_KEY in state:
             self.set_extra_state(state[STATE_KEY])
+
+    def save_to_path(self, path=None, **kwargs: Any) -> str:
+        path = super().save_to_path(path, **kwargs)
+        (Path(path) / LEARNER_DONE).touch()
+        return path
 
     def export_model(self, folder: str) -> None:
         """Writes the model as it is now, as `from_pretrained` reads it; all learners must call it,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ray.rllib.core import COMPONENT_LEARNER
 from ray.rllib.core.learner.learner_group import LearnerGroup
+
+# A file that a learner writes after everything else of a checkpoint.
+LEARNER_DONE = "learner_done"
 
 
 class LanguageModelLearnerGroup(LearnerGroup):
@@ -29,7 +33,17 @@ class LanguageModelLearnerGroup(LearnerGroup):
         return {COMPONENT_LEARNER: next(state for state in states if state is not None)}
 
     def save_to_path(self, path=None, *, state=None, **kwargs: Any) -> str:
-        """As RLlib's, with the state read from all learners."""
+        """As RLlib's, with the state read from all learners, to a local path.
+
+        Raises:
+            OSError: the learner could not write; RLlib does not ask a remote one.
+        """
         if state is None and self.is_remote:
             state = self.get_state()
-        return super().save_to_path(path, state=state, **kwargs)
+        path = super().save_to_path(path, state=state, **kwargs)
+        if not (Path(path) / COMPONENT_LEARNER / LEARNER_DONE).is_file():
+            raise OSError(
+                f"checkpoint={str(path)!r} must hold what the learner knows: it could not write "
+                "all of it. The learner's log says why; usually its disk is full."
+            )
+        return path

@@ -47,7 +47,11 @@ class PPOPtxLearner(RLHFLearner):
         if self.config.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(
-            rewards, batch[columns.OLD_VALUES], mask, self.config.gamma, self.config.lambda_
+            rewards,
+            batch[columns.OLD_VALUES],
+            mask,
+            self.effective.use("gamma", self.config.gamma),
+            self.effective.use("lambda_", self.config.lambda_),
         )
         if self.config.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
@@ -64,13 +68,14 @@ class PPOPtxLearner(RLHFLearner):
         texts = self._next_texts()
         num_tokens = texts[columns.LOSS_MASK].sum().clamp(min=1)
         self.means.add_count("loss/ptx_avg", 1)
-        if not self.config.ptx_coeff:
+        if not self.effective.use("ptx_coeff", self.config.ptx_coeff):
             for micro_batch, outputs in self.evaluated(texts):
                 self._text_loss(micro_batch, outputs, num_tokens)
             return
         for micro_batch in self.micro_batches(texts):
             outputs = self.forward(micro_batch)
-            yield self.config.ptx_coeff * self._text_loss(micro_batch, outputs, num_tokens)
+            coeff = self.effective.use("ptx_coeff", self.config.ptx_coeff)
+            yield coeff * self._text_loss(micro_batch, outputs, num_tokens)
         for idle in self.idle_rounds(texts):
             yield zero_loss(self.forward(idle))
 

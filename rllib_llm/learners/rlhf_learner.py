@@ -44,7 +44,9 @@ class RLHFLearner(LanguageModelLearner):
     @property
     def reward_kl_coeff(self) -> float:
         """The KL coefficient for rewards: 0 when the KL is part of the loss instead."""
-        return self.ref_kl.value if self.config.ref_kl_in == "reward" else 0.0
+        if self.config.ref_kl_in != "reward":
+            return 0.0
+        return self.effective.use("ref_kl_coeff", self.ref_kl.value)
 
     # --- once per update ---------------------------------------------------------------------
 
@@ -182,29 +184,31 @@ class RLHFLearner(LanguageModelLearner):
     ) -> torch.Tensor:
         mask = batch[columns.COMPLETION_MASK]
         logprobs = fwd_out[columns.LOGPROBS]
+        use = self.effective.use
         policy = losses.policy_loss(
             logprobs,
             batch[columns.OLD_LOGPROBS],
             batch[columns.ADVANTAGES],
             mask,
             kind=config.policy_loss,
-            clip_low=config.clip_param,
-            clip_high=config.clip_param if config.clip_param_high is None
-            else config.clip_param_high,
-            dual_clip=config.dual_clip,
+            clip_low=use("clip_param", config.clip_param),
+            clip_high=use("clip_param_high", config.clip_param if config.clip_param_high is None
+                          else config.clip_param_high),
+            dual_clip=use("dual_clip", config.dual_clip),
             weights=self._importance_weights(batch),
         )
         loss = policy_loss = self._reduce(policy.per_token, mask)
         if config.ref_kl_in == "loss" and self.ref_kl.value > 0:
-            loss = loss + self.ref_kl.value * self._reduce(
+            loss = loss + use("ref_kl_coeff", self.ref_kl.value) * self._reduce(
                 self._loss_kl(logprobs, batch, mask, fwd_out.get(columns.FULL_KL)), mask
             )
         if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * self._reduce(
+            loss = loss - use("entropy_coeff", config.entropy_coeff) * self._reduce(
                 fwd_out[columns.ENTROPY].where(mask, 0.0), mask
             )
         if columns.RETURNS in batch:
-            loss = loss + config.vf_loss_coeff * self._value_loss(batch, fwd_out, mask)
+            coeff = use("vf_loss_coeff", config.vf_loss_coeff)
+            loss = loss + coeff * self._value_loss(batch, fwd_out, mask)
         self.means.add_total("loss/policy_avg", policy_loss)
         self._log_policy(batch, fwd_out, policy.stats, mask)
         return loss
@@ -251,7 +255,7 @@ class RLHFLearner(LanguageModelLearner):
             batch[columns.OLD_VALUES],
             batch[columns.RETURNS],
             mask,
-            clip=self.config.vf_clip_param,
+            clip=self.effective.use("vf_clip_param", self.config.vf_clip_param),
         )
         value_loss = losses.reduce_loss(per_token, mask, "token_mean", self.denominators)
         self.means.add_total("loss/value_avg", value_loss)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from ray.rllib.algorithms.algorithm import Algorithm
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rllib_llm.algorithms.checkpoint_folder import MANIFEST, CheckpointError, check
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.modules.score_normalization import read_score_normalization
 from tests.algorithms import tiny_runs as tiny
@@ -132,3 +137,67 @@ def test_a_saved_reward_model_knows_the_scale_of_its_scores(tmp_path):
     scale = read_score_normalization(str(tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT))
     assert scale == pytest.approx((evaluation["score_mean"], evaluation["score_std"]))
     assert evaluation["score_std"] > 0
+
+
+def test_a_checkpoint_holds_weights_as_safetensors_only(tmp_path):
+    with tiny.built(tiny.ppo()) as algorithm:
+        path = Path(algorithm.save_to_path(tmp_path / "checkpoint"))
+    manifest = check(path)
+    assert manifest["algorithm"] == "PPOPtx"
+    assert manifest["training_iteration"] == 0
+    names = {Path(name).suffix for name in manifest["files"]}
+    assert names <= {".safetensors", ".json", ".pkl", ""}
+    # Adam's moments are RLlib's to pickle, and an optimiser that never stepped has none.
+    files = [path / name for name in manifest["files"]]
+    assert [file for file in files if b"_rebuild_tensor" in file.read_bytes()] == []
+
+
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path):
+    """A file may have 14 KB, then writing fails as on a full disk; the model has 16 KB."""
+    with tiny.built(tiny.ppo()) as algorithm:
+        path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+        before = check(path)
+        algorithm.train()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, hard))
+        try:
+            with pytest.raises((OSError, SafetensorError), match="File too large"):
+                algorithm.save_to_path(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert check(path) == before
+        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+        algorithm.save_to_path(path)
+        assert check(path)["training_iteration"] == 1
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
+    with tiny.built(tiny.ppo()) as algorithm:
+        path = Path(algorithm.save_to_path(tmp_path / "checkpoint_000000"))
+        algorithm.train()
+        trained = tiny.weights(algorithm)
+        model = path / MODEL_IN_CHECKPOINT / "model.safetensors"
+        model.write_bytes(model.read_bytes()[:-1])
+        for restore in (algorithm.restore_from_path, type(algorithm).from_checkpoint):
+            with pytest.raises(CheckpointError, match="bytes in .*model.safetensors"):
+                restore(str(path))
+        tiny.assert_same_weights(tiny.weights(algorithm), trained)
+        assert (algorithm.position, algorithm.training_iteration) == (12, 1)
+
+
+def test_the_newest_usable_checkpoint_is_found(tmp_path):
+    with tiny.built(tiny.ppo()) as algorithm:
+        for i in range(3):
+            path = Path(algorithm.save_to_path(tmp_path / f"checkpoint_{i:06d}"))
+            algorithm.train()
+        (path / "algorithm_state.pkl").unlink()
+        algorithm.restore_from_path(tmp_path)
+        assert algorithm.training_iteration == 1
+        # Tune asks for the one it noted last.
+        algorithm.train()
+        algorithm.load_checkpoint(str(path))
+        assert (algorithm.training_iteration, algorithm.position) == (1, 12)
+        # It never goes forward: an older one was meant.
+        (tmp_path / "checkpoint_000000" / MANIFEST).unlink()
+        with pytest.raises(CheckpointError, match="checkpoint_000000"):
+            algorithm.load_checkpoint(str(tmp_path / "checkpoint_000000"))

@@ -44,6 +44,11 @@ def build_classifier():
         return LlamaForSequenceClassification(config).eval(), tokenizer
 
 
+def build_texts():
+    """`TEXTS` by name, as YAML gives data."""
+    return TEXTS
+
+
 def num_digits(completions):
     """Digits less other characters, a score in whole numbers that varies from row to row."""
     return [

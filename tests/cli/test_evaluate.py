@@ -73,7 +73,7 @@ def test_a_supervised_stage_is_judged_by_its_held_out_loss(run_folder, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere"], "must be a checkpoint folder of an algorithm"),
+        (["/nowhere"], "must be a checkpoint folder: there is none"),
         (["{checkpoint}", "--config", "{lrr: 1}"], "--config: unknown key 'lrr'"),
     ],
 )

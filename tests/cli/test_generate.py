@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
+from rllib_llm.algorithms.checkpoint_folder import write_manifest
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.cli.main import app
 from rllib_llm.cli.model_folder import find_model
@@ -19,6 +21,7 @@ def checkpoint(tmp_path_factory):
     model, tokenizer = arithmetic.build_model(0, hidden_size=16, num_layers=1, num_heads=2)
     for part in (model, tokenizer):
         part.save_pretrained(folder / MODEL_IN_CHECKPOINT)
+    write_manifest(folder, {})
     return folder
 
 
@@ -83,6 +86,12 @@ def test_the_model_is_found_in_checkpoint_trial_and_model_folders(checkpoint, tm
     model = str(checkpoint / MODEL_IN_CHECKPOINT)
     assert find_model(str(checkpoint)) == model
     assert find_model(str(checkpoint.parent)) == model
+    unfinished = checkpoint.with_name("checkpoint_000001") / MODEL_IN_CHECKPOINT
+    shutil.copytree(model, unfinished)  # all that a copy brought before it was killed
+    assert find_model(str(checkpoint.parent)) == model
+    with pytest.raises(ValueError, match="saving it was interrupted"):
+        find_model(str(checkpoint.with_name("checkpoint_000001")))
+    shutil.rmtree(checkpoint.with_name("checkpoint_000001"))
     assert find_model(model) == model
     assert find_model("org/name") == "org/name"
     with pytest.raises(ValueError, match="must hold a model: there is no config.json"):

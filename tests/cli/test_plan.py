@@ -52,6 +52,16 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
         ({"scheduler": "asha"}, r"a\.metric is missing"),
         ({"scheduler_config": {"max_t": 3}}, r"a\.scheduler_config must come with scheduler"),
         (
+            {"scheduler": "pbt", "metric": "x", "scheduler_config": {
+                "hyperparam_mutations": {"lrr": {"uniform": [0, 1]}}}},
+            r"a\.config: unknown key 'lrr'.*'lr'",
+        ),
+        (
+            {"scheduler": "pbt", "metric": "x", "scheduler_config": {
+                "hyperparam_mutations": {"lr": {"uniform": [-2, -1]}}}},
+            r"a: lr=-1\.\d+ must be at least 0",
+        ),
+        (
             {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_tt": 3}},
             r"a\.scheduler_config: unknown key 'max_tt'.*'max_t'",
         ),

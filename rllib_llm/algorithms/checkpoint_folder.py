@@ -1,0 +1,218 @@
+"""Checkpoint folders on disk: each is there as a whole or not at all, and says so itself.
+
+A folder is a checkpoint once its manifest is in it, which is written last: format version, and
+size and checksum of every file. A folder that is new is written beside its place and renamed into
+it, one that replaces another takes its place by two renames. So a kill, a full disk or a copy that
+ended early (Tune's own, into the trial's folder) leaves either a checkpoint or something that
+`check` refuses, and the previous checkpoint as it was.
+
+Nothing is flushed to the platter: after a power cut the checksum tells, and `newest_usable` goes
+further back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "rllib_llm_checkpoint.json"
+FORMAT_VERSION = 1
+CHUNK_BYTES = 16 * 1024**2
+OTHERS = "Choose another checkpoint; given the trial's folder, the newest usable one is taken"
+
+
+class CheckpointError(ValueError):
+    """A folder that is no checkpoint, or a damaged one, or one of an unknown format."""
+
+
+def write_manifest(folder: Path, about: dict[str, Any]) -> None:
+    """Makes `folder`, all its files written, a checkpoint. `about`: what a reader may want."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {"format_version": FORMAT_VERSION, **about, "files": files}
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    os.replace(partial, folder / MANIFEST)
+
+
+def check(folder: str | Path) -> dict[str, Any]:
+    """The manifest of the checkpoint `folder`, every file of which was read and is as written.
+
+    Raises:
+        CheckpointError: saying what is wrong with it, and what to do.
+    """
+    folder = Path(folder)
+    _recover(folder)
+    manifest = _read_manifest(folder)
+    for name, written in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise _damaged(folder, f"hold {name}", "the file is missing")
+        num_bytes = file.stat().st_size
+        if num_bytes != written["bytes"]:
+            rule = f"hold {written['bytes']} bytes in {name}"
+            raise _damaged(folder, rule, f"there are {num_bytes}")
+        if _crc32(file) != written["crc32"]:
+            raise _damaged(folder, f"hold {name} as it was written", "its checksum is another")
+    return manifest
+
+
+def checkpoints_in(trial_folder: str | Path) -> list[Path]:
+    """Tune's checkpoint folders of one trial, the newest first, usable or not."""
+    folders = (path for path in Path(trial_folder).glob("checkpoint_*") if path.is_dir())
+    numbered = [path for path in folders if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(numbered, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
+
+
+def newest_usable(folder: str | Path) -> Path:
+    """`folder` itself if it is a checkpoint, or the newest usable one of the trial it belongs to.
+
+    Args:
+        folder: a checkpoint, a trial's folder, or a stage's folder with one trial in it.
+
+    Raises:
+        CheckpointError: there is no usable one, saying what is wrong with the newest.
+    """
+    folder = Path(folder)
+    candidates = checkpoints_in(folder)
+    if not candidates:
+        trials = sorted({path.parent for path in folder.glob("*/checkpoint_*")})
+        if len(trials) > 1:
+            raise CheckpointError(
+                f"checkpoint={str(folder)!r} must be a checkpoint or the folder of one trial: "
+                f"there are {len(trials)} trials in it. Choose one of "
+                f"{', '.join(trial.name for trial in trials)}."
+            )
+        candidates = checkpoints_in(trials[0]) if trials else [folder]
+    first_error: CheckpointError | None = None
+    for candidate in candidates:
+        try:
+            check(candidate)
+            return candidate
+        except CheckpointError as error:
+            first_error = first_error or error
+    raise first_error
+
+
+@contextlib.contextmanager
+def written_whole(target: str | Path) -> Iterator[Path]:
+    """Gives a folder to write a checkpoint into, its manifest included; `target` becomes it when
+    the context ends, and stays as it was when an exception does or the process is killed.
+
+    An empty `target` is written in place. Files beside an older checkpoint's own are kept.
+    """
+    target = Path(target)
+    if target.is_dir() and not (target / MANIFEST).is_file():
+        with _written_in_place(target):
+            yield target
+        return
+    partial, previous = _partial(target), _previous(target)
+    _recover(target)
+    for leftover in (partial, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _read_manifest(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if target.is_dir():
+        _keep_foreign_files(target, partial)
+        os.rename(target, previous)
+    os.rename(partial, target)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _written_in_place(target: Path) -> Iterator[None]:
+    """For a folder that is no checkpoint: there is nothing to lose in it, and until it has its
+    manifest it stays none. If it was empty, it is empty again after an exception."""
+    was_empty = not any(target.iterdir())
+    try:
+        yield
+    except BaseException:
+        if was_empty:
+            for path in target.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _recover(target: Path) -> None:
+    """Ends an exchange of two checkpoints that was killed between its renames."""
+    if target.exists():
+        return
+    for leftover in (_partial(target), _previous(target)):
+        with contextlib.suppress(CheckpointError):
+            _read_manifest(leftover)
+            os.rename(leftover, target)
+            return
+
+
+def _keep_foreign_files(old: Path, new: Path) -> None:
+    """Moves files that `old`'s manifest does not list to `new`, unless it has such files."""
+    own = {*_read_manifest(old)["files"], MANIFEST}
+    for path in sorted(old.rglob("*")):
+        name = path.relative_to(old)
+        if path.is_file() and str(name) not in own and not (new / name).exists():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(path, new / name)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. "
+            "`rllib train` prints the checkpoints it wrote."
+        )
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "
+            f"so it was not made by rllib_llm, or saving it was interrupted. {OTHERS}."
+        )
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version, files = manifest["format_version"], manifest["files"]
+        known = isinstance(files, dict)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, f"hold a readable {MANIFEST}", f"it is cut off ({error})") from error
+    if version != FORMAT_VERSION or not known:
+        made_by = manifest.get("rllib_llm_version", "an unknown version")
+        raise CheckpointError(
+            f"checkpoint={str(folder)!r} has format_version={version!r}, which must be "
+            f"{FORMAT_VERSION}: rllib_llm {made_by} made it, and its format is unknown here. "
+            "Read it with that version."
+        )
+    return manifest
+
+
+def _damaged(folder: Path, rule: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint={str(folder)!r} must {rule}: {reason}; the checkpoint is damaged. {OTHERS}."
+    )
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return value
