@@ -196,8 +196,7 @@ def _stats(
     _require_positive_temperature(temperature)
 
     def stats_of(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logits = run.logits_of(states)
-        logprobs, entropies = token_stats(logits, targets, temperature, entropy, consume=True)
+        logprobs, entropies = token_stats(run.logits_of(states), targets, temperature, entropy)
         return (logprobs,) if entropies is None else (logprobs, entropies)
 
     if logits_chunk_tokens is None:

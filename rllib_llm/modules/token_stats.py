@@ -12,19 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 def token_stats(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    consume: bool = False,
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target [tokens] and, on request, entropy of its distribution, nats.
 
     Of logits / temperature in float32, whatever the dtype of `logits` [tokens, vocab] (float64
-    stays). With `consume` the backward pass writes the gradient over the logits, which nobody else
-    may need: half the memory. Autograd refuses a second backward pass then.
+    stays).
     """
-    logprobs, entropies = _TokenStats.apply(logits, targets, temperature, entropy, consume)
+    logprobs, entropies = _TokenStats.apply(logits, targets, temperature, entropy)
     return logprobs, entropies
 
 
@@ -61,12 +56,7 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        entropy: bool,
-        consume: bool,
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         lse = logits.new_empty(len(logits), dtype=dtype)
@@ -85,18 +75,18 @@ class _TokenStats(torch.autograd.Function):
                 entropies[rows] = log_total - weights.mul_(below).sum(dim=-1) / total
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets, lse, entropies)
-        ctx.temperature, ctx.consume = temperature, consume
+        ctx.temperature = temperature
         return logprobs, entropies if entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None]:
         logits, targets, lse, entropies = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
-        grad = logits.detach() if ctx.consume else torch.empty_like(logits)
+        grad = torch.empty_like(logits)
         for rows in _blocks(logits):
             all_logprobs = logits[rows].to(lse.dtype) / ctx.temperature
             all_logprobs.sub_(lse[rows].unsqueeze(-1)).clamp_(min=_LEAST)
@@ -110,7 +100,7 @@ class _TokenStats(torch.autograd.Function):
                 block = probs.mul_(surplus.add_(upstream).neg_())
             block.scatter_add_(-1, targets[rows].unsqueeze(-1), upstream)
             grad[rows] = block.div_(ctx.temperature)
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
 # Log-probs below this are 0 as probabilities; it keeps 0 * log 0 at 0 for forbidden tokens.
