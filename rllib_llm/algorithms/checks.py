@@ -13,6 +13,11 @@ def require(condition: bool, name: str, value: Any, rule: str, reason: str, reme
         raise ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
 
 
+def is_number(value: Any) -> bool:
+    """True for a number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_range(
     config: Any,
     *names: str,
@@ -28,8 +33,7 @@ def check_range(
     rule = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
     for name in names:
         value = getattr(config, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        holds = is_number and (
+        holds = is_number(value) and (
             (least is None or value >= least)
             and (above is None or value > above)
             and (most is None or value <= most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-from rllib_llm.algorithms.checks import check_range, require
+from rllib_llm.algorithms.checks import check_range, is_number, require
 from rllib_llm.learners.losses import POLICY_LOSSES, REDUCTIONS
 from rllib_llm.sampling.params import SamplingParams
 
@@ -113,4 +113,5 @@ def check_loss(config: Any) -> None:
     }  # fmt: skip
     for name, (holds, rule, reason, remedy) in rules.items():
         value = getattr(config, name)
-        require(value is None or holds(value), name, value, rule, reason, remedy)
+        right = value is None or is_number(value) and holds(value)
+        require(right, name, value, rule, reason, remedy)

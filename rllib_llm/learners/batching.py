@@ -145,32 +145,18 @@ def micro_batch_indices(
     return list(lengths.argsort(descending=True, stable=True).split(micro_batch_size))
 
 
-def micro_batches(
-    batch: dict[str, Tensor],
-    *,
-    micro_batch_size: int | None = None,
-    token_budget: int | None = None,
-) -> Iterator[dict[str, Tensor]]:
-    """The batch in parts of similar row length, without dead columns; see `micro_batch_indices`."""
-    for rows in micro_batch_indices(
-        batch, micro_batch_size=micro_batch_size, token_budget=token_budget
-    ):
-        yield trim(take_rows(batch, rows))
-
-
 def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """The batch with these rows only, in this order."""
     return {name: column[rows.to(column.device)] for name, column in batch.items()}
 
 
-def restore_rows(parts: list[Tensor], rows: list[Tensor], length: int) -> Tensor:
-    """Per-token results of micro-batches put back in the batch's order, [batch, length, ...].
+def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """Puts per-token results of micro-batches at their rows of `whole` [batch, length, ...], which
+    is returned.
 
     `parts[i]` [rows, at most length, ...], right-padded, belongs to the rows `rows[i]`; what was
-    cut off by `trim` is 0.
+    cut off by `trim` stays as it was.
     """
-    num_rows = sum(len(index) for index in rows)
-    whole = parts[0].new_zeros((num_rows, length, *parts[0].shape[2:]))
     for part, index in zip(parts, rows, strict=True):
         whole[index.to(whole.device), : part.shape[1]] = part
     return whole

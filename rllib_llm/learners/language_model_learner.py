@@ -29,6 +29,7 @@ from rllib_llm.learners.batching import (
     micro_batch_indices,
     minibatch_indices,
     minibatch_indices_by_tokens,
+    restore_rows,
     row_lengths,
     take_rows,
     trim,
@@ -287,14 +288,15 @@ class LanguageModelLearner(TorchLearner):
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
         """Outputs [B, T] of all rows of completions, without gradient; each row by one learner."""
-        like = batch[columns.COMPLETION_MASK]
-        whole = {name: torch.zeros(like.shape, device=like.device) for name in names}
         rows = self.micro_batch_rows(batch)
         outputs = [out for _, out in self.evaluated(batch, **options)]
-        for index, out in zip(rows, outputs, strict=True):
-            for name in names:
-                whole[name][index.to(like.device), : out[name].shape[1]] = out[name]
-        return {name: self.all_reduce(column) for name, column in whole.items()}
+        like = batch[columns.COMPLETION_MASK]
+
+        def whole(name: str) -> torch.Tensor:
+            empty = torch.zeros(like.shape, device=like.device)
+            return restore_rows(empty, [out[name] for out in outputs], rows)
+
+        return {name: self.all_reduce(whole(name)) for name in names}
 
     def _backward(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
         outputs = self.forward(micro_batch, **options)

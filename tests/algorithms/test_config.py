@@ -53,6 +53,7 @@ WRONG = [
     ("ppo", {"loss_reduction": "sum"}, "loss_reduction='sum' must be one of"),
     ("ppo", {"importance_sampling": "clip"}, "importance_sampling='clip' must be one of"),
     ("ppo", {"importance_sampling_level": "row"}, "importance_sampling_level='row' must be one of"),
+    ("ppo", {"clip_param": "wide"}, "clip_param='wide' must be at least 0"),
     ("ppo", {"clip_param": -0.1}, "clip_param=-0.1 must be at least 0"),
     ("ppo", {"lambda_": 1.5}, r"lambda_=1.5 must be in \[0, 1\]"),
     ("ppo", {"ref_kl_target": 0.0}, "ref_kl_target=0.0 must be above 0"),

@@ -95,10 +95,11 @@ def test_a_scheduled_learning_rate_is_the_one_that_was_stepped_with():
     with tiny.built(tiny.sft(num_epochs=2, minibatch_size=3, **decay)) as algorithm:
         # 4 updates an iteration; the fourth has seen 3 of 8: 1e-3 * 5/8
         assert effective_after_one(algorithm)["lr"] == pytest.approx(0.625e-3)
-    with tiny.built(tiny.grpo(ref_kl_in="loss", clip_param_high=0.28)) as algorithm:
+    config = tiny.grpo(ref_kl_in="loss", ref_kl_coeff=0.07, clip_param_high=0.28)
+    with tiny.built(config) as algorithm:
         used = effective_after_one(algorithm)
         assert (used["ref_kl_coeff"], used["clip_param"], used["clip_param_high"]) == (
-            0.05, 0.2, 0.28,
+            0.07, 0.2, 0.28,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rllib_llm import columns
 from rllib_llm.learners.advantages import gae, masked_whiten
-from rllib_llm.learners.batching import micro_batches, trim
+from rllib_llm.learners.batching import micro_batch_indices, take_rows, trim
 from rllib_llm.learners.kl import kl_estimate
 from rllib_llm.learners.losses import LossDenominators, policy_loss, reduce_loss, value_loss
 from rllib_llm.modules.logprobs import score_completions
@@ -97,7 +97,8 @@ def test_gradient_of_the_whole_is_the_sum_over_any_micro_batches(
     expected = gradients(model, critic)
 
     parts = torch.zeros(())
-    for micro_batch in micro_batches(batch, **cut):
+    for index in micro_batch_indices(batch, **cut):
+        micro_batch = trim(take_rows(batch, index))
         share = loss_of(model, critic, micro_batch, reduction, denominators, chunk_tokens)
         share.backward()
         parts = parts + share.detach()

@@ -52,7 +52,11 @@ def loss_and_gradient(config, max_new_tokens=5, **training):
     batch = learner.prepare(scripted())
     learner.start_minibatch(batch)
     logprobs = (padded(RATIOS, 7.0).log() - 1.0).requires_grad_()
-    outputs = {columns.LOGPROBS: logprobs, columns.ENTROPY: torch.zeros_like(logprobs)}
+    outputs = {
+        columns.LOGPROBS: logprobs,
+        columns.ENTROPY: torch.zeros_like(logprobs),
+        columns.COMPUTED_AND_PADDING: torch.tensor([1.0, 0.0]),
+    }
     loss = learner.compute_loss_for_module(
         module_id="default_policy", config=learner.config, batch=batch, fwd_out=outputs
     )
