@@ -117,14 +117,13 @@ def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
 
 
 def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> bool:
-    """Whether training in one process, undisturbed, comes to the same weights, bit for bit."""
+    """Whether the same training, undisturbed, comes to the same weights, bit for bit."""
     import torch
     from safetensors.torch import load_file
 
     from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 
-    os.environ.pop(chaos_run.LEDGER, None)
-    algorithm = chaos_run.make_config(None).build_algo()
+    algorithm = chaos_run.make_config(timeout_s=None).build_algo()
     for _ in range(num_iterations):
         algorithm.train()
     expected = load_file(algorithm.export_model(folder / "undisturbed") / "model.safetensors")
@@ -151,12 +150,11 @@ def run(num_kills: int, seed: int, timeout_s: float, folder: Path, **ray_setting
     killer, start = Killer(ledger, num_kills, seed), time.time()
     try:
         result = train(folder, killer, timeout_s)
-        seconds = time.time() - start
+        seconds, events = time.time() - start, chaos_run.read_ledgers(ledger)
         num_iterations = result.metrics["weights"]["version"]
         same = same_as_undisturbed(Path(result.checkpoint.path), num_iterations, folder)
     finally:
         ray.shutdown()
-    events = chaos_run.read_ledgers(ledger)
     prompts = prompt_account(
         events, num_iterations, chaos_run.NUM_PROMPTS, chaos_run.NUM_COMPLETIONS
     )

@@ -102,7 +102,7 @@ def note_sampler(*, env_runner: Any, **_: Any) -> None:
 
 
 def make_config(timeout_s: float | None) -> GRPOConfig:
-    """Two samplers, one evaluation sampler, one learner; without a timeout all in one process."""
+    """Two samplers, one evaluation sampler, one learner; `timeout_s` of an answer, None: none."""
     config = (
         GRPOConfig(algo_class=AccountedGRPO)
         .language_model(model=f"{HERE}.build_model")
@@ -115,10 +115,6 @@ def make_config(timeout_s: float | None) -> GRPOConfig:
         .training(train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=1e-3,
                   minibatch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2)
     )  # fmt: skip
-    if timeout_s is None:
-        config.algo_class = GRPO
-        # What two samplers would compute together: round-off depends on it.
-        return config.sampling(sampling_batch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2)
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)
