@@ -65,7 +65,7 @@ def make_config(args: argparse.Namespace, watch: Stopwatch) -> GRPOConfig:
     runner = watch.timed_runner(config.env_runner_cls, serve="sampler, rest")
     config.env_runners(env_runner_cls=runner)
     learner = watch.timed_class(config.get_default_learner_class(), LEARNER_SPANS)
-    return config.training(learner_class=learner)
+    return config.learners(learner_class=learner)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def run_ours(case: Case, bench: Any, folder: Path, steps: int) -> dict[str, Any]
     config = make_config(bench, folder, case.task)
     config.env_runners(env_runner_cls=watch.timed_runner(config.env_runner_cls))
     learner_class = config.get_default_learner_class()
-    config.training(learner_class=watch.timed_class(learner_class, {"prepare": "prepare"}))
+    config.learners(learner_class=watch.timed_class(learner_class, {"prepare": "prepare"}))
     algorithm = config.build_algo()
     iterations, lengths = [], []
     for _ in range(steps):

@@ -139,7 +139,7 @@ def measure(point: Point, iterations: int) -> dict[str, Any]:
         if not point.samplers:
             config.env_runners(env_runner_cls=watch.timed_runner(config.env_runner_cls))
         learner = config.get_default_learner_class()
-        config.training(learner_class=watch.timed_class(learner, {"update": "learn"}))
+        config.learners(learner_class=watch.timed_class(learner, {"update": "learn"}))
         algorithm = config.build_algo()
         for _ in range(iterations + 1):
             with watch.span("rest"):

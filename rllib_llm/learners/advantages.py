@@ -65,11 +65,6 @@ def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tens
     return returns
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` where `mask` is True, a scalar; 0 when nothing is masked in."""
-    return _masked_sum(x, mask) / mask.sum().clamp(min=1)
-
-
 def masked_whiten(
     x: Tensor,
     mask: Tensor,

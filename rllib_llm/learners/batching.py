@@ -38,26 +38,21 @@ def minibatch_indices(
     minibatch_size: int | None,
     num_epochs: int = 1,
     generator: torch.Generator | None = None,
-    group_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Row indices (int64) of each mini-batch, epoch after epoch, each epoch shuffled anew.
 
     Every row comes once per epoch; the last mini-batch of an epoch may be smaller. `None` takes
-    all rows at once. With `group_size` rows are shuffled in whole groups of adjacent rows.
+    all rows at once.
     """
-    group_size = group_size or 1
     minibatch_size = minibatch_size or num_rows
     for name, number in (("num_rows", num_rows), ("minibatch_size", minibatch_size)):
-        if number < 1 or number % group_size:
+        if number < 1:
             raise ValueError(
-                f"{name}={number!r} must be a positive multiple of {group_size} completions per "
-                "prompt: groups are kept whole. Change it, or shuffle single rows."
+                f"{name}={number!r} must be at least 1: it is a number of completions. Use None as "
+                "the size to take all at once."
             )
-    places = torch.arange(group_size)
     for _ in range(num_epochs):
-        groups = torch.randperm(num_rows // group_size, generator=generator)
-        rows = (groups.unsqueeze(1) * group_size + places).flatten()
-        yield from rows.split(minibatch_size)
+        yield from torch.randperm(num_rows, generator=generator).split(minibatch_size)
 
 
 def minibatch_indices_by_tokens(
@@ -65,34 +60,29 @@ def minibatch_indices_by_tokens(
     token_budget: int,
     num_epochs: int = 1,
     generator: torch.Generator | None = None,
-    group_size: int | None = None,
 ) -> Iterator[Tensor]:
     """As `minibatch_indices`, each mini-batch of at most `token_budget` tokens.
 
-    `lengths` [batch] in tokens, padding not counted: what a step learns from. Rows (or whole groups
-    of adjacent ones) are drawn in a shuffled order until the next would pass the budget; one that
-    is larger than it stands alone.
+    `lengths` [batch] in tokens, padding not counted: what a step learns from. Rows are drawn in a
+    shuffled order until the next would pass the budget; one that is larger than it stands alone.
     """
-    group_size = group_size or 1
-    if token_budget < 1 or len(lengths) % group_size:
+    if token_budget < 1:
         raise ValueError(
-            f"token_budget={token_budget!r} must be at least 1, and {len(lengths)} rows a multiple "
-            f"of {group_size} completions per prompt: groups are kept whole. Use a few times the "
-            "tokens of a group."
+            f"token_budget={token_budget!r} must be at least 1: it is a number of tokens. Use a "
+            "few times the tokens of a completion."
         )
-    sizes = lengths.cpu().reshape(-1, group_size).sum(dim=1)
-    places = torch.arange(group_size)
+    sizes = lengths.cpu()
     for _ in range(num_epochs):
         order = torch.randperm(len(sizes), generator=generator)
         parts, total = [[]], 0
-        for group, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
             if parts[-1] and total + size > token_budget:
                 parts.append([])
                 total = 0
-            parts[-1].append(group)
+            parts[-1].append(row)
             total += size
         for part in parts:
-            yield (torch.tensor(part).unsqueeze(1) * group_size + places).flatten()
+            yield torch.tensor(part)
 
 
 def split_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:

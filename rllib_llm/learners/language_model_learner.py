@@ -92,10 +92,6 @@ class LanguageModelLearner(TorchLearner):
         """Whether the remaining mini-batches of this update are skipped (asked after each)."""
         return False
 
-    def num_completions_per_group(self) -> int | None:
-        """Rows that must stay in one mini-batch, or None where rows are independent."""
-        return None
-
     # --- distribution ------------------------------------------------------------------------
 
     @property
@@ -220,7 +216,6 @@ class LanguageModelLearner(TorchLearner):
                 self.config.minibatch_tokens * self.world_size,
                 self.config.num_epochs,
                 generator,
-                group_size=self.num_completions_per_group(),
             )
         return iter(
             minibatch_indices(
@@ -228,7 +223,6 @@ class LanguageModelLearner(TorchLearner):
                 size * self.world_size if size else num_rows,
                 self.config.num_epochs,
                 generator,
-                group_size=self.num_completions_per_group(),
             )
         )
 

@@ -134,28 +134,6 @@ def completion_hidden(
     return wanted.unpack(wanted.pick(trunk_hidden(trunk, wanted)))
 
 
-def completion_full_kl(
-    model: nn.Module,
-    ref_model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    logits_chunk_tokens: int | None = None,
-) -> Tensor:
-    """Exact KL(model || ref_model) over the vocabulary at each completion token, nats, [batch, T].
-
-    Arguments as for `score_completions`; the gradient flows into `model` only.
-    """
-    _require_positive_temperature(temperature)
-    rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    run = _run(model, rows, False)
-    reference = ReferencePolicy(ref_model)
-    return run.wanted.unpack(_full_kl(run, reference, rows, temperature, logits_chunk_tokens))
-
-
 @dataclass(frozen=True)
 class _Run:
     """What one pass of a model left at the positions that predict the wanted tokens.

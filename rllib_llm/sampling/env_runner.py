@@ -189,8 +189,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         start = time.perf_counter()
         first = request.position * n
         row_ids = torch.arange(first, first + request.num_prompts * n)
-        policy = self.module if self.engine is None else self.engine
-        completions = generate_completions(policy, self.config, observation, request, row_ids)
+        completions = self._generate(observation, request, row_ids)
         generated = time.perf_counter()
         _, rewards, _, _, infos = self.env.step(completions)
         judged = time.perf_counter()
@@ -215,6 +214,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             texts=texts,
             timings={"generate_seconds": generated - start, "judge_seconds": judged - generated},
         )
+
+    def _generate(
+        self, observation: dict[str, torch.Tensor], request: SampleRequest, row_ids: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        policy = self.module if self.engine is None else self.engine
+        return generate_completions(policy, self.config, observation, request, row_ids)
 
     # --- RLlib's side ------------------------------------------------------------------------
 

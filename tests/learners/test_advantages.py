@@ -12,7 +12,6 @@ from rllib_llm.learners.advantages import (
     group_normalized,
     last_token_index,
     leave_one_out,
-    masked_mean,
     masked_whiten,
     reinforce_returns,
     token_rewards,
@@ -128,13 +127,7 @@ def test_reinforce_returns_are_rewards_to_go():
     )
 
 
-# --- masked mean and whitening -------------------------------------------------------------------
-
-
-def test_masked_mean_is_blind_outside_the_mask():
-    x = torch.tensor([[1.0, math.nan], [4.0, math.inf]])
-    assert masked_mean(x, bools("10", "10")).item() == 2.5
-    assert masked_mean(x, bools("00", "00")).item() == 0.0
+# --- whitening -----------------------------------------------------------------------------------
 
 
 def test_whitening_hand_worked():

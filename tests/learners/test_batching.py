@@ -42,28 +42,20 @@ def rollouts(prompt_lengths: list[int], completion_lengths: list[int], pad: int 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    num_groups=st.integers(1, 12),
-    group_size=st.integers(1, 4),
-    groups_per_minibatch=st.integers(1, 5),
+    num_rows=st.integers(1, 48),
+    size=st.integers(1, 20),
     num_epochs=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_every_row_once_per_epoch_and_groups_whole(
-    num_groups, group_size, groups_per_minibatch, num_epochs, seed
-):
-    num_rows, size = num_groups * group_size, groups_per_minibatch * group_size
+def test_every_row_once_per_epoch(num_rows, size, num_epochs, seed):
     generator = torch.Generator().manual_seed(seed)
-    parts = list(minibatch_indices(num_rows, size, num_epochs, generator, group_size))
+    parts = list(minibatch_indices(num_rows, size, num_epochs, generator))
     per_epoch = -(-num_rows // size)
     assert len(parts) == per_epoch * num_epochs
     for epoch in range(num_epochs):
         epoch_parts = parts[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert torch.cat(epoch_parts).sort().values.tolist() == list(range(num_rows))
         assert all(len(part) == size for part in epoch_parts[:-1])
-        for part in epoch_parts:
-            groups = part.view(-1, group_size)
-            assert (groups[:, :1] % group_size == 0).all()
-            assert torch.equal(groups, groups[:, :1] + torch.arange(group_size))
 
 
 def test_epochs_are_shuffled_anew_and_repeat_with_the_seed():
@@ -79,12 +71,10 @@ def test_sizes_that_do_not_divide_leave_a_smaller_last_minibatch():
     assert [len(part) for part in minibatch_indices(6, None)] == [6]
 
 
-def test_minibatches_that_would_cut_groups_are_refused():
-    with pytest.raises(ValueError, match="minibatch_size=6 must be a positive multiple of 4"):
-        list(minibatch_indices(8, 6, group_size=4))
-    with pytest.raises(ValueError, match="num_rows=10 must be a positive multiple of 4"):
-        list(minibatch_indices(10, 4, group_size=4))
-    with pytest.raises(ValueError, match="minibatch_size=-1 must be a positive multiple of 1"):
+def test_minibatches_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="num_rows=0 must be at least 1"):
+        list(minibatch_indices(0, 4))
+    with pytest.raises(ValueError, match="minibatch_size=-1 must be at least 1"):
         list(minibatch_indices(10, -1))
 
 
@@ -205,25 +195,22 @@ def test_trim_does_not_change_what_it_was_given():
     assert all(torch.equal(batch[name], before[name]) for name in before)
 
 
-def test_minibatches_by_tokens_fill_the_budget_with_whole_groups():
-    lengths = torch.tensor([1, 2, 9, 1, 3, 3, 2, 2, 5, 4])
-    # Groups of two adjacent rows: 3, 10, 6, 4 and 9 tokens; 10 is above the budget of 8.
+def test_minibatches_by_tokens_fill_the_budget():
+    lengths = torch.tensor([3, 10, 6, 4, 9])  # 10 and 9 are above the budget of 8
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        parts = list(minibatch_indices_by_tokens(lengths, 8, 2, generator, group_size=2))
+        parts = list(minibatch_indices_by_tokens(lengths, 8, 2, generator))
         rows = torch.cat(parts)
-        assert rows[:10].sort().values.tolist() == rows[10:].sort().values.tolist() == [*range(10)]
+        assert rows[:5].sort().values.tolist() == rows[5:].sort().values.tolist() == [*range(5)]
         sizes = [int(lengths[part].sum()) for part in parts]
-        assert all(size <= 8 or len(part) == 2 for size, part in zip(sizes, parts, strict=True))
-        assert all((part[1::2] == part[::2] + 1).all() for part in parts)
-        # Nothing was cut off before it had to be: the next group would have passed the budget.
+        assert all(size <= 8 or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
+        # Nothing was cut off before it had to be: the next row would have passed the budget.
         ends = torch.tensor([len(part) for part in parts]).cumsum(0)
         for size, part, end in zip(sizes, parts[1:], ends, strict=False):
-            if end != 10:  # an epoch ends there
-                assert size + int(lengths[part[:2]].sum()) > 8
+            if end != 5:  # an epoch ends there
+                assert size + int(lengths[part[0]]) > 8
 
 
-def test_minibatches_by_tokens_need_a_budget_and_whole_groups():
-    for budget, group_size in ((0, 1), (8, 3)):
-        with pytest.raises(ValueError, match="token_budget"):
-            list(minibatch_indices_by_tokens(torch.ones(4), budget, group_size=group_size))
+def test_minibatches_by_tokens_need_a_budget():
+    with pytest.raises(ValueError, match="token_budget=0 must be at least 1"):
+        list(minibatch_indices_by_tokens(torch.ones(4), 0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm import columns
-from rllib_llm.modules.logprobs import completion_full_kl
+from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.pretrained import load_causal_lm
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
@@ -59,7 +59,8 @@ def test_full_kl_in_the_reward_is_what_is_logged():
                                      columns.COMPLETION_IDS, columns.COMPLETION_MASK)]  # fmt: skip
     model, reference = tiny.module_of(learner).model, load_causal_lm(config.pretrained_model)
     with torch.no_grad():
-        kl = completion_full_kl(model, reference, *rows).sum(dim=1).mean().item()
+        outputs = score_completions(model, *rows, full_kl_to=ReferencePolicy(reference))
+        kl = outputs.full_kl.sum(dim=1).mean().item()
     metrics = tiny.update(learner, batch)
     assert kl > 0.01
     assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-4)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from rllib_llm.learners.kl import full_kl
 from rllib_llm.modules.logprobs import (
-    completion_full_kl,
+    ReferencePolicy,
     completion_hidden,
     score_completions,
     text_logprobs,
@@ -278,9 +278,10 @@ def test_a_bare_trunk_gives_the_same_hidden_states():
 @pytest.mark.parametrize("logits_chunk_tokens", [None, 3])
 def test_full_kl_is_that_of_both_models_logits(logits_chunk_tokens):
     model, ref_model, rows = tiny_model(seed=0), tiny_model(seed=1), batch()
-    kl = completion_full_kl(
-        model, ref_model, **rows, temperature=0.7, logits_chunk_tokens=logits_chunk_tokens
-    )
+    kl = score_completions(
+        model, **rows, temperature=0.7, logits_chunk_tokens=logits_chunk_tokens,
+        full_kl_to=ReferencePolicy(ref_model),
+    ).full_kl  # fmt: skip
     expected = torch.stack(
         [
             full_kl(own_logits(model, rows, row) / 0.7, own_logits(ref_model, rows, row) / 0.7)
@@ -291,7 +292,8 @@ def test_full_kl_is_that_of_both_models_logits(logits_chunk_tokens):
     kl.sum().backward()
     assert model.lm_head.weight.grad.abs().sum() > 0
     assert ref_model.lm_head.weight.grad is None
-    assert (completion_full_kl(model, model, **rows) == 0).all()
+    own = score_completions(model, **rows, full_kl_to=ReferencePolicy(model)).full_kl
+    assert (own == 0).all()
 
 
 # --- errors --------------------------------------------------------------------------------------
