@@ -119,6 +119,7 @@ def make_config(timeout_s: float | None) -> GRPOConfig:
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)
         .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
-        .fault_tolerance(sampler_timeout_s=timeout_s, learner_timeout_s=timeout_s)
+        .fault_tolerance(sampler_timeout_s=timeout_s, learner_timeout_s=timeout_s,
+                         setup_timeout_s=None if timeout_s is None else 6 * timeout_s)
         .callbacks(on_environment_created=note_sampler)
     )

@@ -25,6 +25,7 @@ from rllib_llm.algorithms.checks import (
 )
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.placement import require_places
+from rllib_llm.algorithms.setup_watch import is_trial, killed_after
 from rllib_llm.algorithms.whole_checkpoints import WholeCheckpoints
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
@@ -61,6 +62,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.micro_batch_tokens: int | None = 16_384
         self.refused_batch_dir: str | None = None
         self.learner_timeout_s: float | str | None = "auto"
+        self.setup_timeout_s: float | None = 7200.0
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
@@ -112,7 +114,13 @@ class LanguageModelConfig(AlgorithmConfig):
             self.learner_strategy = strategy
         return super().learners(**kwargs)
 
-    def fault_tolerance(self, *, learner_timeout_s: float | str | None = NotProvided, **kwargs):
+    def fault_tolerance(
+        self,
+        *,
+        learner_timeout_s: float | str | None = NotProvided,
+        setup_timeout_s: float | None = NotProvided,
+        **kwargs,
+    ):
         """Settings of what happens to processes that die or hang; RLlib's own are passed on.
 
         Args:
@@ -120,6 +128,8 @@ class LanguageModelConfig(AlgorithmConfig):
                 state, an export) ends the run with an error, so that Tune can restart it. "auto"
                 (default): ten times the slowest answer of its kind so far and at least 120 s,
                 1800 s for the first. Set a number to notice a hang sooner, None to wait for ever.
+            setup_timeout_s: seconds after which a trial that is not set up is killed, so that Tune
+                can restart it; two hours by default, None: never.
         """
         super().fault_tolerance(**kwargs)
         self._assign(locals(), LanguageModelConfig.fault_tolerance)
@@ -239,12 +249,19 @@ class LanguageModelConfig(AlgorithmConfig):
         check_precision(self)
         check_adapters(self)
         check_timeout("learner_timeout_s", self.learner_timeout_s)
+        check_timeout("setup_timeout_s", self.setup_timeout_s, auto=False)
         warn_of_no_effect(self)
 
 
 class LanguageModelAlgorithm(WholeCheckpoints, Algorithm):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
+
+    def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
+        settings = self.get_default_config() if config is None else config
+        seconds = settings.get("setup_timeout_s") if is_trial() else None
+        with killed_after(seconds):
+            super().__init__(config=config, env=env, **kwargs)
 
     def setup(self, config) -> None:
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
