@@ -7,6 +7,7 @@ loss with entropies. The same random weights and batch on each side, each in pro
 in turn:
 
     ours    `score_completions` and `policy_loss`: no padding, prompts once, head where needed
+    compiled  as ours, the layers by `torch.compile` (what RLlib's `torch_compile_learner` does)
     padded  the same on right-padded rows, as models get them whose attention cannot be laid out
     trl     GRPOTrainer._compute_loss
 
@@ -80,6 +81,9 @@ def our_loss(args: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[Batc
     model = build_model(args).eval()
     if args.side == "padded":
         model.set_attn_implementation("eager")  # of which no layout is known
+    if args.side == "compiled":
+        for layer in model.model.layers:
+            layer.compile()
 
     def loss(batch: Batch) -> torch.Tensor:
         mask = batch["completion_mask"]
@@ -169,12 +173,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--side", choices=("ours", "padded", "trl"), help=argparse.SUPPRESS)
+    sides = ("ours", "compiled", "padded", "trl")
+    parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
         print(json.dumps(run_side(args)))
         return
-    pythons = {"ours": sys.executable, "padded": sys.executable}
+    pythons = dict.fromkeys(("ours", "compiled", "padded"), sys.executable)
     if args.peer_python:
         pythons["trl"] = args.peer_python
     results: dict[str, list[dict]] = {side: [] for side in pythons}

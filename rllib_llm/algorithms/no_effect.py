@@ -24,6 +24,9 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
     yield "grad_clip_by", "here: gradients are clipped by their global norm", "Remove it"
     if config.lr_schedule == "constant":
         yield "lr_num_updates", "with lr_schedule='constant'", "Choose 'linear' or 'cosine'"
+    yield "torch_compile_worker", "here: decoding has a loop of its own", "Remove it"
+    what = "torch_compile_learner_what_to_compile"
+    yield what, "here: it is the trunk's layers that are compiled", "Remove it"
     if config.num_learners < 2:
         yield "learner_strategy", f"with num_learners={config.num_learners}", "Use 2 or more"
     if config.num_learners == 0:

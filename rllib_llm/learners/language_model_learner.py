@@ -69,6 +69,8 @@ class LanguageModelLearner(TorchLearner):
         self.effective = EffectiveSettings()
         self._sharded: ShardedModule | None = None
         super().build()
+        if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
+            self.module[DEFAULT_MODULE_ID].unwrapped().compile(self._torch_compile_cfg)
         self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
 
     # --- hooks -------------------------------------------------------------------------------

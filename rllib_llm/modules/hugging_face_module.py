@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray.rllib.core.rl_module.torch.torch_compile_config import TorchCompileConfig
 from ray.rllib.core.rl_module.torch.torch_rl_module import TorchRLModule
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rllib_llm.modules.adapter_folder import (
     AdapterBase,
@@ -66,6 +68,17 @@ class HuggingFaceModule(TorchRLModule):
         if self.model_config.get("gradient_checkpointing") and not self.inference_only:
             for model in models:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def compile(self, compile_config: TorchCompileConfig) -> None:
+        """Compiles the trunk's layers, each for itself: what is around them changes with the
+        lengths of a batch. Learners do so under `framework(torch_compile_learner=True)`."""
+        for layer in self.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile(
+                    backend=compile_config.torch_dynamo_backend,
+                    mode=compile_config.torch_dynamo_mode,
+                    **compile_config.kwargs,
+                )
 
     def get_state(
         self, components=None, *, not_components=None, inference_only: bool = False, **kwargs
