@@ -9,7 +9,8 @@ of the memcpy (`cpu_ratio`), which says more on a machine that does other work. 
     aliased   publish until 4 receivers on this node have loaded, their parameters being the store
     copied    the same, copied into parameters
     stall     what the learner waits for when publishing in the background
-    swap      from "take the new weights" to "they are in use", between batches
+    swap      from "take the new weights" to "they are in use", between the batches of a process
+              that reads all weights, 320 tensors, all the time; reads that saw two versions (torn)
     first     the first put into a fresh Ray, and into one started with
               RAY_preallocate_plasma_memory=1
     store     bytes in the object store with K versions kept and one in use by a slow receiver
@@ -38,21 +39,33 @@ from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.published import PublishedWeights
 
 NUM_RECEIVERS = 4
+SWAP_TENSORS = 320
 MIB = 2**20
 CASES = ("aliased", "copied", "stall", "swap", "first", "store", "checksum")
 
 
 class Weights:
-    """A module as large as asked for: 16 layers of two matrices."""
+    """A module as large as asked for: matrices 32 wide, of ones."""
 
-    def __init__(self, num_bytes: int, dtype: torch.dtype = torch.bfloat16):
-        numbers = num_bytes // dtype.itemsize // 32
+    def __init__(
+        self, num_bytes: int, dtype: torch.dtype = torch.bfloat16, num_tensors: int = 32
+    ):
+        rows = num_bytes // dtype.itemsize // num_tensors // 32
         self._own = {
             f"layers.{i}.weight": torch.nn.Parameter(
-                torch.ones(numbers // 1024, 1024, dtype=dtype), requires_grad=False
+                torch.ones(rows, 32, dtype=dtype), requires_grad=False
             )
-            for i in range(32)
+            for i in range(num_tensors)
         }
+
+    def fill(self, value: int) -> None:
+        for tensor in self._own.values():
+            tensor.fill_(value)
+
+    def values(self) -> set[float]:
+        """All that it holds, every byte being read."""
+        found = [tensor.aminmax() for tensor in self._own.values()]
+        return {float(value) for low_high in found for value in low_high}
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._own)
@@ -112,7 +125,8 @@ def start_ray(store_bytes: int, *, preallocate: bool = False) -> None:
         logging_level="ERROR",
         log_to_driver=False,
         object_store_memory=store_bytes,
-        _system_config={"preallocate_plasma_memory": preallocate},
+        # Workers as nice as this process: other work on the machine must not hold up one side.
+        _system_config={"preallocate_plasma_memory": preallocate, "worker_niceness": 0},
     )
 
 
@@ -180,29 +194,54 @@ def stall(num_bytes: int, rounds: int) -> dict:
     return result
 
 
+@ray.remote(num_cpus=0)
+class Follower:
+    """A process that works with the weights of a run."""
+
+    def __init__(self, name: str, num_bytes: int):
+        torch.set_num_threads(1)
+        self.module, loader = Weights(num_bytes, num_tensors=SWAP_TENSORS), ModuleLoader(alias=True)
+        self.follower = WeightsFollower(
+            CoordinatorClient(name),
+            lambda use: use(),
+            prepare=lambda flat: loader.prepare(self.module, flat),
+        )
+
+    def follow(self, num_swaps: int) -> tuple[list[float], int]:
+        """Milliseconds of each swap, and how many batches saw more than one version."""
+        self.follower.require(timeout=600)
+        self.follower.start()
+        milliseconds, torn = [], 0
+        while len(milliseconds) < num_swaps:
+            torn += self.module.values() != {self.follower.in_use.version}
+            start = time.perf_counter()
+            if self.follower.swap():
+                milliseconds.append(1e3 * (time.perf_counter() - start))
+        self.follower.stop()
+        return milliseconds, torn
+
+
 def swap(num_bytes: int, rounds: int) -> dict:
-    """Milliseconds of `WeightsFollower.swap` once new weights have arrived."""
+    """Milliseconds of `WeightsFollower.swap` while versions come as fast as they can."""
     start_ray(5 * num_bytes + 64 * MIB)
-    module, loader = Weights(num_bytes), ModuleLoader(alias=True)
     client = CoordinatorClient("swap")
     publisher = BackgroundPublisher(client)
-    follower = WeightsFollower(client, lambda flat: loader.load(module, flat))
-    milliseconds = []
-    for version in range(rounds + 1):
-        publisher.submit(Weights(num_bytes).own_tensors(), version)
-        if version == 0:
-            follower.require(timeout=600)
-            follower.start()
-            continue
-        while follower.newest.version != version:
-            time.sleep(0.01)
-        start = time.perf_counter()
-        assert follower.swap()
-        milliseconds.append(1e3 * (time.perf_counter() - start))
-    follower.stop()
+    weights = Weights(num_bytes, num_tensors=SWAP_TENSORS)
+    following = Follower.remote("swap", num_bytes).follow.remote(4 * rounds)
+    version = 0
+    while not ray.wait([following], timeout=0)[0]:
+        version = version % 100 + 1  # bfloat16 knows these exactly
+        weights.fill(version)
+        publisher.submit(weights.own_tensors(), version)
+        publisher.wait(600)
+    milliseconds, torn = ray.get(following)
     publisher.stop()
     client.close()
-    return {"milliseconds": round(statistics.median(milliseconds), 3)}
+    return {
+        "milliseconds": round(statistics.median(milliseconds), 3),
+        "all_milliseconds": [round(value, 3) for value in milliseconds],
+        "torn": torn,
+    }
 
 
 def first(num_bytes: int, rounds: int) -> dict:
@@ -236,18 +275,21 @@ def store(num_bytes: int, rounds: int) -> dict:
         if version == 1:
             ray.get(slow.receive.remote(client.latest()))
         time.sleep(2)  # Ray frees in the background
-        used[version] = round(bytes_in_store() / num_bytes, 2)
+        used[version] = round(sum(bytes_in_store().values()) / num_bytes, 4)
     publisher.stop()
     client.close()
     return {"keep": 2, "versions_pinned_by_receivers": 1, "copies_after_version": used}
 
 
-def bytes_in_store() -> int:
-    """Of all nodes together."""
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+def bytes_in_store() -> dict[str, int]:
+    """Of each node, by its id, as it reports them."""
+    from ray._private.state import available_resources_per_node, total_resources_per_node
 
-    state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return get_memory_info_reply(state).store_stats.object_store_bytes_used
+    name, free = "object_store_memory", available_resources_per_node()
+    return {
+        node: round(total[name] - free[node].get(name, 0))
+        for node, total in total_resources_per_node().items()
+    }
 
 
 def checksum(num_bytes: int, rounds: int) -> dict:
@@ -273,6 +315,8 @@ def main() -> None:
     for megabytes in arguments.mb:
         num_bytes = payload_bytes(megabytes)
         for case in arguments.cases:
+            ray.shutdown()
+            time.sleep(1)
             require_memory(11 * num_bytes)
             if case in ("aliased", "copied"):
                 result = broadcast(num_bytes, arguments.rounds, alias=case == "aliased")

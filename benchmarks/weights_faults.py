@@ -10,7 +10,8 @@ One JSON line per case, seconds as medians over the rounds:
                  publishes: from its start until that is in use
     lost         the bytes are gone: until they were put again and are in use
     nodes        three nodes (all on this machine), two receivers each: copies of the weights in
-                 each node's store, and the nodes that hold one
+                 each node's store once older ones are freed, the nodes that hold one, and the
+                 transfer's seconds on each node, all at once and in waves
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray.exceptions import ObjectLostError
-from weights import MIB, Receiver, Weights, payload_bytes, start_ray
+from weights import MIB, Weights, bytes_in_store, payload_bytes, start_ray
 
 from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.broadcast import WeightsReceiver
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import pack
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.transfer import Transfer
+from rllib_llm.weights.waves import nodes_with_a_copy
 
 CASES = ("transfers", "coordinator", "learner", "lost", "nodes")
 LONG = 600.0
@@ -165,6 +168,23 @@ def learner(num_bytes: int, rounds: int) -> dict:
     return _seconds(seconds)
 
 
+@ray.remote(num_cpus=0)
+class NodeReceiver:
+    """A sampler's share of the work, on some node."""
+
+    def __init__(self, num_bytes: int):
+        self.module, self.loader = Weights(num_bytes), ModuleLoader(alias=True)
+        self.receiver = WeightsReceiver()
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def receive(self, published: PublishedWeights) -> float:
+        """Seconds until the bytes were on this node."""
+        self.receiver.ensure(published, lambda flat: self.loader.load(self.module, flat))
+        return self.receiver.metrics()["transfer_seconds"]
+
+
 def nodes(num_bytes: int, rounds: int) -> dict:
     """Copies per node, on a cluster of three whose nodes are processes of this machine."""
     ray.shutdown()
@@ -175,32 +195,36 @@ def nodes(num_bytes: int, rounds: int) -> dict:
             resources={f"node{number}": 10},
             object_store_memory=3 * num_bytes + 80 * MIB,
             include_dashboard=False,
+            _system_config={"worker_niceness": 0} if number == 0 else None,
         )
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
     receivers = [
-        Receiver.options(resources={f"node{number}": 1}).remote(num_bytes, torch.bfloat16, True)
+        NodeReceiver.options(resources={f"node{number}": 1}).remote(num_bytes)
         for number in (0, 0, 1, 1, 2, 2)
     ]
-    ref = ray.put(pack(Weights(num_bytes).own_tensors()))
-    ray.get([r.receive.remote(PublishedWeights(0, ref=(ref,))) for r in receivers])
-    time.sleep(2)
-    locations = ray.experimental.get_object_locations([ref])[ref]["node_ids"]
-    copies = [round(used / num_bytes, 2) for used in _bytes_by_node()]
+    names = ray.get([receiver.node.remote() for receiver in receivers])
+    flat = pack(Weights(num_bytes).own_tensors())
+    seconds = {"at_once": [], "in_waves": []}
+    for version in range(rounds):
+        for how, in_turn in (("at_once", ()), ("in_waves", tuple(dict.fromkeys(names)))):
+            ref = ray.put(flat)
+            published = PublishedWeights(version, ref=(ref,), nodes=in_turn)
+            arrived = ray.get([r.receive.remote(published) for r in receivers])
+            seconds[how].append([round(arrived[number], 2) for number in (0, 2, 4)])
+    holders = nodes_with_a_copy(ref)
+    del ref, published
+    ray.get([r.receive.remote(PublishedWeights(rounds, ref=(ray.put(flat),))) for r in receivers])
+    time.sleep(2)  # Ray frees in the background
+    copies = [round(used / num_bytes, 2) for used in bytes_in_store().values()]
     ray.shutdown()
     cluster.shutdown()
-    return {"receivers": len(receivers), "nodes_with_a_copy": len(locations), "copies": copies}
-
-
-def _bytes_by_node() -> list[int]:
-    from ray._private.internal_api import node_stats
-
-    return [
-        node_stats(
-            node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False
-        ).store_stats.object_store_bytes_used
-        for node in ray.nodes()
-    ]
+    return {
+        "receivers": len(receivers),
+        "nodes_with_a_copy": len(holders),
+        "copies": copies,
+        "transfer_seconds_of_each_node": seconds,
+    }
 
 
 def _seconds(values: list[float]) -> dict:

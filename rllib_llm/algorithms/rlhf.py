@@ -32,7 +32,8 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.samples import SampleLog
 from rllib_llm.sampling.ahead import RequestInFlight
-from rllib_llm.sampling.collect import Collector, SamplingError
+from rllib_llm.sampling.collect import Collector, PublishedWeightsLostError, SamplingError
+from rllib_llm.sampling.env_runner import RLHFEnvRunner
 from rllib_llm.sampling.faults import Faults
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
 from rllib_llm.sampling.samplers import stop_samplers
@@ -118,13 +119,17 @@ class RLHF(LanguageModelAlgorithm):
 
     def _sample(self) -> JudgedBatch:
         """All completions of this iteration, in the order of their prompts' positions."""
-        if self._in_flight is not None and self._in_flight.position == self.position:
-            try:
+        try:
+            if self._in_flight is not None and self._in_flight.position == self.position:
                 return self._in_flight.result()
-            except SamplingError:
-                self._in_flight = None  # whoever tries again asks anew
-                raise
-        return self._collect(ahead=0)()
+            return self._collect(ahead=0)()
+        except PublishedWeightsLostError as error:
+            self._in_flight = None
+            self._publish_again(error)
+            return self._collect(ahead=0)()
+        except SamplingError:
+            self._in_flight = None  # whoever tries again asks anew
+            raise
 
     def _sample_ahead(self) -> None:
         """Has remote samplers make the next batch while this one is learnt from."""
@@ -148,7 +153,29 @@ class RLHF(LanguageModelAlgorithm):
 
     def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
         """The answer of a group of samplers, made with the weights as they are published."""
-        return self._collectors[group].collect(request, self.published_weights)
+        collector = self._collectors[group]
+        try:
+            return collector.collect(request, self.published_weights)
+        except PublishedWeightsLostError as error:
+            self._publish_again(error)
+            return collector.collect(request, self.published_weights)
+
+    def _publish_again(self, error: PublishedWeightsLostError) -> None:
+        """Once: where they are lost again, something is wrong that this does not mend."""
+        logger.warning("Weights %d are published again: %s", self.weights_version, error)
+        self.published_weights = self._publisher.publish_again(self.weights_version)
+
+    def verify_weights(self) -> dict[int, list[str]]:
+        """Parameters that are not bit for bit as published, by sampler; {} when all is well.
+
+        For a look by hand: each sampler reads all its weights. Those in a vLLM engine's own layout
+        are not compared, nor is the one sampler that uses the learner's module itself.
+        """
+        found = self.env_runner_group.foreach_env_runner(
+            functools.partial(RLHFEnvRunner.differing_weights, published=self.published_weights),
+            local_env_runner=False,
+        )
+        return {worker: names for worker, names in found if names}
 
     def held_out_losses(self) -> dict[str, float]:
         """What an evaluation reports beside the judged completions, for the weights as they are."""

@@ -149,7 +149,7 @@ class RLHFConfig(LanguageModelConfig):
 
         Args:
             weights_checksum: every receiver compares a CRC-32 of the bytes, and fetches them again
-                where it differs; costs some seconds per GB on both sides.
+                where it differs; costs half a second per GB on each side.
             weights_name: name under which other processes of the cluster, such as replicas of a
                 server, follow this run's weights (`rllib_llm.weights.follower`); None: nobody.
             weights_keep: versions that stay in the object store for them, at least 1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ POLL_SECONDS = 0.2  # between looks at who died; answers of all are seen at once
 
 class SamplingError(RuntimeError):
     """No sampler can serve the request; the message carries the first sampler's traceback."""
+
+
+class PublishedWeightsLostError(SamplingError):
+    """A sampler could not get the weights that it was asked to sample with."""
 
 
 class NoSamplersError(SamplingError):
@@ -67,12 +72,14 @@ class Collector:
         self.faults = Faults() if faults is None else faults
         self.samplers = Samplers(group, self.faults, start_seconds)
         self.limit = TimeLimit(timeout_s)
+        self.nodes: dict[int, str] = {}  # by worker, as its last answer said
         self._num_requests = 0
 
     def collect(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """The judged completions of `request`, ordered by position, whoever made them.
 
         Raises:
+            PublishedWeightsLostError: the published weights are gone.
             SamplingError: a sampler reported an exception, thrice where it may pass by itself; or
                 all died several times in a row.
             NoSamplersError: all are gone, and none came back in the time that a start may take.
@@ -91,8 +98,13 @@ class _Collection:
     ):
         self.collector = collector
         self.group, self.faults = collector.group, collector.faults
-        self.request, self.published, self.tag = request, published, tag
+        self.request, self.tag = request, tag
+        # Pulled by one node after the other where there are several.
         self.waiting = deal(request.num_prompts, self.group.num_remote_env_runners())
+        # Where they are on several nodes, these pull the weights in turns.
+        asked = self.group.healthy_worker_ids()[: len(self.waiting)]
+        nodes = dict.fromkeys(collector.nodes.get(worker, "") for worker in asked)
+        self.published = dataclasses.replace(published, nodes=tuple(filter(None, nodes)))
         self.flights: dict[int, Flight] = {}  # by worker
         self.done: dict[int, JudgedBatch] = {}  # by start of their part
         self.num_losses = 0  # since the last answer
@@ -142,12 +154,15 @@ class _Collection:
             if isinstance(answer, SampleFailure):
                 self._fail(flight, answer, seconds)
                 continue
+            self.collector.nodes[worker] = answer.node
             self.collector.limit.record(seconds, flight.part.num_prompts)
             self.done[flight.part.start] = answer
             self.num_losses = 0
 
     def _fail(self, flight: Flight, failure: SampleFailure, seconds: float) -> None:
         self.first_failure = self.first_failure or failure
+        if failure.weights_lost:
+            raise PublishedWeightsLostError(failure.error)
         flight.part.num_failed += 1
         if not failure.may_pass or flight.part.num_failed >= MAX_FAILURES:
             first = self.first_failure

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ray
 import torch
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
@@ -33,8 +34,9 @@ from rllib_llm.sampling.generation import generate_completions
 from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.weights.broadcast import WeightsReceiver
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
-from rllib_llm.weights.loading import ModuleLoader
+from rllib_llm.weights.loading import ModuleLoader, differing
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.transfer import WeightsLostError
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -166,6 +168,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             (batch.num_rows,), self.weights.version, dtype=torch.int64, device=self._device
         )
         batch.weights = self.weights.metrics()
+        if self.worker_index and ray.is_initialized():
+            batch.node = ray.get_runtime_context().get_node_id()
         make_callback(
             "on_sample_end",
             callbacks_objects=self._callbacks,
@@ -273,6 +277,17 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if self.module is None:
             self.make_module()
         self._loader.load(self.module, flat)
+
+    def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
+        """This sampler's index, and the names of parameters that are not as published; the error
+        in their place where the published ones cannot be had."""
+        if self.engine is not None or not published.ref:
+            return self.worker_index, []
+        try:
+            self.weights.ensure(published, self._load_published)
+            return self.worker_index, differing(self.module, self.weights.published_bytes())
+        except WeightsLostError as error:
+            return self.worker_index, [str(error)]
 
     def get_ctor_args_and_kwargs(self):
         return (), {

@@ -9,6 +9,7 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm import columns
+from rllib_llm.weights.transfer import WeightsLostError
 
 Column = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -40,6 +41,7 @@ class JudgedBatch:
     columns: the training columns of `rllib_llm.columns`, B rows, on the sampler's device.
     rewards: [B] float32, the environment's own (score minus its KL share).
     components, metrics: [B] float32 by name; what the score is made of, and what it is not.
+    node: id of the node that made it.
     texts: {"prompt": [...], "completion": [...]} when asked for.
     """
 
@@ -50,6 +52,7 @@ class JudgedBatch:
     texts: dict[str, list[str]] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    node: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +66,7 @@ class JudgedBatch:
 
         return JudgedBatch(
             move(self.columns), self.rewards.to(device), move(self.components),
-            move(self.metrics), self.texts, self.timings, self.weights,
+            move(self.metrics), self.texts, self.timings, self.weights, self.node,
         )  # fmt: skip
 
     # --- summaries ---------------------------------------------------------------------------
@@ -100,16 +103,23 @@ class SampleFailure:
     """An exception raised while a request was served, as text that survives any process.
 
     may_pass: whether asking again can help: a network, a disk or Ray failed, not the code.
+    weights_lost: the published weights are gone; asking again helps once they are published anew.
     """
 
     error: str
     traceback: str
     may_pass: bool = False
+    weights_lost: bool = False
 
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
         lines = "".join(traceback.format_exception(error))
-        return cls(f"{type(error).__name__}: {error}", lines, _may_pass(error))
+        return cls(
+            f"{type(error).__name__}: {error}",
+            lines,
+            may_pass=_may_pass(error),
+            weights_lost=isinstance(error, WeightsLostError),
+        )
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -124,11 +124,12 @@ class BackgroundPublisher:
         self._pending = self._current = None
 
     def metrics(self) -> dict[str, float]:
-        """`skips`, `republished` and `announce_failures/<kind>` so far, and the seconds that the
-        last snapshot (`snapshot_seconds`) and what followed it (`announce_seconds`) took."""
+        """`announce_skips`, `republished` and `announce_failures/<kind>` so far, and the seconds
+        that the last snapshot (`snapshot_seconds`) and what followed it (`announce_seconds`) took.
+        """
         failures = self.failures + self._client.failures
         return {
-            "skips": float(self.num_skipped),
+            "announce_skips": float(self.num_skipped),
             "republished": float(self.num_republished),
             "snapshot_seconds": self.snapshot_seconds,
             "announce_seconds": self.publish_seconds,

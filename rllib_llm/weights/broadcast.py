@@ -23,7 +23,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import Transfer
+from rllib_llm.weights.transfer import Transfer, failure_metrics
 
 # Of the learners in this process: one copy of the weights each, in memory that stays warm.
 _staging: weakref.WeakKeyDictionary[Any, StagingBuffer] = weakref.WeakKeyDictionary()
@@ -66,6 +66,12 @@ class WeightsPublisher:
         self._shared_module = shared_module
         self._checksum = checksum
         self._background = background
+        self._num_republished = 0
+
+    def publish_again(self, version: int) -> PublishedWeights:
+        """Publishes what is the current weights still, those in the object store being lost."""
+        self._num_republished += 1
+        return self.publish(version)
 
     def publish(self, version: int) -> PublishedWeights:
         """Puts the current weights into the object store, owned by the calling process."""
@@ -87,8 +93,9 @@ class WeightsPublisher:
         return published
 
     def metrics(self) -> dict[str, float]:
-        """Of the background publisher, if there is one."""
-        return {} if self._background is None else self._background.metrics()
+        """`republished` so far, and those of the background publisher if there is one."""
+        metrics = {} if self._background is None else self._background.metrics()
+        return metrics | {"republished": metrics.get("republished", 0.0) + self._num_republished}
 
     def stop(self) -> None:
         """Ends the background publisher."""
@@ -118,6 +125,7 @@ class WeightsReceiver:
         self._in_use: PublishedWeights | None = None
         self._load_seconds = 0.0
         self._num_bytes = 0
+        self._num_skipped = 0
 
     @property
     def version(self) -> int:
@@ -140,11 +148,21 @@ class WeightsReceiver:
             load(flat)
             self._load_seconds = time.perf_counter() - start
             self._num_bytes = flat.num_bytes
+        if self._in_use is not None:
+            self._num_skipped += max(0, published.version - self._in_use.version - 1)
         self._in_use = published
 
+    def published_bytes(self) -> FlatBuffer:
+        """The weights in use as they are in the object store.
+
+        Raises:
+            WeightsLostError: they are not there any more.
+        """
+        return self._transfer.fetch(lambda: self._in_use)[1]
+
     def metrics(self) -> dict[str, float]:
-        """Bytes and seconds of the last transfer and load, age of the weights in use in seconds,
-        and failed transfers so far by kind."""
+        """Bytes and seconds of the last transfer and load, age of the weights in use in seconds;
+        versions passed over (`skips`) and failed transfers by kind so far."""
         seconds = self._transfer.seconds + self._load_seconds
         return {
             "bytes": float(self._num_bytes),
@@ -152,5 +170,6 @@ class WeightsReceiver:
             "load_seconds": self._load_seconds,
             "gb_per_s": self._num_bytes / 1e9 / seconds if seconds else 0.0,
             "age_seconds": 0.0 if self._in_use is None else self._in_use.age_seconds,
-            **{f"failures/{k}": float(n) for k, n in self._transfer.failures.items()},
+            "skips": float(self._num_skipped),
+            **failure_metrics(self._transfer.failures),
         }

@@ -39,7 +39,7 @@ class FlatBuffer:
     """`data` [num_bytes] uint8 and the slot of every tensor by name; tied names share a slot.
 
     `layout_hash` is equal for buffers of equal slots. `checksum` is the CRC-32 of `data` where one
-    was asked for: it costs about as much time as several copies.
+    was asked for: it takes about as long as two copies.
     """
 
     data: np.ndarray

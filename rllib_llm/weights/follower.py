@@ -13,20 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ray.exceptions import RayError
 
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, WeightsLostError
+from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, WeightsLostError, failure_metrics
 
 
 class WeightsFollower:
     """Keeps one model at the newest weights of a run.
 
-    load: makes the model use the weights of a buffer (`ModuleLoader.load`, for one); called by
-        `require` and `swap` only, never by the thread.
+    load: makes the model use what `prepare` gave; called by `require` and `swap` only, never by the
+        thread.
+    prepare: what can be done with the bytes beside the work, in the thread; the buffer itself if
+        left out. With `ModuleLoader.prepare` here, `load` has only to call what it gives.
     wait_seconds: of one question to the coordinator, and the longest that `stop` takes.
 
     At most two versions are held in the store for it: the one in use, if `load` aliases it, and
@@ -36,16 +39,17 @@ class WeightsFollower:
     def __init__(
         self,
         client: CoordinatorClient,
-        load: Callable[[FlatBuffer], None],
+        load: Callable[[Any], None],
         *,
+        prepare: Callable[[FlatBuffer], Any] = lambda flat: flat,
         transfer: Transfer | None = None,
         wait_seconds: float = 5.0,
     ):
-        self._client, self._load = client, load
+        self._client, self._load, self._prepare = client, load, prepare
         self._transfer = transfer or Transfer()
         self._wait_seconds = wait_seconds
         self._lock = threading.Lock()
-        self._arrived: tuple[PublishedWeights, FlatBuffer] | None = None
+        self._arrived: tuple[PublishedWeights, int, Any] | None = None  # with bytes, as prepared
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: RayError | None = None  # that ended the thread
@@ -96,11 +100,11 @@ class WeightsFollower:
             arrived, self._arrived = self._arrived, None
         if arrived is None:
             return False
-        published, flat = arrived
+        published, num_bytes, prepared = arrived
         start = time.perf_counter()
-        self._load(flat)
+        self._load(prepared)
         self.load_seconds = time.perf_counter() - start
-        self.in_use, self._num_bytes = published, flat.num_bytes
+        self.in_use, self._num_bytes = published, num_bytes
         return True
 
     def stop(self) -> None:
@@ -128,8 +132,7 @@ class WeightsFollower:
             same_epoch = newest is not None and newest.epoch == self.in_use.epoch
             behind = newest.version - self.in_use.version if same_epoch else 0
             metrics["versions_behind"] = float(behind)
-        failures = self._transfer.failures + self._client.failures
-        return metrics | {f"failures/{kind}": float(n) for kind, n in failures.items()}
+        return metrics | failure_metrics(self._transfer.failures + self._client.failures)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -159,7 +162,8 @@ class WeightsFollower:
             )
         except WeightsLostError:
             return  # reported; asked again in the next round
+        prepared = self._prepare(flat)
         with self._lock:
             if self._arrived is not None:
                 self.num_skipped += 1
-            self._arrived, self.newest = (published, flat), published
+            self._arrived, self.newest = (published, flat.num_bytes, prepared), published

@@ -7,13 +7,15 @@ All others (GPU, another dtype, a module that trains) are copied into, in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
-from rllib_llm.weights.read_only import can_protect, protect
+from rllib_llm.weights.read_only import can_map_read_only, read_only
 
 
 class LoadableModule(Protocol):
@@ -34,7 +36,7 @@ class ModuleLoader:
     """
 
     def __init__(self, *, alias: bool):
-        self._alias = alias and can_protect()
+        self._alias = alias and can_map_read_only()
         self.is_aliased = False
 
     def load(self, module: LoadableModule, flat: FlatBuffer) -> None:
@@ -43,15 +45,27 @@ class ModuleLoader:
         Raises:
             ValueError: they are those of another architecture.
         """
+        self.prepare(module, flat)()
+
+    def prepare(self, module: LoadableModule, flat: FlatBuffer) -> Callable[[], None]:
+        """What `load` has left to do once all is laid out: some microseconds per tensor where they
+        are aliased. Another thread may prepare while the module is in use."""
         own = module.own_tensors()
-        if self._alias and _same_layout(own, flat):
-            protect(flat.data)
-            for name, view in unpack(flat).items():
-                own[name].data = view
-            self.is_aliased = True
-        else:
-            self.own_memory(module)
-            module.set_state(unpack(flat))
+        if not self._alias or not _same_layout(own, flat):
+            return functools.partial(self._copy, module, flat)
+        guarded = dataclasses.replace(flat, data=read_only(flat.data))
+        return functools.partial(
+            self._alias_all, [(own[name], view) for name, view in unpack(guarded).items()]
+        )
+
+    def _alias_all(self, tensors_and_views: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for tensor, view in tensors_and_views:
+            tensor.data = view
+        self.is_aliased = True
+
+    def _copy(self, module: LoadableModule, flat: FlatBuffer) -> None:
+        self.own_memory(module)
+        module.set_state(unpack(flat))
 
     def own_memory(self, module: LoadableModule) -> None:
         """Gives every aliased parameter a copy that can be written to."""
@@ -60,6 +74,22 @@ class ModuleLoader:
         for tensor in {id(t): t for t in module.own_tensors().values()}.values():
             tensor.data = tensor.data.clone()
         self.is_aliased = False
+
+
+def differing(module: LoadableModule, flat: FlatBuffer) -> list[str]:
+    """Names of the tensors in `flat` that `module` does not hold bit for bit, after rounding to its
+    dtype."""
+    own = module.own_tensors()
+    return [
+        name
+        for name, tensor in unpack(flat).items()
+        if name not in own or not torch.equal(_bytes(own[name]), _bytes(tensor.to(own[name].dtype)))
+    ]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[num_bytes] uint8: NaNs are equal to themselves."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _same_layout(own: Mapping[str, torch.Tensor], flat: FlatBuffer) -> bool:

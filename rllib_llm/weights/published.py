@@ -18,6 +18,7 @@ class PublishedWeights:
     (inside a tuple, so that Ray does not fetch it before it is wanted), or nothing where sampler
     and learner share the module. `epoch` says whose count `version` is: a learner that was
     restarted or restored has a higher one, and counts on from any number (0: nobody else asks).
+    `nodes`: ids of the nodes that are about to pull, which take turns (`waves.py`).
     """
 
     version: int
@@ -26,6 +27,7 @@ class PublishedWeights:
     num_bytes: int = 0
     publish_seconds: float = 0.0
     epoch: int = 0
+    nodes: tuple[str, ...] = ()
     published_at: float = field(default_factory=time.time)  # seconds since 1970
 
     @property

@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayS
 
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.waves import wait_for_turn
 
 # What passes: a node or an owner went, the store was full or slow, bytes were damaged on the way.
 # ObjectLostError is also the base of OwnerDiedError, ObjectFetchTimedOutError and their kind.
@@ -29,10 +30,22 @@ def backoff_seconds(attempt: int, uniform: Callable[[float, float], float]) -> f
     return min(5.0, 0.05 * 2**attempt) * uniform(0.5, 1.5)
 
 
+def failure_metrics(failures: Counter[str]) -> dict[str, float]:
+    """`failures/<kind>`; the usual kinds are named before they happen, so that every result has
+    the same columns."""
+    counts = {kind.__name__: 0 for kind in PASSING_ERRORS} | dict(failures)
+    return {f"failures/{kind}": float(count) for kind, count in counts.items()}
+
+
+def wait_among_nodes(published: PublishedWeights) -> None:
+    """Returns when the node of this process may pull."""
+    wait_for_turn(published, node=ray.get_runtime_context().get_node_id())
+
+
 class Transfer:
     """Gets published weights, and counts what it took.
 
-    get: `ray.get` or what stands for it. sleep, uniform: likewise.
+    get: `ray.get` or what stands for it. sleep, uniform, wait_for_turn: likewise.
     timeout_seconds: of one attempt; a transfer slower than that counts as failed.
     max_attempts: after so many failures the weights count as lost.
     """
@@ -43,10 +56,12 @@ class Transfer:
         get: Callable[..., Any] = ray.get,
         sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[float, float], float] = random.uniform,
+        wait_for_turn: Callable[[PublishedWeights], None] = wait_among_nodes,
         timeout_seconds: float = 60.0,
         max_attempts: int = 5,
     ):
         self._get, self._sleep, self._uniform = get, sleep, uniform
+        self._wait_for_turn = wait_for_turn
         self._timeout_seconds, self._max_attempts = timeout_seconds, max_attempts
         self.failures: Counter[str] = Counter()  # by the error's name, over all transfers
         self.seconds = 0.0  # of the last transfer, its failed attempts included
@@ -66,6 +81,8 @@ class Transfer:
         for attempt in range(self._max_attempts):
             published = latest()
             try:
+                if len(published.nodes) > 1:
+                    self._wait_for_turn(published)
                 flat = self._get(published.ref[0], timeout=self._timeout_seconds)
                 verify(flat)
             except PASSING_ERRORS as error:

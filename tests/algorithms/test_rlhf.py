@@ -7,10 +7,17 @@ import ray
 import torch
 
 from rllib_llm import columns
+from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 ITERATIONS = 3
+WEIGHTS_METRICS = [
+    "age_seconds", "bytes", "failures/ChecksumError", "failures/GetTimeoutError",
+    "failures/ObjectLostError", "failures/RayActorError", "failures/RaySystemError", "gb_per_s",
+    "load_seconds", "oldest_version", "publish_seconds", "republished", "skips",
+    "transfer_seconds", "version", "versions_behind",
+]  # fmt: skip
 
 
 def run(config, num_iterations=ITERATIONS):
@@ -28,11 +35,22 @@ def test_two_samplers_learn_what_none_learns(undisturbed):
     """Also when one of them is killed between two iterations."""
     with tiny.built(tiny.ppo().env_runners(num_env_runners=2)) as algorithm:
         metrics = tiny.train(algorithm, 1)
+        (owned,) = algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: (ray.put("gone with its owner"),),
+            local_env_runner=False, remote_worker_ids=[1],
+        )  # fmt: skip
         ray.kill(algorithm.env_runner_group._worker_manager.actors()[1], no_restart=False)
         metrics += tiny.train(algorithm, 2)
         assert metrics == undisturbed[0]
         tiny.assert_same_weights(tiny.weights(algorithm), undisturbed[1])
         assert_sampled_with_the_newest_weights(algorithm, version=3)
+        assert algorithm.verify_weights() == {}
+        # The bytes are gone: published again, and nobody samples with others.
+        algorithm.published_weights = PublishedWeights(3, ref=owned)
+        weights = algorithm.train()["weights"]
+        assert weights["failures/OwnerDiedError"] == 5  # attempts of one sampler
+        assert (weights["version"], weights["oldest_version"], weights["republished"]) == (4, 3, 1)
+        assert [name for name in WEIGHTS_METRICS if name not in weights] == []
 
 
 class DieOnce:

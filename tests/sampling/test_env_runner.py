@@ -12,7 +12,7 @@ from rllib_llm import columns
 from rllib_llm.sampling.request import SampleFailure, SampleRequest
 from rllib_llm.weights.broadcast import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.read_only import can_protect
+from rllib_llm.weights.read_only import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
 from tests.sampling.tiny_samplers import assert_same_batch, build_sampler, publication
 
@@ -154,7 +154,7 @@ def test_an_actors_weights_are_shared_memory_until_rllib_sets_others(ray_session
     flat = pack(remote.module.get_state(inference_only=True))
     published = PublishedWeights(1, "shared", (ray.put(flat),))
     remote.serve(REQUEST, published)
-    assert remote._loader.is_aliased == can_protect()
+    assert remote._loader.is_aliased == can_map_read_only()
     # A state that is sent away holds its own tensors, not the whole buffer once for each.
     state = remote.get_state()[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in state.values())

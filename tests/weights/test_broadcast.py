@@ -56,6 +56,13 @@ def test_a_lower_version_and_the_same_version_again_are_loaded(ray_session):
     assert module.loaded == [50, 20, 21]
 
 
+def test_versions_that_a_receiver_passed_over_are_counted(ray_session):
+    receiver, module = WeightsReceiver(), Module()
+    for version, num_skipped in ((3, 0), (4, 0), (7, 2), (5, 2), (6, 2), (8, 3)):
+        receiver.ensure(published(version, version), module.load)
+        assert receiver.metrics()["skips"] == num_skipped
+
+
 def test_a_load_that_fails_is_tried_again(ray_session):
     receiver, module = WeightsReceiver(), Module()
 

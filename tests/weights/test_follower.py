@@ -80,6 +80,28 @@ def test_weights_change_at_a_swap_only_and_to_the_latest_that_arrived(run):
     assert metrics["bytes"] == 64
 
 
+def test_what_was_prepared_is_loaded_at_the_swap(run):
+    prepared = []
+
+    def prepare(flat):
+        prepared.append(flat)
+        return lambda: run.load(flat)
+
+    follower = WeightsFollower(
+        run.coordinator, lambda use: use(), prepare=prepare, transfer=run.transfer,
+        wait_seconds=0.05,
+    )  # fmt: skip
+    run.follower = follower
+    run.publish(1)
+    follower.require(timeout=LONG)
+    follower.start()
+    run.publish(2)
+    assert run.arrives(2)
+    assert len(prepared) == 2 and run.loaded == [1]
+    assert follower.swap() and run.loaded == [1, 2]
+    assert follower.metrics()["bytes"] == 64
+
+
 def test_a_restored_run_goes_back_and_its_predecessor_is_not_listened_to(run):
     run.publish(9)
     run.follower.require(timeout=LONG)

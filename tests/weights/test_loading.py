@@ -6,17 +6,19 @@ import mmap
 import signal
 import subprocess
 import sys
+import time
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from rllib_llm.weights import read_only
-from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.loading import ModuleLoader
-from rllib_llm.weights.read_only import can_protect, protect
+from rllib_llm.weights import read_only as module_under_test
+from rllib_llm.weights.flat_buffer import FlatBuffer, pack, unpack
+from rllib_llm.weights.loading import ModuleLoader, differing
+from rllib_llm.weights.read_only import can_map_read_only, read_only
 
-needs_protection = pytest.mark.skipif(not can_protect(), reason="no page protection here")
+needs_protection = pytest.mark.skipif(not can_map_read_only(), reason="no second mapping here")
 
 
 class Module:
@@ -41,6 +43,13 @@ def flat_of(value, dtype=torch.float32):
                  "embedding": tied, "head": tied})  # fmt: skip
 
 
+def shared(flat):
+    """The buffer as the object store gives it."""
+    memory = np.frombuffer(mmap.mmap(-1, flat.num_bytes), dtype=np.uint8)
+    memory[:] = flat.data
+    return FlatBuffer(memory, flat.slots)
+
+
 def values(module):
     return float(module.weight[0, 0]), float(module.embedding[0])
 
@@ -50,17 +59,18 @@ def test_an_aliased_module_is_the_buffer_and_keeps_tied_names_tied():
     module, loader = Module(), ModuleLoader(alias=True)
     weight = module.weight
     for value in (10, 20):
-        flat = flat_of(value)
+        flat = shared(flat_of(value))
         loader.load(module, flat)
         assert loader.is_aliased and values(module) == (value, value + 1)
         assert module.weight is weight  # the parameter stays, its memory changes
-        assert module.weight.data_ptr() == unpack(flat)["weight"].data_ptr()
+        flat.data[flat.slots["weight"].offset + 3] ^= 0x80  # the sign of a little-endian float32
+        assert values(module) == (-value, value + 1)
     assert module.own_tensors()["head"] is module.own_tensors()["embedding"]
 
 
 @needs_protection
 def test_memory_of_its_own_can_be_written_to_and_leaves_the_buffer_alone():
-    module, loader, flat = Module(), ModuleLoader(alias=True), flat_of(1)
+    module, loader, flat = Module(), ModuleLoader(alias=True), shared(flat_of(1))
     loader.load(module, flat)
     loader.own_memory(module)
     with torch.no_grad():
@@ -90,37 +100,56 @@ def test_a_buffer_that_does_not_fit_is_left_to_the_module_to_refuse():
 
 
 @needs_protection
-def test_protected_pages_become_writable_when_their_array_goes():
+def test_read_only_memory_is_the_shared_memory_and_is_unmapped_with_its_last_view():
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
-    array = np.frombuffer(memory, dtype=np.uint8)
-    protect(array)
-    assert int(array.sum()) == 0  # reading goes on
-    del array
-    memory[mmap.PAGESIZE] = 7
-    assert memory[mmap.PAGESIZE] == 7
+    array = np.frombuffer(memory, dtype=np.uint8)[100:-100]
+    view = read_only(array)
+    assert view.ctypes.data % mmap.PAGESIZE == array.ctypes.data % mmap.PAGESIZE == 100
+    memory[200] = 7  # others write on; here it can be read
+    assert view[100] == 7 and len(view) == len(array) and not view.flags.writeable
+    part, alive = view[5000:], weakref.ref(array)
+    del view, array
+    assert alive() is not None and int(part.sum()) == 0
+    del part
+    deadline = time.monotonic() + 60
+    while alive() is not None:  # the thread that unmaps
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @needs_protection
-def test_a_write_to_protected_weights_ends_the_process():
+def test_a_write_to_read_only_weights_ends_the_process():
     # Without the package and torch, whose imports take longer than all of this.
     code = (
         "import ctypes, mmap, numpy, runpy\n"
-        f"protect = runpy.run_path({read_only.__file__!r})['protect']\n"
+        f"read_only = runpy.run_path({module_under_test.__file__!r})['read_only']\n"
         "array = numpy.frombuffer(mmap.mmap(-1, 4 * mmap.PAGESIZE), dtype=numpy.uint8)\n"
-        "protect(array)\n"
-        "assert array.sum() == 0\n"
-        "ctypes.memset(array.ctypes.data + mmap.PAGESIZE, 1, 1)\n"
+        "view = read_only(array)\n"
+        "ctypes.memset(array.ctypes.data, 1, 1)\n"
+        "assert view.sum() == 1\n"
+        "ctypes.memset(view.ctypes.data, 1, 1)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert result.returncode == -signal.SIGSEGV, result.stderr
 
 
 @needs_protection
-def test_small_and_empty_arrays_have_no_whole_page():
-    protect(np.empty(0, dtype=np.uint8))
-    small = np.zeros(100, dtype=np.uint8)
-    protect(small)
-    small[0] = 1
+def test_private_memory_is_copied():
+    array = np.ones(10_000, dtype=np.uint8)
+    copy = read_only(array)
+    array[0] = 5
+    assert copy[0] == 1 and int(copy.sum()) == 10_000
+    assert read_only(np.empty(0, dtype=np.uint8)).nbytes == 0
+
+
+def test_what_differs_from_the_buffer_is_named():
+    module, flat = Module(torch.bfloat16), flat_of(1 / 3)  # float32, rounded when loaded
+    ModuleLoader(alias=False).load(module, flat)
+    assert differing(module, flat) == []
+    with torch.no_grad():
+        module.embedding[2] += 1
+    assert differing(module, flat) == ["embedding", "head"]
+    assert differing(module, pack({"other": torch.ones(1)})) == ["other"]
 
 
 @pytest.mark.gpu
