@@ -261,14 +261,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         elif self.module is None:
             self._pending_state = weights
         else:
-            self._load_weights(weights)
-
-    def _load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        if self.engine is not None:
-            self.engine.load_weights(weights)
-            return
-        self._loader.own_memory(self.module)
-        self.module.set_state(weights)
+            self._loader.own_memory(self.module)
+            self.module.set_state(weights)
 
     def _load_published(self, flat: FlatBuffer) -> None:
         if self.engine is not None:
