@@ -2,10 +2,15 @@
 accounts for every prompt; at the end the weights are compared with those of an undisturbed run.
 
     python -m benchmarks.chaos --kills 100 --seed 0 --out chaos.json
+    python -m benchmarks.chaos --kills 10 --nodes 2 --victims node
+
+With `--nodes` the run is on a cluster of a head and so many other nodes, all of them processes of
+this machine; a node dies with its raylet, and a new one takes its place.
 """
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import json
 import os
@@ -18,29 +23,42 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from benchmarks import chaos_run
 from benchmarks.chaos_account import kill_account, prompt_account
+from benchmarks.chaos_cluster import Nodes
+from rllib_llm.weights.coordinator import NAMESPACE, CoordinatorClient
 
 # How often each is the victim.
-WEIGHTS = {"sampler": 5, "evaluation": 2, "learner": 2, "driver": 1}
+WEIGHTS = {
+    "sampler": 5, "evaluation": 2, "learner": 2, "driver": 1, "coordinator": 1, "node": 1,
+}  # fmt: skip
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+STOP = "stop"  # file among the ledgers that ends the run
+ENOUGH = "enough"  # file with which a person ends it before all signals were sent
 SHARE_AT_ONCE = 0.3  # of kills that do not wait until the run has recovered from the one before
-MAX_SECONDS_TO_RECOVER = 900.0
+MAX_SECONDS_TO_RECOVER = 1800.0
+MAX_SECONDS_TO_ANSWER = 5.0  # of a coordinator that is asked for its process id
 
 
 class Killer(threading.Thread):
     """Sends signals until there were enough of them, then lets the run end."""
 
-    def __init__(self, ledger: Path, num_kills: int, seed: int):
+    def __init__(
+        self, ledger: Path, num_kills: int, seed: int, victims: list[str], nodes: Nodes | None
+    ):
         super().__init__(daemon=True)
         self.ledger, self.num_kills = ledger, num_kills
+        self.weights = {kind: WEIGHTS[kind] for kind in victims}
+        self.nodes = nodes
         self.random = random.Random(seed)
         self.kills: list[dict[str, Any]] = []
         self.error: str | None = None
 
     def run(self) -> None:
         self._wait_until_beyond(1)
-        while len(self.kills) < self.num_kills and self.error is None:
+        while not self._is_enough():
             version = self.version()
             kill = self._kill_one(version)
             if kill is None:
@@ -52,9 +70,20 @@ class Killer(threading.Thread):
                 time.sleep(self.random.uniform(1.0, 5.0))
             else:
                 self._wait_until_beyond(version)
+                if self.nodes is not None:
+                    self.nodes.bury()
                 time.sleep(self.random.uniform(0.0, 3.0))
-        self._wait_until_beyond(self.version() + 1)
-        (self.ledger / "stop").touch()
+        version = self.version() + 1
+        self._wait_until_beyond(version - 1)
+        if self.error is None and not self._is_announced(version):
+            self.error = f"the coordinator was not told of weights {version} or later"
+        (self.ledger / STOP).touch()
+        if self.error is not None:  # the trial may never come to look for the file
+            _thread.interrupt_main()
+
+    def _is_enough(self) -> bool:
+        seen_enough = (self.ledger / ENOUGH).exists()
+        return len(self.kills) >= self.num_kills or seen_enough or self.error is not None
 
     def version(self) -> int:
         """Iterations done, of the driver that reported last."""
@@ -70,16 +99,39 @@ class Killer(threading.Thread):
                 self.error = f"no iteration beyond {version} in {MAX_SECONDS_TO_RECOVER:.0f} s"
             time.sleep(0.3)
 
+    def _is_announced(self, version: int) -> bool:
+        client = CoordinatorClient(chaos_run.WEIGHTS_NAME)
+        return client.wait_for(version, MAX_SECONDS_TO_RECOVER) is not None
+
     def _kill_one(self, version: int) -> dict[str, Any] | None:
-        (kind,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (kind,) = self.random.choices(list(self.weights), list(self.weights.values()))
         how = self.random.choice(list(SIGNALS))
-        pids = [e["pid"] for e in self._events("process") if e["kind"] == kind]
-        pids = sorted({pid for pid in pids if is_running(pid)})
+        pids = self._victims(kind)
         if not pids:
             return None
         pid = self.random.choice(pids)
         os.kill(pid, SIGNALS[how])
+        if kind == "node":
+            self.nodes.replace(pid)
         return {"what": f"{kind} {how}", "pid": pid, "time": time.time(), "version": version}
+
+    def _victims(self, kind: str) -> list[int]:
+        if kind == "node":
+            return [] if self.nodes is None else self.nodes.pids()
+        if kind == "coordinator":
+            pids = coordinator_pids()
+        else:
+            pids = [e["pid"] for e in self._events("process") if e["kind"] == kind]
+        return sorted({pid for pid in pids if is_running(pid)})
+
+
+def coordinator_pids() -> list[int]:
+    """Of the one coordinator, while it answers."""
+    try:
+        actor = ray.get_actor(chaos_run.WEIGHTS_NAME, NAMESPACE)
+        return [ray.get(actor.stats.remote(), timeout=MAX_SECONDS_TO_ANSWER)["pid"]]
+    except (ValueError, ray.exceptions.RayError):
+        return []
 
 
 def is_running(pid: int) -> bool:
@@ -97,11 +149,11 @@ def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
 
     from rllib_llm.algorithms.hung_trials import RestartHungTrials
 
-    stop = str(killer.ledger / "stop")
+    stop = str(killer.ledger / STOP)
     killer.start()
     (result,) = tune.Tuner(
         chaos_run.AccountedGRPO,
-        param_space=chaos_run.make_config(timeout_s),
+        param_space=chaos_run.make_config(timeout_s, chaos_run.WEIGHTS_NAME),
         run_config=tune.RunConfig(
             name="run", storage_path=str(folder), verbose=0,
             stop=lambda trial_id, result: os.path.exists(stop),
@@ -134,20 +186,22 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
     )
 
 
-def run(num_kills: int, seed: int, timeout_s: float, folder: Path, **ray_settings: Any) -> dict:
+def run(
+    num_kills: int, seed: int, timeout_s: float, folder: Path, victims: list[str], num_nodes: int
+) -> dict[str, Any]:
     """The whole account of a run with `num_kills` kills."""
-    import ray
-
     ledger = folder / "ledger"
     ledger.mkdir(parents=True)
     # Ray's processes inherit both.
     os.environ[chaos_run.LEDGER] = str(ledger)
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    settings = {"address": "local", "num_cpus": 6, "include_dashboard": False,
-                "object_store_memory": 256 * 1024**2, "log_to_driver": False}  # fmt: skip
-    ray.init(**{**settings, **ray_settings})
-    killer, start = Killer(ledger, num_kills, seed), time.time()
+    nodes = Nodes(num_nodes) if num_nodes else None
+    if nodes is None:
+        ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False,
+                 object_store_memory=256 * 1024**2)  # fmt: skip
+    print(f"To end it early: touch {ledger / ENOUGH}", flush=True)
+    killer, start = Killer(ledger, num_kills, seed, victims, nodes), time.time()
     try:
         result = train(folder, killer, timeout_s)
         seconds, events = time.time() - start, chaos_run.read_ledgers(ledger)
@@ -155,6 +209,8 @@ def run(num_kills: int, seed: int, timeout_s: float, folder: Path, **ray_setting
         same = same_as_undisturbed(Path(result.checkpoint.path), num_iterations, folder)
     finally:
         ray.shutdown()
+        if nodes is not None:
+            nodes.shutdown()
     prompts = prompt_account(
         events, num_iterations, chaos_run.NUM_PROMPTS, chaos_run.NUM_COMPLETIONS
     )
@@ -181,10 +237,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=20.0, help="of an answer, in seconds")
+    parser.add_argument("--nodes", type=int, default=0, help="beside the head; 0: a local Ray")
+    parser.add_argument("--victims", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        account = run(arguments.kills, arguments.seed, arguments.timeout, Path(folder))
+        account = run(
+            arguments.kills, arguments.seed, arguments.timeout, Path(folder), arguments.victims,
+            arguments.nodes,
+        )  # fmt: skip
     text = json.dumps(account, indent=2)
     print(text)
     if arguments.out:

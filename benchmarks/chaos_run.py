@@ -15,6 +15,7 @@ from rllib_llm.learners.critic_free_learners import GRPOLearner
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers
 HERE = "benchmarks.chaos_run"
+WEIGHTS_NAME = "chaos"
 NUM_PROMPTS, NUM_COMPLETIONS = 8, 3  # of one iteration, and of each prompt
 PROMPTS = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
 JUDGE_SECONDS = 0.3  # so that a signal often finds samplers at work
@@ -101,7 +102,7 @@ def note_sampler(*, env_runner: Any, **_: Any) -> None:
         note("process", kind="evaluation" if env_runner.config.in_evaluation else "sampler")
 
 
-def make_config(timeout_s: float | None) -> GRPOConfig:
+def make_config(timeout_s: float | None, weights_name: str | None = None) -> GRPOConfig:
     """Two samplers, one evaluation sampler, one learner; `timeout_s` of an answer, None: none."""
     config = (
         GRPOConfig(algo_class=AccountedGRPO)
@@ -119,6 +120,7 @@ def make_config(timeout_s: float | None) -> GRPOConfig:
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)
         .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
+        .weight_broadcast(weights_name=weights_name)
         .fault_tolerance(sampler_timeout_s=timeout_s, learner_timeout_s=timeout_s,
                          setup_timeout_s=None if timeout_s is None else 6 * timeout_s)
         .callbacks(on_environment_created=note_sampler)

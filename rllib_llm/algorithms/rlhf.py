@@ -89,7 +89,9 @@ class RLHF(LanguageModelAlgorithm):
         config = self.config
         if config.weights_name is None:
             return None
-        client = CoordinatorClient(config.weights_name, keep=config.weights_keep)
+        client = CoordinatorClient(
+            config.weights_name, keep=config.weights_keep, restarts_hung=True
+        )
         return BackgroundPublisher(client, checksum=config.weights_checksum)
 
     def training_step(self) -> None:

@@ -77,6 +77,19 @@ def test_weights_reach_a_replica_also_after_the_coordinator_was_killed(name):
     ray.kill(replica)
 
 
+def test_the_publisher_has_a_stopped_coordinator_started_again(name):
+    pid = CoordinatorClient(name).stats()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    client = CoordinatorClient(name, restarts_hung=True, call_timeout_seconds=1.0)
+    publisher = BackgroundPublisher(client)
+    publisher.submit(weights(10), 1)
+    assert publisher.wait(LONG)
+    assert client.stats()["pid"] != pid
+    assert client.latest().version == 1
+    assert client.failures["GetTimeoutError"] >= 3
+    publisher.stop()
+
+
 def test_a_client_makes_a_new_coordinator_when_somebody_closed_it(name):
     client = CoordinatorClient(name, sleep=lambda seconds: None)
     client.announce(PublishedWeights(1, epoch=client.begin_epoch()))
