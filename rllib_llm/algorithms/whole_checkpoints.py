@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ SAMPLER_PARTS = (
     COMPONENT_ENV_TO_MODULE_CONNECTOR,
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
 )
+
+# The checkpoint that `from_checkpoint` has checked and is building an algorithm from.
+_checked: ContextVar[str | None] = ContextVar("_checked", default=None)
 
 
 class WholeCheckpoints:
@@ -74,7 +78,8 @@ class WholeCheckpoints:
             CheckpointError: it is damaged or unknown, and nothing was changed by it.
         """
         filesystem, path = _resolve(path, filesystem)
-        if component is None and isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        if component is None and is_local and path != _checked.get():
             path = str(newest_usable(path))
         if component is not None:
             kwargs["component"] = component
@@ -86,9 +91,14 @@ class WholeCheckpoints:
     @classmethod
     def from_checkpoint(cls, path, filesystem=None, **kwargs: Any):
         """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder."""
-        if filesystem is None and isinstance(path, str | Path) and "://" not in str(path):
-            path = str(newest_usable(Path(path).resolve()))
-        return super().from_checkpoint(path, filesystem, **kwargs)
+        if filesystem is not None or not isinstance(path, str | Path) or "://" in str(path):
+            return super().from_checkpoint(path, filesystem, **kwargs)
+        path = str(newest_usable(Path(path).resolve()))
+        token = _checked.set(path)
+        try:
+            return super().from_checkpoint(path, **kwargs)
+        finally:
+            _checked.reset(token)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's: where the machine died while the checkpoint was written, the trial goes on from

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rllib_llm.algorithms import checkpoint_folder
 from rllib_llm.algorithms.checkpoint_folder import MANIFEST, CheckpointError, check
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.algorithms.ppo_ptx import PPOPtx
 from rllib_llm.modules.score_normalization import read_score_normalization
 from tests.algorithms import tiny_runs as tiny
 
@@ -185,14 +189,34 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
         assert (algorithm.position, algorithm.training_iteration) == (12, 1)
 
 
-def test_the_newest_usable_checkpoint_is_found(tmp_path):
+@pytest.fixture
+def sums(monkeypatch):
+    """One item for each checksum that was computed; files here are smaller than a chunk."""
+    sums = []
+
+    def crc32(data, value):
+        sums.append(len(data))
+        return zlib.crc32(data, value)
+
+    monkeypatch.setattr(checkpoint_folder, "zlib", SimpleNamespace(crc32=crc32))
+    return sums
+
+
+def test_the_newest_usable_checkpoint_is_found(tmp_path, sums):
     with tiny.built(tiny.ppo()) as algorithm:
         for i in range(3):
             path = Path(algorithm.save_to_path(tmp_path / f"checkpoint_{i:06d}"))
             algorithm.train()
         (path / "algorithm_state.pkl").unlink()
+        num_files = len(check(tmp_path / "checkpoint_000001")["files"])
+        sums.clear()
         algorithm.restore_from_path(tmp_path)
         assert algorithm.training_iteration == 1
+        num_sums = len(sums)
+        other = PPOPtx.from_checkpoint(tmp_path)
+        other.stop()
+        assert other.training_iteration == 1
+        assert len(sums) == 2 * num_sums >= 2 * num_files  # all files are read, and once each time
         # Tune asks for the one it noted last.
         algorithm.train()
         algorithm.load_checkpoint(str(path))
