@@ -210,11 +210,12 @@ class _Collection:
         if self.num_losses >= MAX_LOSSES_PER_SAMPLER * samplers.num_samplers:
             raise SamplingError(
                 f"{have}: all that were asked died or hung, {self.num_losses} times in a row. "
-                + advice
+                f"{advice}\n{samplers.last_words()}"
             )
         if now - self.someone_seen > samplers.start_limit:
             raise NoSamplersError(
-                f"{have}: none came back in {samplers.start_limit:.0f} s. {advice}"
+                f"{have}: none came back in {samplers.start_limit:.0f} s. {advice}\n"
+                f"{samplers.last_words()}"
             )
 
 

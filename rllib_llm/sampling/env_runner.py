@@ -157,13 +157,16 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         would see a dead sampler instead of the reason.
         """
         try:
-            if self.engine is None or self.engine.takes_weights:
-                self.weights.ensure(published, self._load_published)
-            batch = self._serve(request)
+            return self._serve_with(request, published)
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
             if not self.worker_index:
                 raise
             return SampleFailure.from_exception(error)
+
+    def _serve_with(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
+        if self.engine is None or self.engine.takes_weights:
+            self.weights.ensure(published, self._load_published)
+        batch = self._serve(request)
         batch.columns[columns.WEIGHTS_VERSION] = torch.full(
             (batch.num_rows,), self.weights.version, dtype=torch.int64, device=self._device
         )

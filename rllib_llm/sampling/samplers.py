@@ -6,6 +6,7 @@ import logging
 import time
 
 import ray
+from ray.exceptions import RayError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rllib_llm.sampling.faults import Faults
@@ -16,6 +17,7 @@ PING = "ping"
 START_FACTOR = 5.0  # times the start of all samplers: how long a restart may take
 LEAST_START_SECONDS = 120.0  # a restarted one first imports everything and loads models
 STOP_SECONDS = 5.0
+SECONDS_TO_ANSWER = 5.0  # of Ray, when it is asked why a sampler is dead
 
 
 class Samplers:
@@ -40,8 +42,8 @@ class Samplers:
         return self.group.healthy_worker_ids()
 
     def pop_revived(self) -> list[int]:
-        """Ids of the samplers that came back since the last call."""
-        self._look_after_the_dead()
+        """Ids of the samplers that were seen to come back since the last call. It does not look
+        itself: another thread may be asking them, and RLlib's manager is not made for two."""
         revived, self._revived = self._revived, []
         return revived
 
@@ -56,6 +58,17 @@ class Samplers:
     def kill(self, worker: int) -> None:
         """Ends a sampler's process, a stopped one as well: Ray turns to SIGKILL in the end."""
         ray.kill(self.group._worker_manager.actors()[worker], no_restart=False)
+
+    def last_words(self) -> str:
+        """What Ray knows of the first sampler that is down: of one whose constructor failed, the
+        traceback."""
+        for worker in set(self._down_since) - set(self.group.healthy_worker_ids()):
+            actor = self.group._worker_manager.actors()[worker]
+            try:
+                ray.get(actor.ping.remote(), timeout=SECONDS_TO_ANSWER)
+            except RayError as error:
+                return f"Sampler {worker}: {error}"
+        return ""
 
     def _look_after_the_dead(self) -> None:
         group, now = self.group, time.monotonic()

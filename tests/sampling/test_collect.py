@@ -38,6 +38,7 @@ def collector(group, **settings):
     """A collector whose kills are noted by the group, which has no processes."""
     made = Collector(group, **settings)
     made.samplers.kill = group.killed.append
+    made.samplers.last_words = lambda: "no memory"
     return made
 
 
@@ -120,7 +121,7 @@ def test_samplers_have_time_to_come_back(samplers, expected):
 
 def test_samplers_that_die_whenever_they_are_asked_end_the_run(samplers):
     group = ScriptedGroup(samplers[:2], does=[DIES] * 100)
-    with pytest.raises(SamplingError, match="all that were asked died or hung, 6 times in a row"):
+    with pytest.raises(SamplingError, match=r"(?s)died or hung, 6 times in a row.*\nno memory"):
         collect(group)
 
 
@@ -142,7 +143,9 @@ def test_a_sampler_that_hangs_while_it_starts_is_started_again(samplers, expecte
     assert set(group.killed) == {1}
     group.revives_after = 1
     used.samplers.start_limit = 100.0
-    assert used.samplers.pop_revived() + used.samplers.pop_revived() == [1]
+    used.samplers.healthy()
+    assert used.samplers.healthy() == [1, 2]
+    assert used.samplers.pop_revived() == [1] and used.samplers.pop_revived() == []
     assert used.faults.sampler_restarts == 1
 
 
@@ -162,6 +165,16 @@ def test_an_exception_in_a_sampler_is_raised_with_its_traceback_by_the_first_ans
     assert "KeyError: 'no such judge'" in message
     assert "prompt '" in message and "completion '" in message
     assert len(group.served) == 2  # nobody is asked again
+
+
+def test_an_exception_in_a_callback_is_raised_with_its_traceback():
+    def note(**_):
+        raise KeyError("no such note")
+
+    config = tiny.grpo().callbacks(on_sample_end=note)
+    group = ScriptedGroup([build_sampler(config, worker_index=1)])
+    with pytest.raises(SamplingError, match="(?s)KeyError: 'no such note'.*Traceback"):
+        collect(group)
 
 
 class Unreachable:
