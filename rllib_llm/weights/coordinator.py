@@ -28,7 +28,7 @@ from rllib_llm.weights.version_log import Verdict, VersionLog
 NAMESPACE = "rllib_llm"  # of coordinators, whichever driver asks
 MAX_CONCURRENT_CALLS = 1000  # receivers that wait at the same time
 MAX_ATTEMPTS = 8
-TIMEOUTS_OF_HUNG = 3  # in a row; fewer may be a process that takes long to start
+TIMEOUTS_OF_HUNG = 3  # of one call; fewer may be a process that takes long to start
 
 
 class WeightsCoordinator:
@@ -84,8 +84,8 @@ class CoordinatorClient:
     keep: versions held in the object store, by whoever comes first.
     call_timeout_seconds: of one attempt, beyond what the call itself waits for; the first waits for
         a process to start. A restart is waited for by Ray itself, however short this is.
-    restarts_hung: kills a coordinator that gives no answer three times in a row, for Ray to start
-        it again. For the publisher, who tells the new one all it needs.
+    restarts_hung: kills a coordinator that gives a call no answer three times, for Ray to start it
+        again. For the publisher, who tells the new one all it needs.
     get, sleep, uniform: what stands for `ray.get`, `time.sleep` and `random.uniform`.
     """
 
@@ -161,7 +161,7 @@ class CoordinatorClient:
         ray.kill(self._actor, no_restart=True)
 
     def _call(self, method: str, *arguments: Any, waits: float = 0.0) -> Any:
-        num_timeouts = 0  # in a row
+        num_timeouts = 0
         for attempt in range(MAX_ATTEMPTS):
             try:
                 ref = getattr(self._actor, method).remote(*arguments)
@@ -170,10 +170,10 @@ class CoordinatorClient:
                 self.failures[type(error).__name__] += 1
                 if attempt + 1 == MAX_ATTEMPTS:
                     raise
-                num_timeouts = num_timeouts + 1 if isinstance(error, GetTimeoutError) else 0
-                if self._restarts_hung and num_timeouts == TIMEOUTS_OF_HUNG:
-                    ray.kill(self._actor, no_restart=False)
-                    num_timeouts = 0
+                if isinstance(error, GetTimeoutError):
+                    num_timeouts += 1
+                    if self._restarts_hung and num_timeouts == TIMEOUTS_OF_HUNG:
+                        ray.kill(self._actor, no_restart=False)
                 self._sleep(backoff_seconds(attempt, self._uniform))
                 if isinstance(error, ActorDiedError):  # for good: somebody closed it
                     self._actor = self._connect()
