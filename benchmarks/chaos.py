@@ -42,6 +42,10 @@ MAX_SECONDS_TO_RECOVER = 1800.0
 MAX_SECONDS_TO_ANSWER = 5.0  # of a coordinator that is asked for its process id
 
 
+class NotRecoveredError(RuntimeError):
+    """The run did not go on after a signal."""
+
+
 class Killer(threading.Thread):
     """Sends signals until there were enough of them, then lets the run end."""
 
@@ -54,11 +58,23 @@ class Killer(threading.Thread):
         self.nodes = nodes
         self.random = random.Random(seed)
         self.kills: list[dict[str, Any]] = []
-        self.error: str | None = None
+        self.error = ""  # what ended it before its time
 
     def run(self) -> None:
+        self.error = "the sending of signals failed: its traceback is in the output"
+        try:
+            self._send_signals()
+            self.error = ""
+        except NotRecoveredError as error:
+            self.error = str(error)
+        finally:
+            (self.ledger / STOP).touch()
+            if self.error:  # the trial may never come to look for the file
+                _thread.interrupt_main()
+
+    def _send_signals(self) -> None:
         self._wait_until_beyond(1)
-        while not self._is_enough():
+        while len(self.kills) < self.num_kills and not (self.ledger / ENOUGH).exists():
             version = self.version()
             kill = self._kill_one(version)
             if kill is None:
@@ -73,17 +89,11 @@ class Killer(threading.Thread):
                 if self.nodes is not None:
                     self.nodes.bury()
                 time.sleep(self.random.uniform(0.0, 3.0))
-        version = self.version() + 1
-        self._wait_until_beyond(version - 1)
-        if self.error is None and not self._is_announced(version):
-            self.error = f"the coordinator was not told of weights {version} or later"
-        (self.ledger / STOP).touch()
-        if self.error is not None:  # the trial may never come to look for the file
-            _thread.interrupt_main()
-
-    def _is_enough(self) -> bool:
-        seen_enough = (self.ledger / ENOUGH).exists()
-        return len(self.kills) >= self.num_kills or seen_enough or self.error is not None
+        version = self.version()
+        self._wait_until_beyond(version)
+        client = CoordinatorClient(chaos_run.WEIGHTS_NAME)
+        if client.wait_for(version + 1, MAX_SECONDS_TO_RECOVER) is None:
+            raise NotRecoveredError(f"the coordinator was not told of weights beyond {version}")
 
     def version(self) -> int:
         """Iterations done, of the driver that reported last."""
@@ -94,14 +104,12 @@ class Killer(threading.Thread):
 
     def _wait_until_beyond(self, version: int) -> None:
         start = time.monotonic()
-        while self.version() <= version and self.error is None:
+        while self.version() <= version:
             if time.monotonic() - start > MAX_SECONDS_TO_RECOVER:
-                self.error = f"no iteration beyond {version} in {MAX_SECONDS_TO_RECOVER:.0f} s"
+                raise NotRecoveredError(
+                    f"no iteration beyond {version} in {MAX_SECONDS_TO_RECOVER:.0f} s"
+                )
             time.sleep(0.3)
-
-    def _is_announced(self, version: int) -> bool:
-        client = CoordinatorClient(chaos_run.WEIGHTS_NAME)
-        return client.wait_for(version, MAX_SECONDS_TO_RECOVER) is not None
 
     def _kill_one(self, version: int) -> dict[str, Any] | None:
         (kind,) = self.random.choices(list(self.weights), list(self.weights.values()))

@@ -16,7 +16,10 @@ class Nodes:
 
     def __init__(self, num_nodes: int):
         self._dead: set[int] = set()
-        self._cluster = Cluster(initialize_head=True, head_node_args=self._settings(num_cpus=2))
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args=self._settings(num_cpus=2),
+            shutdown_at_exit=False,  # by signal handlers, which a thread cannot set
+        )  # fmt: skip
         for _ in range(num_nodes):
             self.add()
         ray.init(address=self._cluster.address, log_to_driver=False)

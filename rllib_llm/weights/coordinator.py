@@ -115,8 +115,10 @@ class CoordinatorClient:
                 name=self.name,
                 namespace=NAMESPACE,
                 get_if_exists=True,
-                # Receivers may outlast the run that made it, and wait for the next.
+                # Receivers may outlast the run that made it, and wait for the next: it must not go
+                # with a trial's placement group.
                 lifetime="detached",
+                scheduling_strategy="DEFAULT",
                 num_cpus=0,
                 max_restarts=-1,
                 max_task_retries=-1,
@@ -126,7 +128,7 @@ class CoordinatorClient:
         )
 
     def begin_epoch(self) -> int:
-        """A number for a new publisher, which fences off all before it."""
+        """See `VersionLog.begin_epoch`."""
         return self._call("begin_epoch")
 
     def announce(self, published: PublishedWeights) -> Verdict:

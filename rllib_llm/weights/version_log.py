@@ -15,7 +15,7 @@ class Verdict(str, Enum):
     ACCEPTED = "accepted"  # it is the newest, or was already
     STALE = "stale"  # the same epoch has announced a higher version, or these weights before
     LOST = "lost"  # a receiver could not get it: put it into the store again under a new key
-    FENCED = "fenced"  # another publisher has begun a later epoch
+    FENCED = "fenced"  # another publisher has published in a later epoch
 
 
 class VersionLog:
@@ -33,14 +33,19 @@ class VersionLog:
                 f"keep={keep!r} must be at least 1: receivers ask for the latest weights. Use 1."
             )
         self._keep, self._clock = keep, clock
-        self._epoch = 0
+        self._epoch = 0  # of the latest publication
+        self._given = 0  # the last number given to a publisher
         self._kept: list[PublishedWeights] = []
         self._lost: set[str] = set()  # keys among those kept
 
     def begin_epoch(self) -> int:
-        """A number for a new publisher, which fences off all before it."""
-        self._epoch = max(self._epoch + 1, self._clock() // 1000)
-        return self._epoch
+        """A number for a new publisher, whose first announcement fences off all before it.
+
+        Being asked fences off nobody: a question whose asker gave up, and asked again, is answered
+        late when the process is restarted or wakes up.
+        """
+        self._given = max(self._given + 1, self._epoch + 1, self._clock() // 1000)
+        return self._given
 
     def announce(self, published: PublishedWeights) -> Verdict:
         """Takes `published` as the newest, if it is. Saying it twice does no harm."""

@@ -93,11 +93,12 @@ def test_another_publisher_of_that_name_ends_this_one(parts):
     publisher, coordinator, _ = parts
     publisher.submit(weights(1), 1)
     assert publisher.wait(LONG)
-    coordinator.begin_epoch()
+    other = PublishedWeights(5, epoch=coordinator.begin_epoch())
+    coordinator.log.announce(other)
     assert seen(lambda: publisher._error is not None)  # at the next look
     with pytest.raises(FencedError, match="weights_name='a_run' must have one publisher"):
         publisher.submit(weights(2), 2)
-    assert coordinator.latest().version == 1
+    assert coordinator.latest() == other
 
 
 def test_a_version_that_does_not_grow_begins_an_epoch(parts):

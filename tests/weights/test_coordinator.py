@@ -54,9 +54,9 @@ def test_the_name_finds_one_coordinator_which_fences_and_can_be_waited_for(name)
     assert other.wait_for(timeout=0.01) is None
     old, new = one.begin_epoch(), other.begin_epoch()
     assert new > old
-    assert one.announce(PublishedWeights(5, epoch=old)) is Verdict.FENCED
     head = PublishedWeights(3, epoch=new)
     assert other.announce(head) is Verdict.ACCEPTED
+    assert one.announce(PublishedWeights(5, epoch=old)) is Verdict.FENCED
     assert one.wait_for(3, LONG) == head
     assert one.wait_for(4, 0.01) is None
     assert one.wait_for(timeout=0.01, after=head.order) is None

@@ -33,10 +33,18 @@ def test_a_later_publisher_fences_off_the_earlier_and_may_count_from_lower():
     assert log.announce(PublishedWeights(7, epoch=old)) is Verdict.ACCEPTED
     new = log.begin_epoch()
     assert log.latest().version == 7  # until the new one publishes, the old weights stand
-    assert log.announce(PublishedWeights(8, epoch=old)) is Verdict.FENCED
     assert log.announce(PublishedWeights(3, epoch=new)) is Verdict.ACCEPTED
+    assert log.announce(PublishedWeights(8, epoch=old)) is Verdict.FENCED
     assert log.latest().version == 3
     assert log.newer(after=(old, 7)).version == 3
+
+
+def test_a_question_that_is_answered_too_late_fences_off_nobody():
+    log = VersionLog()
+    epoch = log.begin_epoch()
+    log.announce(PublishedWeights(1, epoch=epoch))
+    log.begin_epoch()  # of a publisher that asked thrice
+    assert log.announce(PublishedWeights(2, epoch=epoch)) is Verdict.ACCEPTED
 
 
 def test_within_an_epoch_versions_grow_and_saying_it_twice_does_no_harm():
