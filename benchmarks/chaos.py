@@ -183,7 +183,9 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
 
     from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 
-    algorithm = chaos_run.make_config(timeout_s=None).build_algo()
+    # Evaluation, and where the learner is, change nothing; that there are two samplers, round-off.
+    config = chaos_run.make_config(timeout_s=None).evaluation(evaluation_interval=None)
+    algorithm = config.learners(num_learners=0).build_algo()
     for _ in range(num_iterations):
         algorithm.train()
     expected = load_file(algorithm.export_model(folder / "undisturbed") / "model.safetensors")

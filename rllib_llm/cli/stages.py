@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rllib_llm.algorithms.broken_trials import EndBrokenTrials
 from rllib_llm.algorithms.hung_trials import RestartHungTrials
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.cli.algorithms import algorithm_class
@@ -77,7 +78,7 @@ def run_stage(
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
     short = short_name(experiment.run)
     with LiveTable(f"{experiment.name} · {short}", experiment.stop, console) as table:
-        callbacks = [table, RestartHungTrials(), *loggers]
+        callbacks = [table, RestartHungTrials(), EndBrokenTrials(), *loggers]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries; they would tear the table
             if resume and folder.is_dir():

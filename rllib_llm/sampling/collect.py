@@ -30,6 +30,10 @@ class PublishedWeightsLostError(SamplingError):
     """A sampler could not get the weights that it was asked to sample with."""
 
 
+class BrokenSamplerError(SamplingError):
+    """What samplers run has a bug, a reward function say: asking again does not help."""
+
+
 class NoSamplersError(SamplingError):
     """All samplers are gone and none came back in time."""
 
@@ -80,8 +84,9 @@ class Collector:
 
         Raises:
             PublishedWeightsLostError: the published weights are gone.
-            SamplingError: a sampler reported an exception, thrice where it may pass by itself; or
-                all died several times in a row.
+            BrokenSamplerError: a sampler reported an exception.
+            SamplingError: it did so thrice, where that may pass by itself; or all died several
+                times in a row.
             NoSamplersError: all are gone, and none came back in the time that a start may take.
         """
         if self.group.num_remote_env_runners() == 0:
@@ -166,7 +171,8 @@ class _Collection:
         flight.part.num_failed += 1
         if not failure.may_pass or flight.part.num_failed >= MAX_FAILURES:
             first = self.first_failure
-            raise SamplingError(f"{first.error}\n\nIn the sampler:\n{first.traceback}")
+            kind = SamplingError if failure.may_pass else BrokenSamplerError
+            raise kind(f"{first.error}\n\nIn the sampler:\n{first.traceback}")
         logger.warning("A sampler failed and is asked again: %s", failure.error)
         self._give_back(flight.part, seconds)
 
