@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import RayTaskError
 from ray.tune import Callback
 
-from rllib_llm.sampling.collect import BrokenSamplerError
+from rllib_llm.sampling.errors import BrokenSamplerError
 
 logger = logging.getLogger(__name__)
 

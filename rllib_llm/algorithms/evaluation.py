@@ -20,7 +20,7 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm import columns
-from rllib_llm.sampling.collect import NoSamplersError
+from rllib_llm.sampling.errors import NoSamplersError
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
 
 logger = logging.getLogger(__name__)

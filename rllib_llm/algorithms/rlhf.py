@@ -32,11 +32,12 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.samples import SampleLog
 from rllib_llm.sampling.ahead import RequestInFlight
-from rllib_llm.sampling.collect import Collector, PublishedWeightsLostError, SamplingError
+from rllib_llm.sampling.collect import Collector
 from rllib_llm.sampling.env_runner import RLHFEnvRunner
+from rllib_llm.sampling.errors import PublishedWeightsLostError, SamplingError
 from rllib_llm.sampling.faults import Faults
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
-from rllib_llm.sampling.samplers import stop_samplers
+from rllib_llm.sampling.samplers import Samplers, stop_samplers
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
@@ -67,8 +68,14 @@ class RLHF(LanguageModelAlgorithm):
         self.num_evaluations_skipped = 0  # in a row
         start = time.monotonic()
         self._in_flight: RequestInFlight | None = None  # the next batch, being sampled
-        super().setup(config)
+        try:
+            super().setup(config)
+        except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered
+            Samplers(self.env_runner_group, self.faults).require_built()
+            raise
         self._collectors = self._make_collectors(time.monotonic() - start)
+        for collector in self._collectors.values():
+            collector.samplers.require_built()
         self.samples = SampleLog(self.trial_folder)
         local = self.learner_group.is_local
         self._publisher = WeightsPublisher(

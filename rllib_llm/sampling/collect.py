@@ -9,6 +9,12 @@ from dataclasses import dataclass
 
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rllib_llm.sampling.errors import (
+    BrokenSamplerError,
+    NoSamplersError,
+    PublishedWeightsLostError,
+    SamplingError,
+)
 from rllib_llm.sampling.faults import Faults
 from rllib_llm.sampling.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
 from rllib_llm.sampling.samplers import Samplers
@@ -20,22 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES_PER_SAMPLER = 3  # in a row, without an answer of anyone in between
 MAX_FAILURES = 3  # of one part, where an exception may pass by itself
 POLL_SECONDS = 0.2  # between looks at who died; answers of all are seen at once
-
-
-class SamplingError(RuntimeError):
-    """No sampler can serve the request; the message carries the first sampler's traceback."""
-
-
-class PublishedWeightsLostError(SamplingError):
-    """A sampler could not get the weights that it was asked to sample with."""
-
-
-class BrokenSamplerError(SamplingError):
-    """What samplers run has a bug, a reward function say: asking again does not help."""
-
-
-class NoSamplersError(SamplingError):
-    """All samplers are gone and none came back in time."""
 
 
 @dataclass

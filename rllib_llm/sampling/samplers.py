@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rllib_llm.sampling.errors import BrokenSamplerError
 from rllib_llm.sampling.faults import Faults
 
 logger = logging.getLogger(__name__)
@@ -59,20 +61,32 @@ class Samplers:
         """Ends a sampler's process, a stopped one as well: Ray turns to SIGKILL in the end."""
         ray.kill(self.group._worker_manager.actors()[worker], no_restart=False)
 
+    def require_built(self) -> None:
+        """Raises BrokenSamplerError with the traceback of a sampler whose constructor failed; RLlib
+        only logs it, and Ray does not start such an actor again."""
+        for worker, error in self._errors():
+            if isinstance(error, ActorDiedError):
+                raise BrokenSamplerError(f"Sampler {worker} cannot be built: {error}")
+
     def last_words(self) -> str:
-        """What Ray knows of the first sampler that is down: of one whose constructor failed, the
-        traceback."""
-        for worker in set(self._down_since) - set(self.group.healthy_worker_ids()):
+        """What Ray knows of the first sampler that is down."""
+        return next((f"Sampler {worker}: {error}" for worker, error in self._errors()), "")
+
+    def _errors(self) -> Iterator[tuple[int, RayError]]:
+        """What those that are down answer with, by worker."""
+        for worker in self._down():
             actor = self.group._worker_manager.actors()[worker]
             try:
                 ray.get(actor.ping.remote(), timeout=SECONDS_TO_ANSWER)
             except RayError as error:
-                return f"Sampler {worker}: {error}"
-        return ""
+                yield worker, error
+
+    def _down(self) -> set[int]:
+        return set(range(1, self.num_samplers + 1)) - set(self.group.healthy_worker_ids())
 
     def _look_after_the_dead(self) -> None:
         group, now = self.group, time.monotonic()
-        dead = set(range(1, group.num_remote_env_runners() + 1)) - set(group.healthy_worker_ids())
+        dead = self._down()
         for worker in dead:
             since = self._down_since.setdefault(worker, now)
             if now - since > self.start_limit:

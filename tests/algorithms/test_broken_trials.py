@@ -8,7 +8,7 @@ import pytest
 
 from rllib_llm.algorithms.broken_trials import EndBrokenTrials
 from rllib_llm.learners.learner_actors import LearnerError
-from rllib_llm.sampling.collect import BrokenSamplerError, NoSamplersError
+from rllib_llm.sampling.errors import BrokenSamplerError, NoSamplersError
 
 BUG = BrokenSamplerError("KeyError: 'no such judge'")
 

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from rllib_llm.learners.learner_actors import LearnerError
-from rllib_llm.sampling.collect import NoSamplersError
+from rllib_llm.sampling.errors import BrokenSamplerError, NoSamplersError
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -90,6 +90,20 @@ def test_an_evaluation_that_nobody_makes_has_no_results_and_the_third_ends_the_r
             assert "env_runners" not in result.get("evaluation", {})
         with pytest.raises(NoSamplersError, match="none came back in 0 s"):
             algorithm.train()
+
+
+class Judge:
+    """A reward function whose file is missing."""
+
+    def __init__(self):
+        raise FileNotFoundError("no judge on this machine")
+
+
+def test_a_sampler_that_cannot_be_built_says_why():
+    config = tiny.grpo().env_runners(num_env_runners=1)
+    judge = {"reward_functions": [{"function": f"{__name__}.Judge", "kwargs": {}}]}
+    with pytest.raises(BrokenSamplerError, match="(?s)Sampler 1 cannot be built.*no judge on this"):
+        config.environment(env_config={**config.env_config, **judge}).build_algo()
 
 
 @pytest.mark.parametrize("name", ["sampler_timeout_s", "learner_timeout_s"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.sampling import collect as module
-from rllib_llm.sampling.collect import Collector, NoSamplersError, Part, SamplingError, deal
+from rllib_llm.sampling.collect import Collector, Part, deal
+from rllib_llm.sampling.errors import BrokenSamplerError, NoSamplersError, SamplingError
 from rllib_llm.sampling.request import SampleFailure, SampleRequest
 from tests.algorithms import tiny_runs as tiny
 from tests.sampling.tiny_samplers import (
@@ -157,7 +158,7 @@ def test_an_exception_in_a_sampler_is_raised_with_its_traceback_by_the_first_ans
     config = tiny.grpo()
     config.env_config["reward_functions"] = no_judge
     group = ScriptedGroup([build_sampler(config, worker_index=i) for i in (1, 2)])
-    with pytest.raises(SamplingError) as caught:
+    with pytest.raises(BrokenSamplerError) as caught:
         collect(group)
     message = str(caught.value)
     assert "RewardError: reward function 'no_judge' must judge at least one" in message
