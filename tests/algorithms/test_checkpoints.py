@@ -30,15 +30,6 @@ def ppo():
                     ptx_data=tiny.TEXTS, ptx_batch_size=3, **DECAY)  # fmt: skip
 
 
-CONFIGS = {
-    "ppo": ppo,
-    "separate critic": lambda: tiny.ppo(critic="separate"),
-    "grpo": lambda: tiny.grpo(**DECAY),
-    "sft": lambda: tiny.sft(num_epochs=2, minibatch_size=3, **DECAY),
-    "reward model": lambda: tiny.reward_model(minibatch_size=2, **DECAY),
-}
-
-
 def uninterrupted(config):
     with tiny.built(config) as algorithm:
         return tiny.train(algorithm, 5), tiny.weights(algorithm)
@@ -50,12 +41,12 @@ def save_after(config, num_iterations, folder):
         return metrics, algorithm.save_to_path(str(folder))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path, name):
-    """5 iterations are 3, a checkpoint, a new algorithm, and 2 more."""
-    metrics, weights = uninterrupted(CONFIGS[name]())
-    first, path = save_after(CONFIGS[name](), 3, tmp_path / "checkpoint")
-    with tiny.built(CONFIGS[name]()) as algorithm:
+def test_a_separate_critic_goes_on_as_if_nothing_had_happened(tmp_path):
+    """5 iterations are 3, a checkpoint, a new algorithm, and 2 more; for the other algorithms, and
+    in another process, see test_exact_resumption.py."""
+    metrics, weights = uninterrupted(tiny.ppo(critic="separate"))
+    first, path = save_after(tiny.ppo(critic="separate"), 3, tmp_path / "checkpoint")
+    with tiny.built(tiny.ppo(critic="separate")) as algorithm:
         algorithm.restore_from_path(path)
         assert first + tiny.train(algorithm, 2) == metrics
         tiny.assert_same_weights(tiny.weights(algorithm), weights)
