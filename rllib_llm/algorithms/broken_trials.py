@@ -8,9 +8,12 @@ from typing import Any
 from ray.exceptions import RayTaskError
 from ray.tune import Callback
 
+from rllib_llm.envs.reward_functions import RewardError
 from rllib_llm.sampling.errors import BrokenSamplerError
 
 logger = logging.getLogger(__name__)
+
+BROKEN = (BrokenSamplerError, RewardError)  # in remote samplers, and in the trial's own process
 
 
 class EndBrokenTrials(Callback):
@@ -25,7 +28,7 @@ class EndBrokenTrials(Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = trial.get_pickled_error()
         cause = error.as_instanceof_cause() if isinstance(error, RayTaskError) else error
-        if not isinstance(cause, BrokenSamplerError):
+        if not isinstance(cause, BROKEN):
             return
         done = (trial.last_result or {}).get("training_iteration", 0)
         self._failed.setdefault(trial.trial_id, (trial.max_failures, done))

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from rllib_llm.algorithms.broken_trials import EndBrokenTrials
+from rllib_llm.envs.reward_functions import RewardError
 from rllib_llm.learners.learner_actors import LearnerError
 from rllib_llm.sampling.errors import BrokenSamplerError, NoSamplersError
 
 BUG = BrokenSamplerError("KeyError: 'no such judge'")
+LOCAL_BUG = RewardError("reward function 'judge' must judge at least one")
 
 
 class Trial:
@@ -46,11 +48,12 @@ def trial(request):
     return Trial(request.param, EndBrokenTrials())
 
 
-def test_the_second_failure_at_the_same_iteration_is_the_last(trial):
+@pytest.mark.parametrize("bug", [BUG, LOCAL_BUG])
+def test_the_second_failure_at_the_same_iteration_is_the_last(trial, bug):
     trial.reports(3)
-    assert trial.fails(BUG)
+    assert trial.fails(bug)
     trial.reports(3)  # from the checkpoint before
-    assert not trial.fails(BUG)
+    assert not trial.fails(bug)
 
 
 def test_a_trial_that_got_further_has_all_its_chances_again(trial):
