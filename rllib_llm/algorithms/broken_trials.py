@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
+from ray import cloudpickle
 from ray.exceptions import RayTaskError
 from ray.tune import Callback
 
@@ -26,9 +28,7 @@ class EndBrokenTrials(Callback):
         self._failed: dict[str, tuple[int, int]] = {}
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = trial.get_pickled_error()
-        cause = error.as_instanceof_cause() if isinstance(error, RayTaskError) else error
-        if not isinstance(cause, BROKEN):
+        if not isinstance(_latest_error(trial), BROKEN):
             return
         done = (trial.last_result or {}).get("training_iteration", 0)
         self._failed.setdefault(trial.trial_id, (trial.max_failures, done))
@@ -42,3 +42,12 @@ class EndBrokenTrials(Callback):
         if trial.trial_id in self._failed and result["training_iteration"] > done:
             trial.max_failures = max_failures
             del self._failed[trial.trial_id]
+
+
+def _latest_error(trial: Any) -> Exception | None:
+    """What ended the trial's process, from the file that Tune wrote just now; its copy among the
+    results, which `trial.get_pickled_error` reads, comes later."""
+    if trial.pickled_error_file is None:
+        return None
+    error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+    return error.as_instanceof_cause() if isinstance(error, RayTaskError) else error

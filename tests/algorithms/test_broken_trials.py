@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,18 +22,16 @@ class Trial:
 
     trial_id = "a"
 
-    def __init__(self, max_failures, callback):
+    def __init__(self, max_failures, callback, folder):
+        self.pickled_error_file = str(folder / "error.pkl")
         self.max_failures = max_failures
         self.run_metadata = SimpleNamespace(num_failures=0)
         self.last_result = {}
         self.callback = callback
 
-    def get_pickled_error(self):
-        return self.error
-
     def fails(self, error):
         """Whether it is started again."""
-        self.error = error
+        Path(self.pickled_error_file).write_bytes(pickle.dumps(error))
         self.run_metadata.num_failures += 1
         again = self.run_metadata.num_failures <= self.max_failures or self.max_failures < 0
         if again:
@@ -44,8 +44,8 @@ class Trial:
 
 
 @pytest.fixture(params=[-1, 10])
-def trial(request):
-    return Trial(request.param, EndBrokenTrials())
+def trial(request, tmp_path):
+    return Trial(request.param, EndBrokenTrials(), tmp_path)
 
 
 @pytest.mark.parametrize("bug", [BUG, LOCAL_BUG])
