@@ -184,7 +184,9 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
     from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 
     # Evaluation, and where the learner is, change nothing; that there are two samplers, round-off.
-    config = chaos_run.make_config(timeout_s=None).evaluation(evaluation_interval=None)
+    config = chaos_run.make_config(timeout_s=None).evaluation(
+        evaluation_interval=None, evaluation_num_env_runners=0
+    )
     algorithm = config.learners(num_learners=0).build_algo()
     for _ in range(num_iterations):
         algorithm.train()

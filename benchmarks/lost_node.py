@@ -23,8 +23,9 @@ MAX_ITERATIONS = 2000  # until the sampler is back
 
 def make_config():
     """Two samplers of two CPUs: the head has room for one, and each other node for one."""
-    config = chaos_run.make_config(timeout_s=None).evaluation(evaluation_interval=None)
-    config = config.learners(num_learners=0, learner_class=GRPO.get_default_config().learner_class)
+    config = chaos_run.make_config(timeout_s=None)
+    config.evaluation(evaluation_interval=None, evaluation_num_env_runners=0)
+    config.learners(num_learners=0, learner_class=GRPO.get_default_config().learner_class)
     config.algo_class = GRPO
     return config.env_runners(num_cpus_per_env_runner=2).callbacks(on_environment_created=None)
 

@@ -61,9 +61,8 @@ def processes(config: Any) -> list[dict[str, float]]:
     }
     num_samplers = 0
     if config.is_online:
-        num_samplers = config.num_env_runners
-        if config.evaluation_interval:
-            num_samplers += config.evaluation_num_env_runners
+        # RLlib starts evaluation samplers also where no `evaluation_interval` is set.
+        num_samplers = config.num_env_runners + config.evaluation_num_env_runners
     return [sampler] * num_samplers + [learner] * config.num_learners
 
 

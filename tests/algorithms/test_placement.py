@@ -27,9 +27,9 @@ def test_all_processes_but_the_driver_s_are_counted():
     config.learners(num_learners=2, num_gpus_per_learner=1)
     config.evaluation(evaluation_num_env_runners=3)
     sampler, learner = {"CPU": 1, "GPU": 0.5}, {"CPU": 0, "GPU": 1}
-    assert processes(config) == [sampler] * 2 + [learner] * 2
-    config.evaluation(evaluation_interval=1)
-    assert processes(config) == [sampler] * 5 + [learner] * 2
+    for interval in (None, 1):
+        config.evaluation(evaluation_interval=interval)
+        assert processes(config) == [sampler] * 5 + [learner] * 2
     assert processes(tiny.sft()) == []
     assert processes(tiny.sft().learners(num_learners=1)) == [{"CPU": 1, "GPU": 0}]
 
