@@ -183,11 +183,11 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
 
     from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 
-    # Evaluation, and where the learner is, change nothing; that there are two samplers, round-off.
+    # Evaluation changes nothing; the number of samplers or of a learner's threads, round-off.
     config = chaos_run.make_config(timeout_s=None).evaluation(
         evaluation_interval=None, evaluation_num_env_runners=0
     )
-    algorithm = config.learners(num_learners=0).build_algo()
+    algorithm = config.build_algo()
     for _ in range(num_iterations):
         algorithm.train()
     expected = load_file(algorithm.export_model(folder / "undisturbed") / "model.safetensors")
