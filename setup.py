@@ -60,7 +60,7 @@ setup(
     extras_require={
         "openai": ["httpx>=0.27"],
         # On CUDA. On a CPU: `.ci/vllm`.
-        "vllm": ["vllm>=0.14"],
+        "vllm": ["vllm>=0.32"],
         "dev": [
             "httpx>=0.27",
             "hypothesis>=6.100",

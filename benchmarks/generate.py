@@ -16,103 +16,25 @@ would end completions early: in cases of mixed lengths each of its rows is told 
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import json
-import math
-import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+from generation_cases import CASES, PAD, STOP, Case, build_model, build_prompts
+from generation_vllm import vllm_contestant
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rllib_llm.sampling.engine import generate
 from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 
-PAD, STOP = 0, 2
 ENGINES = ("ours", "transformers", "chunks", "vllm")
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and a batch; `mean_len` tokens is the mean completion where a stop token ends it."""
-
-    hidden: int
-    layers: int
-    vocab: int
-    groups: int = 8
-    num_completions: int = 8
-    prompt_len: int = 32
-    completion_len: int = 64
-    mean_len: int | None = None
-    ragged: bool = False
-    key_value_heads: int | None = None
-    max_rows: int | None = None
-
-
-CASES = {
-    "5m_full": Case(256, 4, 2048),
-    "5m_mixed": Case(256, 4, 2048, mean_len=21),
-    "5m_ragged": Case(256, 4, 2048, mean_len=21, ragged=True),
-    "5m_gqa": Case(256, 4, 2048, key_value_heads=2),
-    "5m_places": Case(256, 4, 2048, groups=32, mean_len=21, max_rows=64),
-    "80m_full": Case(768, 6, 16384, groups=4, completion_len=32),
-    "500m_full": Case(
-        896, 24, 151_936, groups=32, prompt_len=128, completion_len=256, key_value_heads=2
-    ),
-}
 DEFAULT_CASES = [name for name in CASES if name != "500m_full"]  # that one is for a GPU
-
-
-def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
-    """A random Llama; with `mean_len`, its stop token always has the probability 1 / mean_len."""
-    torch.manual_seed(0)
-    heads = case.hidden // 64
-    config = LlamaConfig(
-        vocab_size=case.vocab,
-        hidden_size=case.hidden,
-        intermediate_size=4 * case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=case.key_value_heads or heads,
-        max_position_embeddings=2048,
-        pad_token_id=PAD,
-        bos_token_id=1,
-        eos_token_id=STOP,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    if case.mean_len is not None:
-        bias = torch.zeros(case.vocab)
-        bias[STOP] = math.log(case.vocab / (case.mean_len - 1))
-        model.lm_head.bias = nn.Parameter(bias)
-    return model.to(device=device, dtype=dtype).eval()
-
-
-def build_prompts(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random prompts and their mask [groups, prompt_len], left-padded where `ragged`."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (case.groups, case.prompt_len)
-    ids = torch.randint(3, case.vocab, shape, generator=generator)
-    mask = torch.ones(shape, dtype=torch.bool)
-    if case.ragged:
-        lengths = torch.linspace(case.prompt_len // 2, case.prompt_len, case.groups).long()
-        mask = torch.arange(case.prompt_len) >= case.prompt_len - lengths[:, None]
-    return ids.masked_fill(~mask, PAD).to(device), mask.to(device)
 
 
 def contestants(
@@ -169,55 +91,6 @@ def contestants(
         name: known[name] if name in known else vllm_contestant(case, model, ids, mask, vllm)
         for name in engines
     }
-
-
-def vllm_contestant(
-    case: Case, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]
-) -> Callable[[int], int]:
-    """vLLM in this process; where completions are mixed, their lengths are drawn beforehand."""
-    for name, value in VLLM_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from vllm import LLM
-    from vllm import SamplingParams as VLLMParams
-
-    folder = tempfile.mkdtemp(prefix="bench-vllm-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    defaults = {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "disable_log_stats": True,
-    }
-    llm = LLM(folder, **(defaults | settings))
-    rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-    prompts = [
-        {"prompt_token_ids": row} for row in rows for _ in range(case.num_completions)
-    ]
-
-    def run(round_number: int) -> int:
-        lengths = drawn_lengths(case, round_number)
-        params = [
-            VLLMParams(
-                temperature=1.0, max_tokens=length, ignore_eos=True, seed=round_number * 10_000 + i,
-                logprobs=0, flat_logprobs=True, detokenize=False,
-            )
-            for i, length in enumerate(lengths)
-        ]  # fmt: skip
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    return run
-
-
-def drawn_lengths(case: Case, round_number: int) -> list[int]:
-    """How long completions become that end with probability 1 / mean_len at each token."""
-    rows = case.groups * case.num_completions
-    if case.mean_len is None:
-        return [case.completion_len] * rows
-    noise = uniform_noise(round_number, range(rows), 1)[:, 0]
-    lengths = 1 + torch.log1p(-noise) / math.log1p(-1 / case.mean_len)
-    return lengths.long().clamp(1, case.completion_len).tolist()
 
 
 def cpu_seconds() -> float:

@@ -26,7 +26,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from generate import CASES, Case, build_model, build_prompts, compare
+from generate import compare
+from generation_cases import CASES, Case, build_model, build_prompts
 
 CASE = "500m_full"
 COPY_BYTES = 4 * 1024**3

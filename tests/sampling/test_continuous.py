@@ -45,7 +45,7 @@ def assert_same(out, expected):
     "family",
     ["llama", "qwen3", "mistral (sliding window)", "gpt2", "gemma2 (soft-cap)", "bloom (alibi)"],
 )
-@pytest.mark.parametrize("max_rows", [N, 3 * N, 8 * N])
+@pytest.mark.parametrize("max_rows", [1, 3 * N + 1, 8 * N])  # rounded to 1, 3 and 8 groups
 def test_any_number_of_places_gives_the_same_completions(family, max_rows):
     own_head = {"tie_word_embeddings": False} if family[:5] in ("gemma", "bloom") else {}
     model = tiny_model(family, **own_head)

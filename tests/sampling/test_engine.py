@@ -1,86 +1,24 @@
-"""Completions equal those of transformers when greedy, and follow the distribution when sampled."""
+"""Greedy completions equal those of transformers; masks and ends of all; what is refused."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from rllib_llm.sampling.engine import Completions, generate
-from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.sampling.engine import generate
 from rllib_llm.sampling.params import SamplingParams
-from tests.modules.tiny_models import FAMILIES, VOCAB, tiny_model
-
-PAD = 0
-STOPS = tuple(range(2, 10))  # about a tenth of the vocabulary: rows end at different lengths
-MODELS = {name: (name, {}) for name in FAMILIES} | {
-    # A head of its own, since a tied one makes these models repeat a single token.
-    "bloom (alibi)": ("bloom (alibi)", {"tie_word_embeddings": False}),
-    "gemma2 (soft-cap)": ("gemma2 (soft-cap)", {"tie_word_embeddings": False}),
-    # Windows shorter than prompt + completion, in some layers and in all.
-    "gemma2 (window)": (
-        "gemma2 (soft-cap)",
-        {"tie_word_embeddings": False, "sliding_window": 6},
-    ),
-    "qwen2 (window)": (
-        "qwen2 (tied)",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
-    "llama (eager)": ("llama", {"attn_implementation": "eager"}),
-}
-
-
-def ragged_prompts(extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Five prompts of 9, 3, 5, 1 and 7 tokens, left-padded, `extra` columns more than needed."""
-    torch.manual_seed(5)
-    lengths = torch.tensor([9, 3, 5, 1, 7])
-    mask = torch.arange(9 + extra) >= 9 + extra - lengths[:, None]
-    ids = torch.randint(3, VOCAB, (5, 9)).masked_fill(~mask[:, extra:], PAD)
-    return torch.cat([torch.full((5, extra), PAD), ids], dim=1), mask
-
-
-def sampled(model, ids, mask, n=1, seed=1, looks=None, **settings) -> Completions:
-    params = SamplingParams(pad_token_id=PAD, **{"max_new_tokens": 30, **settings})
-    noise = uniform_noise(seed, range(len(ids) * n), params.max_new_tokens)
-    return generate(
-        model, ids, mask, params, num_completions=n, noise=noise, steps_between_looks=looks
-    )
-
-
-def greedy(model, ids, mask, n=1, looks=None, **settings) -> Completions:
-    params = SamplingParams(
-        pad_token_id=PAD, greedy=True, **{"max_new_tokens": 30, "stop_token_ids": STOPS} | settings
-    )
-    return generate(model, ids, mask, params, num_completions=n, steps_between_looks=looks)
-
-
-def greedy_of_transformers(model, ids, mask, n=1, max_new_tokens=30, stops=STOPS, **settings):
-    return model.generate(
-        input_ids=ids.repeat_interleave(n, dim=0),
-        attention_mask=mask.long().repeat_interleave(n, dim=0),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(stops) or None,
-        pad_token_id=PAD,
-        **settings,
-    )[:, ids.shape[1] :]
-
-
-def full_logits(model, ids, mask, out: Completions, n: int) -> torch.Tensor:
-    """Logits [batch, T, vocab] that predict each completion token, from one pass without cache."""
-    all_ids = torch.cat([ids.repeat_interleave(n, dim=0), out.completion_ids], dim=1)
-    all_mask = torch.cat([mask.repeat_interleave(n, dim=0), out.completion_mask], dim=1)
-    with torch.no_grad():
-        logits = model(
-            input_ids=all_ids,
-            attention_mask=all_mask.long(),
-            position_ids=(all_mask.long().cumsum(dim=1) - 1).clamp(min=0),
-            use_cache=False,
-        ).logits
-    return logits[:, ids.shape[1] - 1 : -1]
-
+from tests.modules.tiny_models import VOCAB, tiny_model
+from tests.sampling.tiny_generations import (
+    MODELS,
+    PAD,
+    STOPS,
+    greedy,
+    greedy_of_transformers,
+    ragged_prompts,
+    sampled,
+    seeded,
+)
 
 # --- greedy ----------------------------------------------------------------------------------
 
@@ -95,12 +33,6 @@ def test_greedy_equals_transformers_token_for_token(name):
 
     assert torch.equal(out.completion_ids, greedy_of_transformers(model, ids, mask, n=2))
     assert len(out.completion_mask.sum(dim=1).unique()) > 1, "the case should have mixed lengths"
-
-
-def seeded(architecture: str, **settings):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, pad_token_id=PAD, **settings)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def test_greedy_equals_transformers_with_windows_of_gemma3():
@@ -154,149 +86,6 @@ def test_min_new_tokens_equals_transformers():
     assert torch.equal(out.completion_ids, expected)
     assert not torch.isin(out.completion_ids[:, :12], torch.tensor(STOPS)).any()
     assert int(out.completion_mask.sum(dim=1).min()) >= 13  # the stop token comes after 12 others
-
-
-# --- sampling --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.8}],
-)
-def test_pairs_of_tokens_follow_the_exact_distribution(settings):
-    model = seeded("llama", vocab_size=12, initializer_range=0.3, **FAMILIES["llama"])
-    ids, mask = torch.tensor([[3, 5, 7]]), torch.ones(1, 3, dtype=torch.bool)
-    draws = 20_000
-
-    out = sampled(model, ids, mask, n=draws, max_new_tokens=2, **settings)
-
-    first = exact_probabilities(model, ids, **settings)
-    after = torch.cat([ids.expand(12, -1), torch.arange(12)[:, None]], dim=1)
-    expected = (first.T * exact_probabilities(model, after, **settings)).flatten() * draws
-    pairs = out.completion_ids[:, 0] * 12 + out.completion_ids[:, 1]
-    counts = torch.bincount(pairs, minlength=144).double()
-    assert counts[expected == 0].sum() == 0, "tokens outside the truncated set were drawn"
-    # Pearson's chi-square needs about 5 expected per cell: rarer pairs are pooled.
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]]).clamp(min=1e-9)
-    degrees = int(common.sum())
-    statistic = ((counts - expected) ** 2 / expected.clamp(min=1.0)).sum().item()
-    # Mean k and variance 2k: four standard deviations are passed once in ten thousand runs or less.
-    assert statistic < degrees + 4 * np.sqrt(2 * degrees)
-
-
-def exact_probabilities(model, ids, temperature=1.0, top_k=0, top_p=1.0) -> torch.Tensor:
-    """[batch, vocab] float64 probabilities of the next token, truncated by plain loops."""
-    with torch.no_grad():
-        rows = (model(ids).logits[:, -1].double() / temperature).softmax(dim=-1)
-    truncated = torch.zeros_like(rows)
-    for row, kept in zip(rows, truncated, strict=True):
-        order = row.argsort(descending=True)[: top_k or None]
-        mass, wanted = 0.0, top_p * float(row[order].sum())
-        for token in order:
-            if mass < wanted:
-                kept[token] = row[token]
-            mass += float(row[token])
-    return truncated / truncated.sum(dim=-1, keepdim=True)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral (sliding window)"])
-def test_a_rows_tokens_do_not_depend_on_its_batch(family):
-    model = tiny_model(family)
-    ids, mask = ragged_prompts()
-    together = sampled(model, ids, mask, n=3, stop_token_ids=STOPS)
-    noise = uniform_noise(1, range(15), 30)
-    params = SamplingParams(pad_token_id=PAD, max_new_tokens=30, stop_token_ids=STOPS)
-
-    # Every group alone, without the columns that only longer prompts need; rows in another order.
-    for group in range(5):
-        own = mask[group].nonzero()[0].item()
-        rows = torch.tensor([2, 0, 1]) + 3 * group
-        alone = generate(
-            model,
-            ids[group : group + 1, own:],
-            mask[group : group + 1, own:],
-            params,
-            num_completions=3,
-            noise=noise[rows],
-        )
-        length = alone.completion_ids.shape[1]
-        assert torch.equal(alone.completion_ids, together.completion_ids[rows, :length])
-        assert not together.completion_mask[rows, length:].any()
-        torch.testing.assert_close(
-            alone.logprobs, together.logprobs[rows, :length], atol=2e-5, rtol=0
-        )
-
-
-@pytest.mark.parametrize("looks", [2, 7, 100])
-def test_when_ended_rows_leave_does_not_change_the_completions(looks):
-    model = tiny_model("llama")
-    ids, mask = ragged_prompts()
-
-    expected = sampled(model, ids, mask, n=3, stop_token_ids=STOPS)
-    out = sampled(model, ids, mask, n=3, stop_token_ids=STOPS, looks=looks)
-
-    assert torch.equal(out.completion_ids, expected.completion_ids)
-    assert torch.equal(out.completion_mask, expected.completion_mask)
-    assert torch.equal(out.finished, expected.finished)
-    torch.testing.assert_close(out.logprobs, expected.logprobs, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("max_rows", [1, 3, 7, 12])
-def test_how_many_rows_are_decoded_at_once_does_not_change_the_completions(max_rows):
-    model = tiny_model("llama")
-    ids, mask = ragged_prompts()
-    params = SamplingParams(pad_token_id=PAD, max_new_tokens=30, stop_token_ids=STOPS)
-    noise = uniform_noise(1, range(15), 30)
-
-    expected = generate(model, ids, mask, params, num_completions=3, noise=noise)
-    out = generate(model, ids, mask, params, num_completions=3, noise=noise, max_rows=max_rows)
-
-    assert torch.equal(out.completion_ids, expected.completion_ids)
-    assert torch.equal(out.completion_mask, expected.completion_mask)
-    assert torch.equal(out.finished, expected.finished)
-    torch.testing.assert_close(out.logprobs, expected.logprobs, atol=2e-5, rtol=0)
-
-
-def test_padding_in_front_of_all_prompts_changes_nothing():
-    model = tiny_model("llama")
-
-    expected = sampled(model, *ragged_prompts(), stop_token_ids=STOPS)
-    out = sampled(model, *ragged_prompts(extra=4), stop_token_ids=STOPS)
-
-    assert torch.equal(out.completion_ids, expected.completion_ids)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_new_tokens": 6}],
-)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral (sliding window)", "gemma2 (window)"])
-def test_logprobs_are_those_of_a_full_forward_before_truncation(name, settings):
-    family, changes = MODELS[name]
-    model = tiny_model(family, **changes)
-    ids, mask = ragged_prompts()
-
-    out = sampled(model, ids, mask, n=2, stop_token_ids=STOPS, **settings)
-
-    logits = full_logits(model, ids, mask, out, n=2) / settings["temperature"]
-    expected = logits.log_softmax(dim=-1).gather(-1, out.completion_ids[..., None]).squeeze(-1)
-    expected = expected.where(out.completion_mask, 0.0)
-    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
-
-
-def test_greedy_logprobs_know_the_temperature_too():
-    model = tiny_model("llama")
-    ids, mask = ragged_prompts()
-
-    out = greedy(model, ids, mask, temperature=2.0)
-
-    logits = full_logits(model, ids, mask, out, n=1) / 2.0
-    expected = logits.log_softmax(dim=-1).gather(-1, out.completion_ids[..., None]).squeeze(-1)
-    torch.testing.assert_close(
-        out.logprobs, expected.where(out.completion_mask, 0.0), atol=1e-5, rtol=0
-    )
 
 
 # --- shapes and ends ---------------------------------------------------------------------------

@@ -101,10 +101,10 @@ def test_new_weights_are_in_use_at_once(engine, model, models):
     assert torch.equal(again.completion_ids, before.completion_ids)
 
 
-@pytest.mark.parametrize("engine_temperature", [1.0])
-def test_log_probs_are_the_trainer_s(engine, model, engine_temperature):
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.9, "min_new_tokens": 3}], ids=str)
+def test_log_probs_are_the_trainer_s_before_truncation(engine, model, settings):
     n = 4
-    out = completions(engine, n=n)
+    out = completions(engine, n=n, **settings)
     ids, mask = (t.repeat_interleave(n, dim=0) for t in prompts())
     with torch.no_grad():
         own = score_completions(model, ids, mask, out.completion_ids, out.completion_mask)
@@ -112,7 +112,9 @@ def test_log_probs_are_the_trainer_s(engine, model, engine_temperature):
     # Stop tokens end completions and are inside the mask.
     last = out.completion_ids.gather(1, out.completion_mask.sum(1, keepdim=True) - 1).squeeze(1)
     assert torch.isin(last, torch.tensor(STOPS)).eq(out.finished).all()
-    assert int(out.finished.sum()) > 0 and len(out.completion_mask.sum(1).unique()) > 1
+    lengths = out.completion_mask.sum(1)
+    assert int(out.finished.sum()) > 0 and len(lengths.unique()) > 1
+    assert int(lengths.min()) > settings.get("min_new_tokens", 0)
 
 
 def test_a_seed_decides_a_completion_whatever_is_beside_it(engine, model):
@@ -146,11 +148,15 @@ def test_sampling_follows_the_model(engine, model):
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_a_run_learns_with_it(ray_session):
+def test_a_run_learns_with_it_at_another_temperature(ray_session):
+    """With no word on memory: the rest of the machine is left to the learner."""
     config = tiny.grpo(recompute_old_logprobs=True, importance_sampling="truncate")
     config.language_model(model=MODEL)
     config.env_runners(num_env_runners=1)
-    config.sampling(engine="vllm", engine_settings=SETTINGS, stop_token_ids=list(STOPS))
+    settings = {"enforce_eager": True, "max_model_len": 128}
+    config.sampling(
+        engine="vllm", engine_settings=settings, stop_token_ids=list(STOPS), temperature=0.7
+    )
     with tiny.built(config) as algorithm:
         for version in range(2):
             result = algorithm.train()
