@@ -148,15 +148,11 @@ def test_sampling_follows_the_model(engine, model):
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_a_run_learns_with_it_at_another_temperature(ray_session):
-    """With no word on memory: the rest of the machine is left to the learner."""
+def test_a_run_learns_with_it(ray_session):
     config = tiny.grpo(recompute_old_logprobs=True, importance_sampling="truncate")
     config.language_model(model=MODEL)
     config.env_runners(num_env_runners=1)
-    settings = {"enforce_eager": True, "max_model_len": 128}
-    config.sampling(
-        engine="vllm", engine_settings=settings, stop_token_ids=list(STOPS), temperature=0.7
-    )
+    config.sampling(engine="vllm", engine_settings=SETTINGS, stop_token_ids=list(STOPS))
     with tiny.built(config) as algorithm:
         for version in range(2):
             result = algorithm.train()
