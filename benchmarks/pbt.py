@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -81,6 +82,21 @@ def print_table(stages: dict[str, list[list[dict[str, Any]]]]) -> None:
               f"{rest[0]:.2f} | {rest[1]:.2f} | {rest[2]:.2f} |")  # fmt: skip
 
 
+def points(trial: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Iterations and values, with a gap where the trial went on from another one's checkpoint."""
+    xs: list[float] = []
+    ys: list[float] = []
+    for row in trial:
+        if key not in row:
+            continue
+        if xs and row["training_iteration"] <= xs[-1]:
+            xs.append(math.nan)
+            ys.append(math.nan)
+        xs.append(row["training_iteration"])
+        ys.append(row[key])
+    return xs, ys
+
+
 def draw(stages: dict[str, list[list[dict[str, Any]]]], out: Path) -> None:
     """One panel per setting, and the score; a line per trial, the fixed ones grey."""
     import matplotlib
@@ -94,9 +110,8 @@ def draw(stages: dict[str, list[list[dict[str, Any]]]], out: Path) -> None:
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
         for name, trials in stages.items():
             for trial in trials:
-                rows = [row for row in trial if key in row]
                 axis.plot(
-                    [row["training_iteration"] for row in rows], [row[key] for row in rows],
+                    *points(trial, key),
                     **({"color": GREY, "linewidth": 0.8} if name == "fixed" else {}),
                 )  # fmt: skip
         axis.set_ylabel(label)
