@@ -38,5 +38,9 @@ def _row(batch: JudgedBatch, row: int, iteration: int, split: str) -> dict[str, 
         "completion": batch.texts["completion"][row],
         "score": round(float(batch.columns[columns.SCORES][row]), 6),
         **{name: round(float(column[row]), 6) for name, column in batch.components.items()},
-        **{name: round(float(column[row]), 6) for name, column in batch.metrics.items()},
+        **{
+            name: round(float(column[row]), 6)
+            for name, column in batch.metrics.items()
+            if not column[row].isnan()  # nobody reported it
+        },
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from ray.exceptions import RayError
@@ -11,7 +12,7 @@ from ray.exceptions import RayError
 from rllib_llm import columns
 from rllib_llm.weights.transfer import WeightsLostError
 
-Column = torch.Tensor
+Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
 _LEFT_PADDED = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 
@@ -40,7 +41,8 @@ class JudgedBatch:
 
     columns: the training columns of `rllib_llm.columns`, B rows, on the sampler's device.
     rewards: [B] float32, the environment's own (score minus its KL share).
-    components, metrics: [B] float32 by name; what the score is made of, and what it is not.
+    components, metrics: [B] float32 by name; what the score is made of, and what it is not. A
+        metric is NaN in rows of which nobody reported it.
     node: id of the node that made it.
     texts: {"prompt": [...], "completion": [...]} when asked for.
     """
@@ -83,7 +85,10 @@ class JudgedBatch:
         """Means of the environment's diagnostics, and `distinct`: the share of completions that
         no other row of the batch has, counted once each."""
         valid = self.columns[columns.VALID]
-        means = {name: _mean(column, valid) for name, column in self.metrics.items()}
+        means = {
+            name: _mean(column.nan_to_num(), valid & ~column.isnan())
+            for name, column in self.metrics.items()
+        }
         # Pad ids behind the end are all alike: equal rows are equal completions.
         ids = self.columns[columns.COMPLETION_IDS]
         means["distinct"] = len(torch.unique(ids, dim=0)) / max(1, len(ids))
@@ -139,8 +144,8 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     return JudgedBatch(
         columns={name: _stack([b.columns[name] for b in batches], name) for name in names},
         rewards=torch.cat([b.rewards for b in batches]),
-        components=_concatenate_all([b.components for b in batches]),
-        metrics=_concatenate_all([b.metrics for b in batches]),
+        components=_concatenate_all(batches, "components"),
+        metrics=_concatenate_all(batches, "metrics"),
         texts={
             name: [text for b in batches for text in b.texts[name]] for name in batches[0].texts
         },
@@ -153,8 +158,17 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     )
 
 
-def _concatenate_all(parts: list[dict[str, Column]]) -> dict[str, Column]:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def _concatenate_all(batches: list[JudgedBatch], group: str) -> dict[str, Column]:
+    parts = [getattr(batch, group) for batch in batches]
+    return {
+        name: torch.cat(
+            [
+                part.get(name, torch.full_like(batch.rewards, torch.nan))
+                for part, batch in zip(parts, batches, strict=True)
+            ]
+        )
+        for name in {name: None for part in parts for name in part}
+    }
 
 
 def _stack(parts: list[Column], name: str) -> Column:

@@ -70,3 +70,13 @@ def test_a_failure_is_text():
         failure = SampleFailure.from_exception(error)
     assert failure.error == "KeyError: 'missing'"
     assert "test_request.py" in failure.traceback
+
+
+def test_a_metric_that_some_rows_lack_is_averaged_over_the_others():
+    first, second = batch([[1], [2]], [[4], [4]], valid=[True, False]), batch([[3]], [[5]])
+    first.metrics = {"length": torch.tensor([1.0, 9.0])}
+    second.metrics = {"length": torch.tensor([2.0]), "latency": torch.tensor([7.0])}
+    whole = concatenate([first, second])
+    assert whole.metrics["latency"].isnan().tolist() == [True, True, False]
+    means = whole.env_metrics()
+    assert (means["length"], means["latency"]) == (1.5, 7.0)
