@@ -122,6 +122,6 @@ def make_config(timeout_s: float | None, weights_name: str | None = None) -> GRP
         .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
         .weight_broadcast(weights_name=weights_name)
         .fault_tolerance(sampler_timeout_s=timeout_s, learner_timeout_s=timeout_s,
-                         setup_timeout_s=None if timeout_s is None else 6 * timeout_s)
+                         setup_timeout_s=None if timeout_s is None else 15 * timeout_s)
         .callbacks(on_environment_created=note_sampler)
     )
