@@ -44,6 +44,7 @@ class RLHFConfig(LanguageModelConfig):
         self.max_new_tokens = 64
         self.stop_token_ids: list[int] | None = None
         self.sampling_batch_size: int | None = None
+        self.cuda_graphs = True
         self.pipeline_depth = 0
         self.engine = "torch"
         self.engine_settings: dict[str, Any] | None = None
@@ -109,6 +110,7 @@ class RLHFConfig(LanguageModelConfig):
         max_new_tokens: int = NotProvided,
         stop_token_ids: list[int] | None = NotProvided,
         sampling_batch_size: int | None = NotProvided,
+        cuda_graphs: bool = NotProvided,
         pipeline_depth: int = NotProvided,
         engine: str = NotProvided,
         engine_settings: dict[str, Any] | None = NotProvided,
@@ -125,6 +127,8 @@ class RLHFConfig(LanguageModelConfig):
             stop_token_ids: ids that end a completion; None: all EOS ids of the model.
             sampling_batch_size: completions decoded at once by one sampler, the next prompts taking
                 the places of those that have ended; None: all that fit.
+            cuda_graphs: on a CUDA device, engine "torch" records the decode steps of Llama-shaped
+                models and replays them (default); False launches each operation by itself.
             pipeline_depth: 1 has remote samplers make the next batch while this one is learnt from,
                 with weights one update older (`train/staleness`); 0 (default): they wait.
             engine: what generates in remote samplers: "torch" (default, our decode loop) or "vllm";

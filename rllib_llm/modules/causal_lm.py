@@ -98,6 +98,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         num_completions: int = 1,
         noise: torch.Tensor | None = None,
         max_rows: int | None = None,
+        cuda_graphs: bool = True,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
         with self.autocast():
@@ -109,6 +110,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 num_completions=num_completions,
                 noise=noise,
                 max_rows=max_rows,
+                cuda_graphs=cuda_graphs,
             )
         return completions.columns()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rllib_llm.sampling.completions import CompletionBuffers
-from rllib_llm.sampling.decode_step import DecodeStep, open_decode_step
+from rllib_llm.sampling.decode_step import DecodeStep, OpenStep, open_decode_step
 from rllib_llm.sampling.decoder import fill_gaps
 from rllib_llm.sampling.kv_cache import SharedPromptCache, make_cache
 from rllib_llm.sampling.params import SamplingParams
@@ -43,9 +43,10 @@ class ContinuousDecoder:
         num_completions: int,
         noise: torch.Tensor | None,
         max_groups: int,
+        open_step: OpenStep = open_decode_step,
     ) -> None:
         steps, device = params.max_new_tokens, prompt_ids.device
-        self.model, self.params = model, params
+        self.model, self.params, self.open_step = model, params, open_step
         self.num_completions, self.max_groups = num_completions, max_groups
         padding = int((~prompt_mask.any(dim=0)).sum())  # columns without any token
         self.prompt_ids, self.prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
@@ -71,7 +72,7 @@ class ContinuousDecoder:
         num_layers = len(self._prefill_cache(1).layers)
         self.cache = SharedPromptCache(num_layers, self.num_completions, self.capacity)
         self.cache.reserve(self.max_groups, self.prompt_len)
-        with open_decode_step(self.model, self.cache, steps) as decode_step:
+        with self.open_step(self.model, self.cache, steps) as decode_step:
             tokens, step = self._admit(self.rows), 0
             while len(tokens):
                 tokens = self._take(self._forward(decode_step, tokens), 0)

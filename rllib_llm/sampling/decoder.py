@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rllib_llm.sampling.completions import CompletionBuffers
-from rllib_llm.sampling.decode_step import DecodeStep, open_decode_step
+from rllib_llm.sampling.decode_step import DecodeStep, OpenStep, open_decode_step
 from rllib_llm.sampling.kv_cache import SharedPromptCache, make_cache
 from rllib_llm.sampling.params import SamplingParams
 from rllib_llm.sampling.token_sampling import choose_tokens
@@ -24,6 +24,7 @@ class Decoder:
         params: SamplingParams,
         num_completions: int,
         noise: torch.Tensor | None,
+        open_step: OpenStep = open_decode_step,
     ) -> None:
         device = prompt_mask.device
         steps = params.max_new_tokens
@@ -31,6 +32,7 @@ class Decoder:
         self.model = model
         self.params = params
         self.num_completions = num_completions
+        self.open_step = open_step
         # Columns that are padding in every row are left out.
         self.prompt_mask = prompt_mask[:, int((~prompt_mask.any(dim=0)).sum()) :]
         self.prompt_len = self.prompt_mask.shape[1]
@@ -54,7 +56,7 @@ class Decoder:
     def run(self, prompt_ids: torch.Tensor, steps_between_looks: int) -> None:
         """Prefill, then one token per step until every row has ended."""
         steps = self.params.max_new_tokens
-        with open_decode_step(self.model, self.cache, steps) as decode_step:
+        with self.open_step(self.model, self.cache, steps) as decode_step:
             logits = self._prefill(prompt_ids[:, -self.prompt_len :])
             for step in range(steps):
                 tokens = self._choose(step, logits)

@@ -8,12 +8,15 @@ batch it is in (up to the round-off of differently shaped matrix products).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
 from rllib_llm.sampling.check_inputs import check_at_least_one, check_inputs
 from rllib_llm.sampling.completions import Completions, concatenate
 from rllib_llm.sampling.continuous import ContinuousDecoder, capacity
+from rllib_llm.sampling.decode_step import open_decode_step
 from rllib_llm.sampling.decoder import Decoder
 from rllib_llm.sampling.kv_cache import shares_prompts
 from rllib_llm.sampling.params import SamplingParams
@@ -35,6 +38,7 @@ def generate(
     noise: torch.Tensor | None = None,
     steps_between_looks: int | None = None,
     max_rows: int | None = None,
+    cuda_graphs: bool = True,
 ) -> Completions:
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -50,6 +54,8 @@ def generate(
             the batch; None is 1 on a CPU and 8 elsewhere. Changes speed only.
         max_rows: completions decoded at once, rounded down to whole groups but at least one; None
             is all on a CPU, and on a GPU what its free memory holds. Changes speed only.
+        cuda_graphs: on a CUDA device the steps of Llama-shaped models are recorded once and
+            replayed; no effect elsewhere. Changes speed only.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, or more positions
@@ -69,13 +75,15 @@ def generate(
     groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
     noise = None if noise is None or params.greedy else noise.to(device)
     prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
+    open_step = functools.partial(open_decode_step, cuda_graphs=cuda_graphs)
     written = []
     # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
     with torch.inference_mode():
         if groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config):
             waiting = ContinuousDecoder(
-                model, prompt_ids, prompt_mask, params, num_completions, noise, groups_at_once
-            )
+                model, prompt_ids, prompt_mask, params, num_completions, noise, groups_at_once,
+                open_step,
+            )  # fmt: skip
             waiting.run(steps_between_looks)
             written.append(waiting.buffers)
         else:
@@ -84,7 +92,7 @@ def generate(
                 rows = slice(start * num_completions, (start + groups_at_once) * num_completions)
                 decoder = Decoder(
                     model, prompt_mask[part], params, num_completions,
-                    None if noise is None else noise[rows],
+                    None if noise is None else noise[rows], open_step,
                 )  # fmt: skip
                 decoder.run(prompt_ids[part], steps_between_looks)
                 written.append(decoder.buffers)

@@ -44,7 +44,7 @@ def generate_completions(
     forward = policy.forward_exploration if request.explore else policy.forward_inference
     made = forward(
         prompts, params=params, num_completions=n, noise=noise,
-        max_rows=config.sampling_batch_size,
+        max_rows=config.sampling_batch_size, cuda_graphs=config.cuda_graphs,
     )  # fmt: skip
     # A module shared with a learner on a GPU generates there.
     return {name: column.to(device) for name, column in made.items()}

@@ -60,6 +60,11 @@ class SharedPromptLayer(CacheLayerMixin):
         self.length = end
         return keys, values
 
+    def first_in_window(self, window: int | None) -> int:
+        """Place, among the positions that `update` returned, of the first that a query at the last
+        of them looks at; `window` counts the positions it looks at, itself among them."""
+        return 0 if window is None else max(0, self.length - self.first - window)
+
     def _write_prompts(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
         groups, _, prompt_len, _ = states.shape
         per_group = buffer.unflatten(0, (groups, self.num_completions))
@@ -113,6 +118,37 @@ class SharedPromptLayer(CacheLayerMixin):
         return self.capacity
 
 
+class StaticLayer:
+    """The first rows and positions of a layer's buffers, for a step that is recorded once and then
+    repeated: shapes and addresses stay, and where to write is a tensor.
+
+    Args:
+        layer: the layer, which goes on counting its positions itself.
+        column: [1] int64, the position that `update` writes to.
+        rows: rows that are looked at, some of them perhaps no longer in use.
+        positions: positions that are looked at, those not written yet among them.
+    """
+
+    def __init__(
+        self, layer: SharedPromptLayer, column: torch.Tensor, rows: int, positions: int
+    ) -> None:
+        self.keys = layer.keys[:rows, :, :positions]
+        self.values = layer.values[:rows, :, :positions]
+        self.column = column
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes states [rows, heads, 1, head_dim]; returns all, which a mask must choose from."""
+        self.keys.index_copy_(2, self.column, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.column, value_states.to(self.values.dtype))
+        return self.keys, self.values
+
+    def first_in_window(self, window: int | None) -> int:
+        """0: the mask hides what lies outside."""
+        return 0
+
+
 class SharedPromptCache(Cache):
     """One `SharedPromptLayer` per attention layer of the model."""
 
@@ -130,6 +166,16 @@ class SharedPromptCache(Cache):
     def length(self) -> int:
         """Positions in use."""
         return self.layers[0].length
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit."""
+        return self.layers[0].capacity
+
+    def advance(self) -> None:
+        """Counts one more position, written by `StaticLayer`s."""
+        for layer in self.layers:
+            layer.length += 1
 
     def reserve(self, groups: int, length: int) -> None:
         """See `SharedPromptLayer.reserve`."""

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from rllib_llm.sampling.decode_weights import pays, transposed
-from rllib_llm.sampling.kv_cache import SharedPromptCache, SharedPromptLayer
+from rllib_llm.sampling.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -115,7 +115,7 @@ class _Layer:
         self,
         hidden: torch.Tensor,
         rotate: _Rotation,
-        cache: SharedPromptLayer,
+        cache: SharedPromptLayer | StaticLayer,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         hidden = self.output.add_to(hidden, self._attend(hidden, rotate, cache, mask))
@@ -127,7 +127,7 @@ class _Layer:
         self,
         hidden: torch.Tensor,
         rotate: _Rotation,
-        cache: SharedPromptLayer,
+        cache: SharedPromptLayer | StaticLayer,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         heads = self.qkv(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
@@ -140,7 +140,7 @@ class _Layer:
             queries = rotate(self.query_norm(heads[:, : self.num_query_heads]))
             keys = rotate(self.key_norm(heads[:, self.num_query_heads : -self.num_key_heads]))
         keys, values = cache.update(keys.unsqueeze(2), values.unsqueeze(2))
-        start = 0 if self.window is None else max(0, keys.shape[2] - self.window)
+        start = cache.first_in_window(self.window)
         # Queries that share a key head stand in the place of query positions.
         attended = F.scaled_dot_product_attention(
             queries.unflatten(1, (self.num_key_heads, -1)),
@@ -188,17 +188,32 @@ class LlamaStep:
             cache: holds everything before them.
             padding_mask: [rows, seen + 1] bool, True where a token counts, or None if all do.
         """
+        mask = None
+        if padding_mask is not None:
+            mask = additive(padding_mask, self.embedding.dtype)
+        return self.logits(tokens, positions, cache.layers, [mask] * len(self.layers))
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[SharedPromptLayer | StaticLayer],
+        masks: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """As `__call__`; of each layer its cache and its mask, added to the attention's logits,
+        [rows, 1, 1, positions of the cache that are looked at]."""
         hidden = F.embedding(tokens, self.embedding)
         cos, sin = self.rotary(hidden, positions.unsqueeze(1))
         half = sin.shape[-1] // 2
         rotate = _Rotation(cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
-        mask = None
-        if padding_mask is not None:
-            mask = torch.zeros_like(padding_mask, dtype=hidden.dtype)
-            mask = mask.masked_fill_(~padding_mask, -torch.inf)[:, None, None]
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            hidden = layer(hidden, rotate, layer_cache, mask)
+        for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
+            hidden = layer(hidden, rotate, cache, mask)
         return self.head(self.norm(hidden))
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the mask [rows, positions] is True, else -inf; [rows, 1, 1, positions]."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)[:, None, None]
 
 
 def _window(config, layer_index: int) -> int | None:
