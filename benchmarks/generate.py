@@ -7,7 +7,8 @@
 All get the same random model, the same prompts and threads, and take turns; each line is one JSON
 object with the medians and the ratios of the others' time per token to ours, in CPU seconds (which
 hold on a shared machine; those of all threads and child processes) and in wall seconds. `chunks` is
-ours, one part of the prompts after the other instead of prompts let in as rows end. vLLM wants an
+ours, one part of the prompts after the other instead of prompts let in as rows end; `no_graphs`,
+for CUDA, is ours with every operation launched by itself. vLLM wants an
 environment of its own (`make test-vllm` makes it) and OMP_NUM_THREADS set, and takes no bias that
 would end completions early: in cases of mixed lengths each of its rows is told when to end.
 `--profile` prints where our time goes instead.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -33,8 +35,8 @@ from rllib_llm.sampling.engine import generate
 from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 
-ENGINES = ("ours", "transformers", "chunks", "vllm")
-DEFAULT_CASES = [name for name in CASES if name != "500m_full"]  # that one is for a GPU
+ENGINES = ("ours", "no_graphs", "transformers", "chunks", "vllm")
+DEFAULT_CASES = [name for name in CASES if not name.startswith("500m")]  # those are for a GPU
 
 
 def contestants(
@@ -48,11 +50,11 @@ def contestants(
         pad_token_id=PAD, stop_token_ids=stops, max_new_tokens=case.completion_len
     )
 
-    def ours(round_number: int) -> int:
+    def ours(round_number: int, cuda_graphs: bool = True) -> int:
         noise = uniform_noise(round_number, range(rows), case.completion_len)
         out = generate(
             model, ids, mask, params, num_completions=case.num_completions, noise=noise,
-            max_rows=case.max_rows,
+            max_rows=case.max_rows, cuda_graphs=cuda_graphs,
         )  # fmt: skip
         return int(out.completion_mask.sum())
 
@@ -86,7 +88,10 @@ def contestants(
         ended = (out == STOP).long().cumsum(dim=1) - (out == STOP).long() if stops else out * 0
         return int((ended == 0).sum())
 
-    known = {"ours": ours, "transformers": transformers, "chunks": chunks}
+    no_graphs = functools.partial(ours, cuda_graphs=False)
+    known = {
+        "ours": ours, "no_graphs": no_graphs, "transformers": transformers, "chunks": chunks,
+    }  # fmt: skip
     return {
         name: known[name] if name in known else vllm_contestant(case, model, ids, mask, vllm)
         for name in engines

@@ -39,7 +39,11 @@ CASES = {
     "500m_full": Case(
         896, 24, 151_936, groups=32, prompt_len=128, completion_len=256, key_value_heads=2
     ),
-}
+    "500m_mixed": Case(
+        896, 24, 151_936, groups=32, prompt_len=128, completion_len=256, key_value_heads=2,
+        mean_len=85, ragged=True,
+    ),
+}  # fmt: skip
 
 
 def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:

@@ -1,10 +1,12 @@
 """What can only be measured on a CUDA device: `make bench-gpu`, or
 
-    python benchmarks/gpu.py --parts decode iteration judges --rounds 5
+    python benchmarks/gpu.py --parts decode graphs iteration judges --rounds 5
 
 decode: tokens per second of a 0.5 B-shaped random Llama in bfloat16, 256 rows, 128 + 256 tokens,
     against transformers.generate and against the device's memory bandwidth (each step must read all
     weights, and the keys and values of every row so far).
+graphs: decoding with CUDA graphs against the same without, a small and a large model, full and
+    mixed lengths: whether `cuda_graphs` (on by default) pays on this device.
 iteration: one GRPO iteration with a model of that shape, by stage.
 judges: a frozen model of that shape in bfloat16, int8 and nf4: bytes, seconds per batch, and how
     far its next-token distributions are from bfloat16's.
@@ -30,6 +32,7 @@ from generate import compare
 from generation_cases import CASES, Case, build_model, build_prompts
 
 CASE = "500m_full"
+GRAPH_CASES = ("5m_full", CASE, "500m_mixed")
 COPY_BYTES = 4 * 1024**3
 VOCAB_OF_TEXTS = 256  # prompts and completions of the other parts are plain characters
 JUDGED_ROWS, JUDGED_TOKENS = 64, 256
@@ -85,6 +88,11 @@ def decode(rounds: int) -> dict[str, Any]:
         "least_s": round(least, 4),
         "share_of_bandwidth": round(least / line["ours"]["wall_s"], 3),
     }
+
+
+def graphs(name: str, rounds: int) -> dict[str, Any]:
+    """Ours against ours with every operation launched by itself."""
+    return compare(name, rounds, "cuda", torch.bfloat16, ("ours", "no_graphs"))
 
 
 def save_model(folder: str) -> None:
@@ -163,7 +171,7 @@ def judge(rounds: int, folder: str, quantization: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parts = ("decode", "iteration", "judges")
+    parts = ("decode", "graphs", "iteration", "judges")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--rounds", type=int, default=5)
@@ -175,6 +183,9 @@ def main() -> None:
 
     if "decode" in args.parts:
         show("decode", decode(args.rounds))
+    if "graphs" in args.parts:
+        for name in GRAPH_CASES:
+            show("graphs", graphs(name, args.rounds))
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         if "iteration" in args.parts:

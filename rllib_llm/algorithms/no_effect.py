@@ -42,6 +42,8 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
 def _unused_sampling(config: Any) -> Iterator[tuple[str, str, str]]:
     if config.engine == "torch":
         yield "engine_settings", "with engine='torch'", "Choose 'vllm', or remove it"
+    else:
+        yield "cuda_graphs", f"with engine={config.engine!r}", "Choose 'torch', or remove it"
     if config.in_evaluation or config.num_env_runners:
         return
     where = "with num_env_runners=0: the driver's process samples and learns in turn"
