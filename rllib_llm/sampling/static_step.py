@@ -1,12 +1,13 @@
 """A decode step of fixed shapes and addresses, recorded on the device and replayed for each token.
 
-A step of a 0.5 B model launches several hundred kernels, which takes a CPU longer than they take a
-GPU. Sampling the token and recording it stay outside: some twenty launches, which overlap with the
-replay before them.
+A step of a 0.5 B model is some four hundred operations, and to launch them takes a CPU longer than
+to do them takes a GPU. Sampling the token and writing it down stay outside: some thirty operations,
+launched while the GPU is still at the replay before them.
 
-Recording costs about as much as five steps launched one by one. A record therefore serves all
-tokens until the cache has grown beyond its positions or most of its rows have ended: rows in excess
-compute what nobody reads, positions in excess are masked out.
+Recording takes as long as several steps launched one by one. A record therefore serves all tokens
+until the cache has grown beyond its positions or most of its rows have ended: rows in excess
+compute what nobody reads, positions in excess are masked out. The bounds below are estimates, not
+yet measured on a GPU.
 """
 
 from __future__ import annotations
