@@ -42,9 +42,9 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
 def _unused_sampling(config: Any) -> Iterator[tuple[str, str, str]]:
     if config.engine == "torch":
         yield "engine_settings", "with engine='torch'", "Choose 'vllm', or remove it"
-    else:
-        yield "cuda_graphs", f"with engine={config.engine!r}", "Choose 'torch', or remove it"
     if config.in_evaluation or config.num_env_runners:
+        if config.engine != "torch":
+            yield "cuda_graphs", f"with engine={config.engine!r}", "Remove it"
         return
     where = "with num_env_runners=0: the driver's process samples and learns in turn"
     yield "pipeline_depth", where, "Use 1 or more"

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from rllib_llm.algorithms.no_effect import warn_of_no_effect
 from rllib_llm.sampling.vllm_engine import VLLMEngine, check_params
 from tests.algorithms import tiny_runs as tiny
 
@@ -60,9 +61,12 @@ def test_settings_without_effect_are_said():
         tiny.grpo().sampling(engine="vllm").validate()
     with pytest.warns(UserWarning, match="engine_settings=.* has no effect with engine='torch'"):
         tiny.grpo().sampling(engine_settings={"dtype": "float32"}).validate()
+    remote = tiny.grpo().sampling(engine="vllm", cuda_graphs=False).env_runners(num_env_runners=1)
+    with pytest.warns(UserWarning, match="cuda_graphs=False has no effect with engine='vllm'"):
+        warn_of_no_effect(remote)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiny.grpo().validate()
+        tiny.grpo().sampling(cuda_graphs=False).validate()
 
 
 @pytest.mark.parametrize(
