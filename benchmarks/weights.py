@@ -40,8 +40,14 @@ from rllib_llm.weights.published import PublishedWeights
 
 NUM_RECEIVERS = 4
 SWAP_TENSORS = 320
+# Workers as nice as this process: other work on the machine must not hold up one side. Nodes report
+# all bytes of their store, not only those of primary copies.
+SYSTEM_CONFIG = {"worker_niceness": 0, "scheduler_report_pinned_bytes_only": False}
 MIB = 2**20
-CASES = ("aliased", "copied", "stall", "swap", "first", "store", "checksum")
+# How many times the payload each needs at its height.
+CASES = {
+    "aliased": 10, "copied": 11, "stall": 9, "swap": 8, "first": 6, "store": 8, "checksum": 4,
+}  # fmt: skip
 
 
 class Weights:
@@ -125,8 +131,7 @@ def start_ray(store_bytes: int, *, preallocate: bool = False) -> None:
         logging_level="ERROR",
         log_to_driver=False,
         object_store_memory=store_bytes,
-        # Workers as nice as this process: other work on the machine must not hold up one side.
-        _system_config={"preallocate_plasma_memory": preallocate, "worker_niceness": 0},
+        _system_config={**SYSTEM_CONFIG, "preallocate_plasma_memory": preallocate},
     )
 
 
@@ -222,7 +227,7 @@ class Follower:
 
 
 def swap(num_bytes: int, rounds: int) -> dict:
-    """Milliseconds of `WeightsFollower.swap` while versions come as fast as they can."""
+    """Milliseconds of `WeightsFollower.swap`, a version coming every second or so."""
     start_ray(5 * num_bytes + 64 * MIB)
     client = CoordinatorClient("swap")
     publisher = BackgroundPublisher(client)
@@ -230,6 +235,7 @@ def swap(num_bytes: int, rounds: int) -> dict:
     following = Follower.remote("swap", num_bytes).follow.remote(4 * rounds)
     version = 0
     while not ray.wait([following], timeout=0)[0]:
+        time.sleep(1)
         version = version % 100 + 1  # bfloat16 knows these exactly
         weights.fill(version)
         publisher.submit(weights.own_tensors(), version)
@@ -317,7 +323,7 @@ def main() -> None:
         for case in arguments.cases:
             ray.shutdown()
             time.sleep(1)
-            require_memory(11 * num_bytes)
+            require_memory(CASES[case] * num_bytes)
             if case in ("aliased", "copied"):
                 result = broadcast(num_bytes, arguments.rounds, alias=case == "aliased")
             else:

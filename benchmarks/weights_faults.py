@@ -28,7 +28,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray.exceptions import ObjectLostError
-from weights import MIB, Weights, bytes_in_store, payload_bytes, start_ray
+from weights import MIB, SYSTEM_CONFIG, Weights, bytes_in_store, payload_bytes, start_ray
 
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsReceiver
@@ -195,7 +195,7 @@ def nodes(num_bytes: int, rounds: int) -> dict:
             resources={f"node{number}": 10},
             object_store_memory=3 * num_bytes + 80 * MIB,
             include_dashboard=False,
-            _system_config={"worker_niceness": 0} if number == 0 else None,
+            **({"_system_config": SYSTEM_CONFIG} if number == 0 else {}),
         )
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
@@ -215,7 +215,7 @@ def nodes(num_bytes: int, rounds: int) -> dict:
     holders = nodes_with_a_copy(ref)
     del ref, published
     ray.get([r.receive.remote(PublishedWeights(rounds, ref=(ray.put(flat),))) for r in receivers])
-    time.sleep(2)  # Ray frees in the background
+    time.sleep(5)  # Ray frees in the background
     copies = [round(used / num_bytes, 2) for used in bytes_in_store().values()]
     ray.shutdown()
     cluster.shutdown()

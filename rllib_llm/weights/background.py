@@ -62,7 +62,7 @@ class BackgroundPublisher:
         client: CoordinatorClient,
         *,
         put: Callable[[Any], ray.ObjectRef] = ray.put,
-        look_in_seconds: float = 0.25,
+        look_in_seconds: float = 0.1,
         checksum: bool = False,
     ):
         self._client, self._put, self._checksum = client, put, checksum
