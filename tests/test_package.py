@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "rllib_llm"
-HEAVY = ("transformers", "datasets", "bitsandbytes", "torchao", "peft", "wandb", "matplotlib",
-         "vllm", "httpx")  # fmt: skip
+HEAVY = ("torch", "transformers", "datasets", "bitsandbytes", "torchao", "peft", "wandb",
+         "matplotlib", "vllm", "httpx")  # fmt: skip
 
 # Numerics know torch and nothing of Ray; what is below the algorithms does not know them.
 RULES = [
@@ -25,14 +25,26 @@ RULES = [
 
 
 def test_importing_loads_nothing_heavy_beyond_ray():
-    # Seconds depend on the machine; which modules come along does not. torch comes with RLlib.
-    code = "import sys, ray.rllib; before = set(sys.modules); import rllib_llm; " \
+    # Seconds depend on the machine; which modules come along does not.
+    code = "import sys, ray.tune; before = set(sys.modules); import rllib_llm; " \
            "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"  # fmt: skip
+    assert not set(HEAVY) & loaded_by(code, "rllib_llm")
+
+
+def test_a_coordinator_of_weights_starts_without_torch():
+    # A killed one is missed until its new process has imported what it needs.
+    code = "import sys, rllib_llm.weights.coordinator; " \
+           "print(*{m.partition('.')[0] for m in sys.modules})"  # fmt: skip
+    assert not set(HEAVY) & loaded_by(code, "rllib_llm")
+
+
+def loaded_by(code: str, expected: str) -> set[str]:
+    """Packages that a process prints, `expected` among them."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    loaded = result.stdout.split()
-    assert "rllib_llm" in loaded
-    assert not set(HEAVY) & set(loaded)
+    loaded = set(result.stdout.split())
+    assert expected in loaded
+    return loaded
 
 
 def test_importing_registers_environments_and_trainables():
@@ -45,7 +57,7 @@ def test_importing_registers_environments_and_trainables():
 
     assert {"PPOPtx", "SFT", "RewardModel"} <= set(ALGORITHMS)
     for name in ALGORITHMS:
-        assert _global_registry.contains(TRAINABLE_CLASS, name)
+        assert _global_registry.get(TRAINABLE_CLASS, name).__name__ == name
     for name in ENVIRONMENTS:
         assert name in gymnasium.registry
         assert _global_registry.contains(ENV_CREATOR, name)

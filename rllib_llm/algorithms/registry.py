@@ -46,15 +46,23 @@ def get_algorithm_class(name: str) -> type:
     )
 
 
+class _ByName:
+    """What Tune's registry keeps, pickled, for an algorithm: unpickled, it is the class."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_algorithm_class, (self.name,)
+
+
 def register_algorithms() -> None:
-    """Registers every name with Tune; the class is imported when a trial is made of it."""
-    from ray.tune import register_trainable
+    """Registers every name with Tune; the class is imported when a trial is made of it.
+
+    `tune.register_trainable` would want the classes now, and RLlib and torch with them.
+    """
     from ray.tune.registry import TRAINABLE_CLASS, _global_registry
 
     for name in ALGORITHMS:
         if not _global_registry.contains(TRAINABLE_CLASS, name):
-            register_trainable(name, _lazy(name))
-
-
-def _lazy(name: str) -> Any:
-    return get_algorithm_class(name)
+            _global_registry.register(TRAINABLE_CLASS, name, _ByName(name))

@@ -21,8 +21,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 
+from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import backoff_seconds
 from rllib_llm.weights.version_log import Verdict, VersionLog
 
 NAMESPACE = "rllib_llm"  # of coordinators, whichever driver asks

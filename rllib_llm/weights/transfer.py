@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
 
+from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.waves import wait_for_turn
@@ -23,11 +24,6 @@ PASSING_ERRORS = (*LOST_ERRORS, GetTimeoutError, RayActorError, RaySystemError)
 
 class WeightsLostError(RuntimeError):
     """Published weights could not be had; whoever published them has to do it again."""
-
-
-def backoff_seconds(attempt: int, uniform: Callable[[float, float], float]) -> float:
-    """min(5, 0.05 * 2^attempt) * U(0.5, 1.5): many that failed together do not return together."""
-    return min(5.0, 0.05 * 2**attempt) * uniform(0.5, 1.5)
 
 
 def failure_metrics(failures: Counter[str]) -> dict[str, float]:

@@ -14,9 +14,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.flat_buffer import FlatBuffer, pack
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import Transfer, WeightsLostError, backoff_seconds
+from rllib_llm.weights.transfer import Transfer, WeightsLostError
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))
 FLAT = pack({"x": torch.arange(3.0)}, checksum=True)
