@@ -96,10 +96,11 @@ def test_a_killed_learner_is_named(make):
 
 
 def test_a_stopped_learner_is_killed_after_its_time(make):
-    group = make(2, timeout_s=2.0)
-    stopped = values(group.foreach_actor(pid))[0]
+    group = make(2, timeout_s=6.0)
+    # Without a limit, so that both have been started.
+    stopped, _ = ray.get([actor.apply.remote(pid) for actor in group.actors().values()])
     os.kill(stopped, signal.SIGSTOP)
-    with pytest.raises(LearnerError, match=r"2 learners, \[0\] gave no answer to learn\(\) in 2"):
+    with pytest.raises(LearnerError, match=r"2 learners, \[0\] gave no answer to learn\(\) in 6"):
         group.foreach_actor(learn)
     with pytest.raises(LearnerError, match="ended by an earlier error"):
         group.foreach_actor(learn)

@@ -8,6 +8,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.weights.broadcast import WeightsPublisher, WeightsReceiver
+from rllib_llm.weights.flat_buffer import unpack
 from tests.learners import tiny_learners as tiny
 from tests.learners import two_learners as two
 
@@ -48,7 +49,7 @@ def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batch
 
     received = {}
     published = WeightsPublisher(group, shared_module=False).publish(2)
-    WeightsReceiver().ensure(published, received.update)
+    WeightsReceiver().ensure(published, lambda flat: received.update(unpack(flat)))
     whole = sharded["rl_module"][DEFAULT_MODULE_ID]
     assert set(received) == {name for name in whole if name.startswith("model.")}
     for name, tensor in received.items():
