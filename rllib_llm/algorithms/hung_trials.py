@@ -15,6 +15,7 @@ from rllib_llm.time_limit import TimeLimit
 logger = logging.getLogger(__name__)
 
 RUNNING = "RUNNING"
+STEP_SECONDS = 5.0  # that a step of Tune may take; more is Tune's own silence
 FIRST_SECONDS = 6 * 3600.0  # models are loaded, the first iteration may be an evaluation as well
 
 
@@ -30,6 +31,7 @@ class RestartHungTrials(Callback):
             lambda: TimeLimit(timeout_s, first=FIRST_SECONDS)
         )
         self._heard: dict[str, float] = {}  # monotonic seconds, by trial id
+        self._stepped: float | None = None  # the last look
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._heard[trial.trial_id] = time.monotonic()
@@ -45,6 +47,7 @@ class RestartHungTrials(Callback):
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         now = time.monotonic()
+        self._forgive_own_silence(now)
         for trial in trials:
             actor = trial.temporary_state.ray_actor
             if trial.status != RUNNING or actor is None:
@@ -59,3 +62,11 @@ class RestartHungTrials(Callback):
                 )  # fmt: skip
                 self._heard[trial.trial_id] = now
                 ray.kill(actor)
+
+    def _forgive_own_silence(self, now: float) -> None:
+        """Takes out time in which Tune's process did other things, such as waiting for a logger:
+        what a trial reported meanwhile has not been read."""
+        if self._stepped is not None:
+            own = max(0.0, now - self._stepped - STEP_SECONDS)
+            self._heard = {trial: min(now, at + own) for trial, at in self._heard.items()}
+        self._stepped = now

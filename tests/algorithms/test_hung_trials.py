@@ -72,3 +72,16 @@ def test_a_trial_that_waits_or_rests_is_left_alone(world):
     trials[1].status = "RUNNING"
     callback.on_step_end(0, trials)
     assert killed == []
+
+
+def test_a_trial_is_not_blamed_for_time_that_tune_took(world):
+    clock, killed = world
+    callback, trials = RestartHungTrials(timeout_s=10.0), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    callback.on_step_end(0, trials)
+    clock.now = 100.0  # a callback waited for a server
+    callback.on_step_end(1, trials)
+    assert killed == []
+    for clock.now in (104.0, 108.0):  # 5 s of the long step count
+        callback.on_step_end(2, trials)
+    assert killed == ["an actor of a"]
