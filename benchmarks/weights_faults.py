@@ -214,7 +214,8 @@ def nodes(num_bytes: int, rounds: int) -> dict:
             seconds[how].append([round(arrived[number], 2) for number in (0, 2, 4)])
     holders = nodes_with_a_copy(ref)
     del ref, published
-    ray.get([r.receive.remote(PublishedWeights(rounds, ref=(ray.put(flat),))) for r in receivers])
+    last = PublishedWeights(rounds, ref=(ray.put(flat),))
+    ray.get([receiver.receive.remote(last) for receiver in receivers])
     time.sleep(5)  # Ray frees in the background
     copies = [round(used / num_bytes, 2) for used in bytes_in_store().values()]
     ray.shutdown()
