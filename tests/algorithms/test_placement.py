@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rllib_llm.algorithms import placement
@@ -43,6 +45,13 @@ def test_too_small_a_cluster_is_refused_when_the_algorithm_is_built():
 
 
 @pytest.mark.usefixtures("ray_session")
+def wait_until_free(num_cpus):
+    import ray
+
+    while ray.available_resources().get("CPU", 0) != num_cpus:
+        time.sleep(0.1)
+
+
 def test_a_cluster_that_others_have_taken_is_refused_after_a_while(monkeypatch):
     import ray
 
@@ -53,8 +62,10 @@ def test_a_cluster_that_others_have_taken_is_refused_after_a_while(monkeypatch):
         def is_in(self):
             return True
 
+    wait_until_free(4)  # processes of earlier tests leave, and Ray says so, after a while
     tenant = Tenant.remote()
     ray.get(tenant.is_in.remote())
+    wait_until_free(1)
     config = tiny.sft().learners(num_learners=2)
     with pytest.raises(NoPlaceError, match=r"what others have left of the cluster, 1 CPU, for 1 s"):
         require_places(config)
