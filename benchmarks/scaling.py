@@ -171,6 +171,8 @@ def plot(axis: str, lines: list[dict[str, Any]], folder: Path) -> None:
     at = [line[name] for line in lines]
     axes.loglog(at, [line[unit] for line in lines], "o-", label=f"iteration, {unit}")
     axes.loglog(at, [line["floor_s"] for line in lines], "k--", label="matrix products alone")
+    axes.set_xticks(at, [f"{x / 1e6:.3g} M" if x >= 1e6 else str(x) for x in at])
+    axes.minorticks_off()
     axes.set_xlabel(name)
     axes.set_ylabel("seconds")
     axes.legend()
