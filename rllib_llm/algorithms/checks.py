@@ -105,10 +105,10 @@ def check_precision(config: Any) -> None:
 def check_timeout(name: str, value: Any, *, auto: bool = True) -> None:
     """Raises ValueError unless `value` is a limit that a process can be given for its answers;
     `auto`: whether it may be "auto"."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     allowed = "a number of seconds above 0, 'auto' or None" if auto else "above 0 seconds or None"
     require(
-        value is None or (auto and value == "auto") or (number and value > 0), name, value, allowed,
+        value is None or (auto and value == "auto") or (is_number(value) and value > 0),
+        name, value, allowed,
         "a process that has not answered by then is killed", "Use None to wait for ever",
     )  # fmt: skip
 
