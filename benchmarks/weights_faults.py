@@ -22,6 +22,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -91,9 +92,33 @@ def lost(num_bytes: int, rounds: int) -> dict:
 
 
 def _failed(num_bytes: int, rounds: int, failures: int) -> dict:
-    start_ray(6 * num_bytes + 64 * MIB)
     get = Get()
-    following = Following("transfers", num_bytes, get)
+
+    def fail(_: Following) -> None:
+        get.failures = failures
+
+    return _recovery("transfers", num_bytes, rounds, fail, get)
+
+
+def coordinator(num_bytes: int, rounds: int) -> dict:
+    """The coordinator is killed; Ray restarts it, empty."""
+
+    def kill(following: Following) -> None:
+        os.kill(following.client.stats()["pid"], signal.SIGKILL)
+
+    return _recovery("coordinator", num_bytes, rounds, kill)
+
+
+def _recovery(
+    name: str,
+    num_bytes: int,
+    rounds: int,
+    fault: Callable[[Following], None],
+    get: Any = ray.get,
+) -> dict:
+    """Seconds from a fault until the version published right after it is in use."""
+    start_ray(6 * num_bytes + 64 * MIB)
+    following = Following(name, num_bytes, get)
     publisher = BackgroundPublisher(following.client)
     tensors = Weights(num_bytes).own_tensors()
     publisher.submit(tensors, 0)
@@ -101,7 +126,7 @@ def _failed(num_bytes: int, rounds: int, failures: int) -> dict:
     following.follower.start()
     seconds = []
     for version in range(1, rounds + 1):
-        get.failures = failures
+        fault(following)
         start = time.perf_counter()
         publisher.submit(tensors, version)
         following.swap_to(version)
@@ -109,27 +134,6 @@ def _failed(num_bytes: int, rounds: int, failures: int) -> dict:
     publisher.stop()
     following.close()
     return _seconds(seconds) | {"republished": publisher.num_republished}
-
-
-def coordinator(num_bytes: int, rounds: int) -> dict:
-    """The coordinator is killed; Ray restarts it, empty."""
-    start_ray(6 * num_bytes + 64 * MIB)
-    following = Following("coordinator", num_bytes)
-    publisher = BackgroundPublisher(following.client)
-    tensors = Weights(num_bytes).own_tensors()
-    publisher.submit(tensors, 0)
-    following.follower.require(timeout=LONG)
-    following.follower.start()
-    seconds = []
-    for version in range(1, rounds + 1):
-        os.kill(following.client.stats()["pid"], signal.SIGKILL)
-        start = time.perf_counter()
-        publisher.submit(tensors, version)
-        following.swap_to(version)
-        seconds.append(time.perf_counter() - start)
-    publisher.stop()
-    following.close()
-    return _seconds(seconds)
 
 
 @ray.remote(num_cpus=0)
