@@ -101,7 +101,8 @@ def _layout(
     """Prompts attend to themselves, the tokens of a row to its prompt and to their own past."""
     own_tokens, own_exists = _token_table(own_starts, own_lengths)
     if group is None:
-        blocks = (AttentionBlock(own_tokens, own_tokens, None),)
+        in_order = bool(own_exists.all())  # rows of one length
+        blocks = (AttentionBlock(own_tokens, own_tokens, None, in_order),)
         return AttentionLayout(blocks, _places(own_exists))
     tokens, exists = _token_table(prompt_starts, prompt_lengths)
     length = own_tokens.shape[1]

@@ -21,7 +21,7 @@ from rllib_llm.learners.kl import full_kl
 from rllib_llm.modules.lm_head import take_apart
 from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.token_stats import in_chunks, token_stats
-from rllib_llm.modules.trunk import trunk_hidden, wanted_tokens
+from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
 
 # Logits that one chunk may hold when the caller does not say: 2^26 float32 are 256 MiB.
 _CHUNK_LOGITS = 2**26
@@ -131,7 +131,7 @@ def completion_hidden(
     """
     rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     wanted = wanted_tokens(trunk, rows)
-    return wanted.unpack(wanted.pick(trunk_hidden(trunk, wanted)))
+    return wanted.unpack(wanted_hidden(trunk, wanted))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _run(model: Any, rows: Rows, hidden: bool) -> _Run:
     halves = take_apart(model)
     wanted = wanted_tokens(None if halves is None else halves.trunk, rows)
     if halves is not None:
-        states = wanted.pick(trunk_hidden(halves.trunk, wanted))
+        states = wanted_hidden(halves.trunk, wanted)
         return _Run(wanted, states, halves.logits, states if hidden else None, chunk_tokens)
     output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     last = wanted.pick(output.hidden_states[-1]) if hidden else None

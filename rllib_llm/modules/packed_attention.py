@@ -26,12 +26,14 @@ class AttentionBlock:
 
     queries [rows, q], keys [rows, k]: which of the tokens stand there, int64, any token in the
     padding. mask: float [rows, 1, q, k], 0 where attended and -inf elsewhere, or None where
-    queries are keys, each attending to those up to itself.
+    queries are keys, each attending to those up to itself. in_order: they are all tokens in their
+    order, so that nothing has to be gathered.
     """
 
     queries: Tensor
     keys: Tensor
     mask: Tensor | None
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,24 @@ def packed_attention(
     for block in packed_layout.blocks:
         attended, _ = sdpa_attention_forward(
             module,
-            _take(query, block.queries),
-            _take(key, block.keys),
-            _take(value, block.keys),
+            _take(query, block.queries, block.in_order),
+            _take(key, block.keys, block.in_order),
+            _take(value, block.keys, block.in_order),
             None if block.mask is None else block.mask.to(query.dtype),
             **{**kwargs, "is_causal": block.mask is None},
         )
         parts.append(attended.flatten(0, 1))
+    if packed_layout.blocks[0].in_order:
+        return parts[0].unsqueeze(0), None
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     return attended.index_select(0, packed_layout.places).unsqueeze(0), None
 
 
-def _take(states: Tensor, tokens: Tensor) -> Tensor:
+def _take(states: Tensor, tokens: Tensor, in_order: bool) -> Tensor:
     """[1, heads, length, head_dim] -> [rows, heads, tokens of a row, head_dim]."""
-    taken = states.squeeze(0).transpose(0, 1).index_select(0, tokens.flatten())
+    taken = states.squeeze(0).transpose(0, 1)
+    if not in_order:
+        taken = taken.index_select(0, tokens.flatten())
     return taken.unflatten(0, tokens.shape).transpose(1, 2)
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rllib_llm.modules.packing import Rows
-from rllib_llm.modules.trunk import trunk_hidden, wanted_tokens
+from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 
@@ -56,7 +56,7 @@ def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     )
     wanted = wanted_tokens(trunk if bool(lengths.all()) else None, rows)
     if wanted.layout is not None:
-        return wanted.pick(trunk_hidden(trunk, wanted))
+        return wanted_hidden(trunk, wanted)
     hidden = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
     return hidden[torch.arange(len(ids), device=ids.device), (lengths - 1).clamp(min=0)]
 

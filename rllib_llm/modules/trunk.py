@@ -13,6 +13,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rllib_llm.modules import packed_attention
 from rllib_llm.modules.dense_packing import pack_dense
+from rllib_llm.modules.llama_trunk import fused_hidden, is_fusible
 from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, pack
 
 # Largest difference between our numbers and the model's own, as a share of the largest number.
@@ -47,6 +48,13 @@ def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
         use_cache=False,
         packed_layout=wanted.layout,
     ).last_hidden_state
+
+
+def wanted_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
+    """Last hidden state [tokens, hidden] at the positions that predict the wanted tokens."""
+    if wanted.layout is not None and is_fusible(trunk):
+        return fused_hidden(trunk, wanted)
+    return wanted.pick(trunk_hidden(trunk, wanted))
 
 
 def padded_hidden(trunk: nn.Module, input_ids: Tensor) -> Tensor:

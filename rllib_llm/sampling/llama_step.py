@@ -19,16 +19,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from rllib_llm.modules.llama_shape import is_plain, is_rms_norm
 from rllib_llm.sampling.decode_weights import pays, transposed
 from rllib_llm.sampling.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 def is_llama_shaped(model: nn.Module) -> bool:
@@ -41,17 +37,7 @@ def is_llama_shaped(model: nn.Module) -> bool:
         return False
     attention = model.model.layers[0].self_attn
     rotary_dim = 2 * model.model.rotary_emb.inv_freq.shape[-1]
-    return rotary_dim == attention.head_dim and all(_is_plain(part) for part in model.modules())
-
-
-def _is_plain(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
-        return False
-    return not hooks and not (
-        isinstance(module, nn.Linear | nn.Embedding)
-        and type(module) not in (nn.Linear, nn.Embedding)
-    )
+    return rotary_dim == attention.head_dim and all(is_plain(part) for part in model.modules())
 
 
 class _Projection:
@@ -84,7 +70,7 @@ def _bias_of(linear: nn.Linear) -> torch.Tensor:
 
 def _norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The RMS norm in one operation instead of six, where it is the one of these models."""
-    if type(module) not in _NORMS:
+    if not is_rms_norm(module):
         return module.forward
 
     def norm(inputs: torch.Tensor) -> torch.Tensor:

@@ -185,8 +185,10 @@ def test_gradient_checkpointing_computes_the_same_again():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     _, gradients = stats_and_gradients(model, rows)
+    # With checkpoints the layers are transformers' own, without them the fused ones.
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * scale, rtol=1e-5)
 
 
 def test_a_model_with_our_attention_is_the_model_itself():

@@ -1,0 +1,185 @@
+"""Parts of a Llama layer with gradients written by hand: fewer passes over memory, less kept.
+
+Autograd keeps every intermediate of a norm, an activation and a product, and reads and writes each
+of them; on a CPU that is a third of a small model's training. Here the norms and the activation
+are computed again in the backward pass, in place where nobody else looks. Results and gradients
+are those of transformers' modules up to round-off.
+
+All take tokens [tokens, features] in float32, outside autocast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension (Zhang and Sennrich
+    2019); `inputs` [..., features]."""
+    return _RMSNorm.apply(inputs, weight, eps)
+
+
+def normed_linears(
+    inputs: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+) -> tuple[Tensor, ...]:
+    """Several linear layers, weights [out_i, in], of the RMS norm of the same inputs [tokens, in];
+    returns [tokens, out_i] each."""
+    return _NormedLinears.apply(inputs, norm_weight, eps, len(weights), *weights, *biases)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of queries or keys [tokens, heads, head_dim]; cos and sin
+    [tokens, 1, head_dim], their two halves the same, as transformers has them."""
+    return _Rotation.apply(heads, cos, sin)
+
+
+def gated_mlp(
+    inputs: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """inputs + down(silu(gate(normed)) * up(normed)), a Llama layer's second half (Shazeer 2020).
+
+    inputs [tokens, hidden]; gate and up [inner, hidden], down [hidden, inner].
+    """
+    return _GatedMLP.apply(inputs, norm_weight, eps, gate, up, down)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = _norm_scale(inputs, eps)
+        ctx.save_for_backward(inputs, scale, weight)
+        return _normed(inputs, scale, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_norm_gradients(grad, *ctx.saved_tensors), None
+
+
+class _NormedLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, norm_weight: Tensor, eps: float, count: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        scale = _norm_scale(inputs, eps)
+        normed = _normed(inputs, scale, norm_weight)
+        ctx.save_for_backward(inputs, scale, norm_weight, *weights)
+        ctx.has_bias = [bias is not None for bias in biases]
+        return tuple(map(F.linear, [normed] * count, weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, scale, norm_weight, *weights = ctx.saved_tensors
+        normed = _normed(inputs, scale, norm_weight)
+        needs = ctx.needs_input_grad[4:]
+        count = len(weights)
+        weight_grads = [
+            grad.t() @ normed if needed else None
+            for grad, needed in zip(grads, needs[:count], strict=True)
+        ]
+        bias_grads = [
+            grad.sum(dim=0) if has_bias and needed else None
+            for grad, has_bias, needed in zip(grads, ctx.has_bias, needs[count:], strict=True)
+        ]
+        del normed
+        normed_grad = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            normed_grad.addmm_(grad, weight)
+        input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight)
+        return input_grad, norm_grad, None, None, *weight_grads, *bias_grads
+
+
+class _Rotation(torch.autograd.Function):
+    """[a, b] -> [a cos - b sin, b cos + a sin]; its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(heads, cos, sin, sign=1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(grad, *ctx.saved_tensors, sign=-1.0), None, None
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        scale = _norm_scale(inputs, eps)
+        normed = _normed(inputs, scale, norm_weight)
+        gates, ups = normed @ gate.t(), normed @ up.t()
+        del normed
+        ctx.save_for_backward(inputs, scale, norm_weight, gates, ups, gate, up, down)
+        return torch.addmm(inputs, F.silu(gates).mul_(ups), down.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, scale, norm_weight, gates, ups, gate, up, down = ctx.saved_tensors
+        _, _, _, gate_needed, up_needed, down_needed = ctx.needs_input_grad
+        activated = F.silu(gates)
+        product_grad = grad @ down
+        down_grad = grad.t() @ (activated * ups) if down_needed else None
+        ups_grad = activated.mul_(product_grad)
+        gates_grad = torch.ops.aten.silu_backward(product_grad.mul_(ups), gates)
+        del product_grad
+        normed = _normed(inputs, scale, norm_weight)
+        gate_grad = gates_grad.t() @ normed if gate_needed else None
+        up_grad = ups_grad.t() @ normed if up_needed else None
+        normed_grad = torch.mm(gates_grad, gate, out=normed).addmm_(ups_grad, up)
+        input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight)
+        return input_grad.add_(grad), norm_grad, None, gate_grad, up_grad, down_grad
+
+
+def _norm_scale(inputs: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(inputs^2) + eps), [..., 1]."""
+    norms = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
+    return norms.square_().div_(inputs.shape[-1]).add_(eps).rsqrt_()
+
+
+def _normed(inputs: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    return (inputs * scale).mul_(weight)
+
+
+def _norm_gradients(
+    grad: Tensor, inputs: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of inputs and weight; with s the scale, n the features, g the gradient:
+    d x = s w g - x s^3 sum(w g x) / n, d w = sum over tokens of s x g."""
+    features = inputs.shape[-1]
+    products = grad * inputs
+    weight_grad = scale.flatten() @ products.reshape(-1, features)
+    along = (products.reshape(-1, features) @ weight).view(scale.shape)
+    along = along.mul_(scale.pow(3)).div_(-features)
+    input_grad = torch.mul(grad, weight, out=products).mul_(scale)
+    return input_grad.addcmul_(inputs, along), weight_grad
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    half = first.shape[-1]
+    sin = sin[..., :half]
+    rotated = heads * cos
+    rotated[..., :half].addcmul_(second, sin, value=-sign)
+    rotated[..., half:].addcmul_(first, sin, value=sign)
+    return rotated

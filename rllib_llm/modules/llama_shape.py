@@ -1,0 +1,30 @@
+"""What our own forms of Llama-shaped models ask of a model before they take its place."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether it is these models' own RMS norm."""
+    return type(module) in _NORMS
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a part computes what its class and weights say: no hooks, no replaced forward, no
+    adapter, no quantised weights."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
+        return False
+    return not (
+        isinstance(module, nn.Linear | nn.Embedding)
+        and type(module) not in (nn.Linear, nn.Embedding)
+    )
