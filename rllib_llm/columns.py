@@ -13,6 +13,7 @@ PROMPT_MASK = "prompt_mask"  # [B, P] bool
 COMPLETION_IDS = "completion_ids"  # [B, T] int64, right-padded
 COMPLETION_MASK = "completion_mask"  # [B, T] bool, the stop token is inside
 SAMPLER_LOGPROBS = "sampler_logprobs"  # [B, T] float32, the sampler's own, at its temperature
+SAMPLER_VALUES = "sampler_values"  # [B, T] float32, the critic's, where the sampler has it
 REF_LOGPROBS = "ref_logprobs"  # [B, T] float32, the frozen reference's
 SCORES = "scores"  # [B] float32, what the judge says, before any KL share
 VALID = "valid"  # [B] bool, False where the judge failed: the row must not be learnt from

@@ -18,6 +18,7 @@ _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
         columns.COMPLETION_IDS,
         columns.COMPLETION_MASK,
         columns.SAMPLER_LOGPROBS,
+        columns.SAMPLER_VALUES,
         columns.REF_LOGPROBS,
         columns.OLD_LOGPROBS,
         columns.OLD_VALUES,

@@ -120,17 +120,21 @@ class RLHFLearner(LanguageModelLearner):
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner.
 
-        The log-probs are the sampler's, who had these weights, unless they are to be recomputed, or
-        were made in half precision and a forward pass is needed for the values anyway.
+        They are the sampler's, who had these weights, unless they are to be recomputed. Remote
+        samplers have no critic; with half precision that forward pass gives the log-probs too.
         """
         has_critic = self.module[DEFAULT_MODULE_ID].unwrapped().has_critic
-        names = {columns.VALUES: columns.OLD_VALUES} if has_critic else {}
         exact = self.config.dtype == "float32" and self.config.autocast_dtype is None
-        if self.config.recompute_old_logprobs or (has_critic and not exact):
-            names[columns.LOGPROBS] = columns.OLD_LOGPROBS
-        options = {} if columns.LOGPROBS in names else {"values_only": True}
+        recomputes = self.config.recompute_old_logprobs or (has_critic and not exact)
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
+        names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
+        if has_critic and not recomputes and columns.SAMPLER_VALUES in batch:
+            mask = batch[columns.COMPLETION_MASK]
+            old[columns.OLD_VALUES] = batch[columns.SAMPLER_VALUES].where(mask, 0.0)
+        elif has_critic:
+            names[columns.VALUES] = columns.OLD_VALUES
         if names:
+            options = {} if recomputes else {"values_only": True}
             outputs = self.evaluate_rows(batch, list(names), **options)
             old.update({names[name]: column for name, column in outputs.items()})
         return old

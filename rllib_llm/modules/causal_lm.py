@@ -84,6 +84,16 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             self.critic, self.value_head = _separate_critic(config, self.tokenizer)
             self.save_memory(self.critic)
 
+    def _sampling_value_head(self) -> nn.Module | None:
+        """Whose values come with the completions: where the learner's own module samples, and they
+        are as exact as those of a forward pass of the learner."""
+        config = self.model_config
+        if not self.has_critic or config["critic"] != "shared" or config["dtype"] != "float32":
+            return None
+        if config.get("autocast_dtype") is not None or take_apart(self.model) is None:
+            return None
+        return self.value_head
+
     def get_non_inference_attributes(self) -> list[str]:
         return ["value_head", "critic"]
 
@@ -111,6 +121,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 noise=noise,
                 max_rows=max_rows,
                 cuda_graphs=cuda_graphs,
+                value_head=self._sampling_value_head(),
             )
         return completions.columns()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -24,7 +25,8 @@ def is_plain(module: nn.Module) -> bool:
         return False
     if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
         return False
-    return not (
-        isinstance(module, nn.Linear | nn.Embedding)
-        and type(module) not in (nn.Linear, nn.Embedding)
-    )
+    if isinstance(module, nn.Linear | nn.Embedding):
+        # Quantised and sharded weights are tensors of classes of their own.
+        own = type(module) in (nn.Linear, nn.Embedding)
+        return own and type(module.weight) in (nn.Parameter, torch.Tensor)
+    return True

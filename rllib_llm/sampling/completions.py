@@ -23,6 +23,8 @@ class Completions:
     """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 behind the end."""
     finished: torch.Tensor
     """[batch] bool, True where a stop token ended the completion."""
+    values: torch.Tensor | None = None
+    """[batch, T] float32, of the state before each token, 0 behind the end; where a critic was."""
 
     def columns(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """The columns of a training batch, on `device`, or where they are."""
@@ -32,6 +34,8 @@ class Completions:
             columns.SAMPLER_LOGPROBS: self.logprobs,
             columns.FINISHED: self.finished,
         }
+        if self.values is not None:
+            held[columns.SAMPLER_VALUES] = self.values
         return {name: column.to(device) for name, column in held.items()}
 
 
@@ -55,6 +59,7 @@ def concatenate(parts: Sequence[Completions], pad_token_id: int) -> Completions:
         stack("completion_mask", False),
         stack("logprobs", 0),
         torch.cat([part.finished for part in parts]),
+        None if parts[0].values is None else stack("values", 0),
     )
 
 
@@ -66,15 +71,28 @@ class CompletionBuffers:
         batch: rows.
         pad_token_id: what stands behind the end of a completion.
         device: where the tokens are sampled.
+        with_values: whether the logits' last column is a value.
     """
 
-    def __init__(self, steps: int, batch: int, pad_token_id: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        steps: int,
+        batch: int,
+        pad_token_id: int,
+        device: torch.device,
+        with_values: bool = False,
+    ) -> None:
         # One line more than is read: rows that have ended, on a device that is not asked which,
         # write there.
         lines = (steps + 1, batch)
         self._tokens = torch.full(lines, pad_token_id, device=device)
         self._mask = torch.zeros(lines, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(lines, dtype=torch.float32, device=device)
+        self._values = torch.zeros_like(self._logprobs) if with_values else None
+
+    def split(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [rows, vocab], and the values [rows] that are a column behind them, if any."""
+        return (outputs, None) if self._values is None else (outputs[:, :-1], outputs[:, -1])
 
     def write(
         self,
@@ -83,6 +101,7 @@ class CompletionBuffers:
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         alive: torch.Tensor,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Records one token of some rows, at the same place in all of them.
 
@@ -92,10 +111,13 @@ class CompletionBuffers:
             tokens: [n] int64.
             logprobs: [n] float32.
             alive: [n] bool, False for a row that has ended before.
+            values: [n], of the state before the token.
         """
         self._tokens[step].index_copy_(0, rows, tokens)
         self._mask[step].index_copy_(0, rows, alive)
         self._logprobs[step].index_copy_(0, rows, logprobs.where(alive, 0.0))
+        if values is not None:
+            self._values[step].index_copy_(0, rows, values.float().where(alive, 0.0))
 
     def write_at(
         self,
@@ -104,11 +126,14 @@ class CompletionBuffers:
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         alive: torch.Tensor,
+        values: torch.Tensor | None = None,
     ) -> None:
         """As `write`, but each at a place [n] int64 of its own; that of ended rows is `steps`."""
         self._tokens[places, rows] = tokens
         self._mask[places, rows] = alive
         self._logprobs[places, rows] = logprobs.where(alive, 0.0)
+        if values is not None:
+            self._values[places, rows] = values.float().where(alive, 0.0)
 
     def completions(self, stop_token_ids: torch.Tensor) -> Completions:
         """What was written, cut to the longest row, as tensors of their own.
@@ -120,9 +145,10 @@ class CompletionBuffers:
             FloatingPointError: a log-prob is not finite.
         """
         longest = int(self._mask.any(dim=1).sum())
-        tokens, mask, logprobs = (
+        tokens, mask, logprobs, values = (
+            None if steps is None else
             steps[:longest].t().clone(memory_format=torch.contiguous_format)
-            for steps in (self._tokens, self._mask, self._logprobs)
+            for steps in (self._tokens, self._mask, self._logprobs, self._values)
         )
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(
@@ -130,4 +156,5 @@ class CompletionBuffers:
                 "Check the weights it was given, its dtype and the learning rate."
             )
         last = tokens.gather(1, mask.sum(dim=1, keepdim=True) - 1)
-        return Completions(tokens, mask, logprobs, (last == stop_token_ids).any(dim=1))
+        finished = (last == stop_token_ids).any(dim=1)
+        return Completions(tokens, mask, logprobs, finished, values)

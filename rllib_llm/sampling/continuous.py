@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rllib_llm.sampling.completions import CompletionBuffers
-from rllib_llm.sampling.decode_step import DecodeStep, OpenStep, open_decode_step
+from rllib_llm.sampling.decode_step import DecodeStep, OpenStep, last_logits, open_decode_step
 from rllib_llm.sampling.decoder import fill_gaps
 from rllib_llm.sampling.kv_cache import SharedPromptCache, make_cache
 from rllib_llm.sampling.params import SamplingParams
@@ -44,9 +44,11 @@ class ContinuousDecoder:
         noise: torch.Tensor | None,
         max_groups: int,
         open_step: OpenStep = open_decode_step,
+        value_head: nn.Module | None = None,
     ) -> None:
         steps, device = params.max_new_tokens, prompt_ids.device
         self.model, self.params, self.open_step = model, params, open_step
+        self.value_head = value_head
         self.num_completions, self.max_groups = num_completions, max_groups
         padding = int((~prompt_mask.any(dim=0)).sum())  # columns without any token
         self.prompt_ids, self.prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
@@ -54,7 +56,9 @@ class ContinuousDecoder:
         self.lengths = self.prompt_mask.sum(dim=1)
         self.next_group = 0
         batch = len(prompt_ids) * num_completions
-        self.buffers = CompletionBuffers(steps, batch, params.pad_token_id, device)
+        self.buffers = CompletionBuffers(
+            steps, batch, params.pad_token_id, device, with_values=value_head is not None
+        )
         self.stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self.noise = None if noise is None else noise[:, :steps].float()
         # Of the rows in the batch: place in the output, tokens sampled, not ended yet, position of
@@ -102,6 +106,7 @@ class ContinuousDecoder:
         noise = None
         if self.noise is not None:
             noise = self.noise[rows, sampled.clamp(max=steps - 1)]
+        logits, values = self.buffers.split(logits)
         young = None
         if self.params.min_new_tokens:
             young = sampled < self.params.min_new_tokens
@@ -109,7 +114,7 @@ class ContinuousDecoder:
             logits, noise, self.params, None if young is None else self.stops, young
         )
         tokens = tokens.where(alive, self.params.pad_token_id)
-        self.buffers.write_at(sampled.where(alive, steps), rows, tokens, logprobs, alive)
+        self.buffers.write_at(sampled.where(alive, steps), rows, tokens, logprobs, alive, values)
         sampled += 1
         ended = (tokens.unsqueeze(1) == self.stops).any(dim=1) | (sampled >= steps)
         alive &= ~ended
@@ -149,14 +154,14 @@ class ContinuousDecoder:
         longest = int(lengths.max())
         mask = self.prompt_mask[part, -longest:]
         prompts = self._prefill_cache(longest)
-        logits = self.model(
+        logits = last_logits(
+            self.model,
+            self.value_head,
             input_ids=self.prompt_ids[part, -longest:],
             attention_mask=mask,
             position_ids=(mask.long().cumsum(dim=1) - 1).clamp_(min=0),
             past_key_values=prompts,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        )
         self.cache.admit(prompts)
         lengths = lengths.repeat_interleave(self.num_completions)
         new = torch.arange(len(lengths), device=lengths.device)

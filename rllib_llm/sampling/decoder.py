@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rllib_llm.sampling.completions import CompletionBuffers
-from rllib_llm.sampling.decode_step import DecodeStep, OpenStep, open_decode_step
+from rllib_llm.sampling.decode_step import DecodeStep, OpenStep, last_logits, open_decode_step
 from rllib_llm.sampling.kv_cache import SharedPromptCache, make_cache
 from rllib_llm.sampling.params import SamplingParams
 from rllib_llm.sampling.token_sampling import choose_tokens
@@ -25,6 +25,7 @@ class Decoder:
         num_completions: int,
         noise: torch.Tensor | None,
         open_step: OpenStep = open_decode_step,
+        value_head: nn.Module | None = None,
     ) -> None:
         device = prompt_mask.device
         steps = params.max_new_tokens
@@ -33,11 +34,14 @@ class Decoder:
         self.params = params
         self.num_completions = num_completions
         self.open_step = open_step
+        self.value_head = value_head
         # Columns that are padding in every row are left out.
         self.prompt_mask = prompt_mask[:, int((~prompt_mask.any(dim=0)).sum()) :]
         self.prompt_len = self.prompt_mask.shape[1]
         self.cache = make_cache(model.config, num_completions, self.prompt_len + steps)
-        self.buffers = CompletionBuffers(steps, batch, params.pad_token_id, device)
+        self.buffers = CompletionBuffers(
+            steps, batch, params.pad_token_id, device, with_values=value_head is not None
+        )
         self.stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self.noise = None
         if noise is not None:
@@ -75,14 +79,14 @@ class Decoder:
         if not shares:
             prompt_ids = prompt_ids.repeat_interleave(self.num_completions, dim=0)
             mask = mask.repeat_interleave(self.num_completions, dim=0)
-        logits = self.model(
+        logits = last_logits(
+            self.model,
+            self.value_head,
             input_ids=prompt_ids,
             attention_mask=None if self.padding_mask is None else mask,
             position_ids=(mask.long().cumsum(dim=1) - 1).clamp_(min=0),
             past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        )
         return logits.repeat_interleave(self.num_completions, dim=0) if shares else logits
 
     def _forward(self, decode_step: DecodeStep, step: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -96,10 +100,11 @@ class Decoder:
     def _choose(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Chooses and records one token per row; [rows] int64, pad where the row has ended."""
         noise = None if self.noise is None else self.noise[step].index_select(0, self.rows)
+        logits, values = self.buffers.split(logits)
         forbid = step < self.params.min_new_tokens and len(self.stops) > 0
         tokens, logprobs = choose_tokens(logits, noise, self.params, self.stops if forbid else None)
         tokens = tokens.where(self.alive, self.params.pad_token_id)
-        self.buffers.write(step, self.rows, tokens, logprobs, self.alive)
+        self.buffers.write(step, self.rows, tokens, logprobs, self.alive, values)
         if len(self.stops):
             self.alive = self.alive & (tokens.unsqueeze(1) != self.stops).all(dim=1)
         return tokens

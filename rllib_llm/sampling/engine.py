@@ -39,6 +39,7 @@ def generate(
     steps_between_looks: int | None = None,
     max_rows: int | None = None,
     cuda_graphs: bool = True,
+    value_head: nn.Module | None = None,
 ) -> Completions:
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -56,6 +57,8 @@ def generate(
             is all on a CPU, and on a GPU what its free memory holds. Changes speed only.
         cuda_graphs: on a CUDA device the steps of Llama-shaped models are recorded once and
             replayed; no effect elsewhere. Changes speed only.
+        value_head: of the trunk's last state, its layer as `linear`; then the completions have
+            values. The model must be one that `lm_head.take_apart` takes apart.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, or more positions
@@ -75,14 +78,16 @@ def generate(
     groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
     noise = None if noise is None or params.greedy else noise.to(device)
     prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
-    open_step = functools.partial(open_decode_step, cuda_graphs=cuda_graphs)
+    open_step = functools.partial(
+        open_decode_step, cuda_graphs=cuda_graphs, value_head=value_head
+    )
     written = []
     # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
     with torch.inference_mode():
         if groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config):
             waiting = ContinuousDecoder(
                 model, prompt_ids, prompt_mask, params, num_completions, noise, groups_at_once,
-                open_step,
+                open_step, value_head,
             )  # fmt: skip
             waiting.run(steps_between_looks)
             written.append(waiting.buffers)
@@ -93,6 +98,7 @@ def generate(
                 decoder = Decoder(
                     model, prompt_mask[part], params, num_completions,
                     None if noise is None else noise[rows], open_step,
+                    value_head,
                 )  # fmt: skip
                 decoder.run(prompt_ids[part], steps_between_looks)
                 written.append(decoder.buffers)

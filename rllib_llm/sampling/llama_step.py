@@ -165,9 +165,10 @@ class LlamaStep:
     Args:
         model: the model.
         steps: tokens to be decoded.
+        value_head: if given, the value of each state is one more column of the logits.
     """
 
-    def __init__(self, model: nn.Module, steps: int) -> None:
+    def __init__(self, model: nn.Module, steps: int, value_head: nn.Module | None = None) -> None:
         trunk = model.model
         config = model.config
         self.embedding = trunk.embed_tokens.weight
@@ -176,7 +177,8 @@ class LlamaStep:
             _Layer(layer, _window(config, i), steps) for i, layer in enumerate(trunk.layers)
         ]
         self.norm = _norm(trunk.norm)
-        self.head = _Projection([model.lm_head], steps)
+        heads = [model.lm_head] if value_head is None else [model.lm_head, value_head.linear]
+        self.head = _Projection(heads, steps)
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -117,6 +118,11 @@ def test_what_is_not_plain_is_left_to_the_model():
     assert not changed(lambda model: model.model.layers[0].compile())
     assert not changed(lambda model: model.model.norm.register_forward_hook(lambda *_: None))
     assert not changed(lambda model: setattr(model.model.config, "hidden_act", "gelu"))
+
+    def int8(model):
+        quantize_(model, Int8WeightOnlyConfig())
+
+    assert not changed(int8)
 
     def checkpointed(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})
