@@ -126,3 +126,15 @@ def test_the_first_step_takes_the_samplers_log_probs_as_the_old_ones():
     change = (again[columns.OLD_LOGPROBS] - batch[columns.SAMPLER_LOGPROBS])[mask]
     torch.testing.assert_close(change, torch.full_like(change, 0.1), atol=1e-5, rtol=0)
     torch.testing.assert_close(again[columns.OLD_VALUES], prepared[columns.OLD_VALUES])
+
+
+def test_values_of_the_sampler_are_the_old_ones_unless_recomputed():
+    learner = tiny.build(ppo(**ONE_STEP))
+    batch = tiny.judged(learner)
+    batch[columns.VALID][1] = False
+    mask = batch[columns.COMPLETION_MASK] & batch[columns.VALID].unsqueeze(1)
+    batch[columns.SAMPLER_VALUES] = torch.full(mask.shape, 0.25)
+    prepared = learner.prepare(dict(batch))
+    assert torch.equal(prepared[columns.OLD_VALUES], 0.25 * mask)
+    again = tiny.build(ppo(**ONE_STEP, recompute_old_logprobs=True)).prepare(dict(batch))
+    assert not again[columns.OLD_VALUES].any()  # the head's own, which start at 0
