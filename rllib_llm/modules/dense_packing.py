@@ -102,8 +102,8 @@ def _layout(
     own_tokens, own_exists = _token_table(own_starts, own_lengths)
     if group is None:
         in_order = bool(own_exists.all())  # rows of one length
-        blocks = (AttentionBlock(own_tokens, own_tokens, None, in_order),)
-        return AttentionLayout(blocks, _places(own_exists))
+        only = AttentionBlock(own_tokens, own_tokens, None, in_order)
+        return AttentionLayout((only,), _places(own_exists))
     tokens, exists = _token_table(prompt_starts, prompt_lengths)
     length = own_tokens.shape[1]
     past = torch.ones(length, length, dtype=torch.bool, device=exists.device).tril()

@@ -116,7 +116,7 @@ class CompletionBuffers:
         self._tokens[step].index_copy_(0, rows, tokens)
         self._mask[step].index_copy_(0, rows, alive)
         self._logprobs[step].index_copy_(0, rows, logprobs.where(alive, 0.0))
-        if values is not None:
+        if self._values is not None and values is not None:
             self._values[step].index_copy_(0, rows, values.float().where(alive, 0.0))
 
     def write_at(
@@ -132,7 +132,7 @@ class CompletionBuffers:
         self._tokens[places, rows] = tokens
         self._mask[places, rows] = alive
         self._logprobs[places, rows] = logprobs.where(alive, 0.0)
-        if values is not None:
+        if self._values is not None and values is not None:
             self._values[places, rows] = values.float().where(alive, 0.0)
 
     def completions(self, stop_token_ids: torch.Tensor) -> Completions:
@@ -145,11 +145,12 @@ class CompletionBuffers:
             FloatingPointError: a log-prob is not finite.
         """
         longest = int(self._mask.any(dim=1).sum())
-        tokens, mask, logprobs, values = (
-            None if steps is None else
-            steps[:longest].t().clone(memory_format=torch.contiguous_format)
-            for steps in (self._tokens, self._mask, self._logprobs, self._values)
-        )
+
+        def by_row(lines: torch.Tensor) -> torch.Tensor:
+            return lines[:longest].t().clone(memory_format=torch.contiguous_format)
+
+        tokens, mask, logprobs = map(by_row, (self._tokens, self._mask, self._logprobs))
+        values = None if self._values is None else by_row(self._values)
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(
                 "logits must be finite: the model gave NaN or infinity while sampling. "
