@@ -110,7 +110,7 @@ def test_masks_pads_and_ends_fit_each_other():
     assert (lengths[~out.finished] == 30).all()
     assert out.finished.any()
     assert not out.finished.all()
-    assert [t.dtype for t in vars(out).values()] == [
+    assert [t.dtype for t in out.columns().values()] == [
         torch.int64, torch.bool, torch.float32, torch.bool,
     ]  # fmt: skip
 
