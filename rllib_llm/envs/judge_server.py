@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.openai_client import OpenAIClient, ServerError
@@ -16,6 +17,20 @@ TEMPLATE = (
     "Rate how good the answer to the request is, from 0 (useless) to 10 (perfect).\n\n"
     "Request:\n{prompt}\n\nAnswer:\n{completion}\n\nReply with the number alone."
 )
+
+
+@dataclass(frozen=True)
+class _NoScore:
+    """A reply that is no score."""
+
+    reply: str
+    rule: str
+
+    def __str__(self) -> str:
+        return (
+            f"the judge's reply={self.reply[:200]!r} must {self.rule}. Change template, system, "
+            "pattern, low, high or max_tokens, or take another judge."
+        )
 
 
 class JudgeServer:
@@ -60,6 +75,7 @@ class JudgeServer:
         self._template, self._system = template, system
         self._pattern = re.compile(pattern)
         self._low, self._high = low, high
+        self._reason = ""
 
     async def __call__(
         self, prompts: list[str], completions: list[str], **columns: Any
@@ -76,15 +92,18 @@ class JudgeServer:
         answers = await asyncio.gather(
             *map(asyncio.wrap_future, requests), return_exceptions=True
         )
-        failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, ServerError):
-                raise failure
-        if failures:
+        scores = [self._score(answer) for answer in answers]
+        missing = [str(answer) for answer in answers if not isinstance(answer, float)]
+        self._reason = missing[0] if missing else ""
+        if missing:
             logger.warning(
-                "%d of %d completions have no score: %s", len(failures), len(answers), failures[0]
+                "%d of %d completions have no score: %s", len(missing), len(answers), missing[0]
             )
-        return [float("nan") if isinstance(a, BaseException) else a for a in answers]
+        return scores
+
+    def missing_reason(self) -> str:
+        """Why the first completion of the last call that has no score has none."""
+        return self._reason
 
     def _bodies(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
@@ -99,11 +118,23 @@ class JudgeServer:
             bodies.append({**self._body, "messages": messages})
         return bodies
 
-    def _read_score(self, answer: Any) -> float:
-        """The score in a reply; NaN where it holds none within the bounds."""
+    def _read_score(self, answer: Any) -> float | _NoScore:
+        """The score in a reply."""
         reply = answer["choices"][0]["message"]["content"]
         match = self._pattern.search(reply)
         if match is None:
-            return math.nan
-        score = float(match.group(1) if self._pattern.groups else match.group())
-        return score if self._low <= score <= self._high else math.nan
+            return _NoScore(reply, f"hold a match of pattern={self._pattern.pattern!r}")
+        found = match.group(1) if self._pattern.groups else match.group()
+        try:
+            score = float(found)
+        except (TypeError, ValueError):  # the group took no part, or took more than a number
+            return _NoScore(reply, f"hold a number where pattern={self._pattern.pattern!r} looks")
+        if not self._low <= score <= self._high:
+            return _NoScore(reply, f"give a score from {self._low} to {self._high}")
+        return score
+
+    @staticmethod
+    def _score(answer: Any) -> float:
+        if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
+            raise answer
+        return answer if isinstance(answer, float) else math.nan

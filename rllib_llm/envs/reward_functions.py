@@ -72,7 +72,8 @@ class RewardTerm:
     `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask, completion_ids,
     completion_mask)` with tensors. It may be a coroutine function. It returns B numbers (list,
     NumPy array or tensor [B]), or a pair of them and {metric name: B numbers}. (The convention of
-    trl.GRPOTrainer's reward functions, extended.)
+    trl.GRPOTrainer's reward functions, extended.) Function objects may have methods: `metrics()`,
+    numbers by name, and `missing_reason()`, why rows of the last batch have no score.
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
@@ -134,6 +135,12 @@ class RewardTerm:
         """What the function reports by a `metrics()` method of its own, as "<name>/<metric>"."""
         report = _attribute(self.function, "metrics", None)
         return {f"{self.name}/{key}": value for key, value in report().items()} if report else {}
+
+    def missing_reason(self) -> str:
+        """Why rows of the last batch have no score, where the function says it by a method
+        `missing_reason()` of its own."""
+        report = _attribute(self.function, "missing_reason", None)
+        return str(report()) if report else ""
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `RewardError` where the data set's columns do not suit the function."""

@@ -126,13 +126,13 @@ class RewardSum:
         if not failed:
             return
         self.num_failed[term.name] += len(failed)
-        reason = result.failure or "the result is NaN or infinite"
+        reason = result.failure or term.missing_reason() or "the result is NaN or infinite"
         shown = _shown(batch, failed[0])
         if len(failed) == len(batch):
             raise RewardError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
-                f"it failed on all {len(batch)}. The first is {shown}. Correct the function.\n"
-                f"{reason}"
+                f"it failed on all {len(batch)}. The first is {shown}. Correct the function, or "
+                f"what it depends on.\n{reason}"
             )
         if term.name not in self._warned:
             self._warned.add(term.name)

@@ -72,7 +72,7 @@ def test_a_completion_without_an_answer_is_not_learnt_from():
 
 
 def judged(function, completions):
-    with pytest.warns(UserWarning, match="NaN or infinite"):
+    with pytest.warns(UserWarning, match="chat/completions must answer .* status 500"):
         return RewardSum(function)(rows(completions))
 
 
@@ -85,8 +85,36 @@ def rows(completions):
 def test_a_judge_that_is_not_there_ends_the_run():
     with serving(echo_the_answer) as server:
         function = judge(server)
-    with pytest.raises(RewardError, match="it failed on all 2"):
+    url = f"{server.base_url}/chat/completions"
+    unreachable = rf"it failed on all 2(.|\n)*{url} must answer .*ConnectError"
+    with pytest.raises(RewardError, match=unreachable):
         RewardSum(function)(rows(["1", "2"]))
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "rule"),
+    [
+        ("As a model I", {}, r"hold a match of pattern='\[-\+\]"),
+        ("11 of 10", {}, "give a score from 0.0 to 10.0"),
+        ("Final: ten", {"pattern": r"Final: (\w+)"}, "hold a number where pattern='Final: "),
+    ],
+)
+def test_a_judge_that_talks_nonsense_is_quoted(said, settings, rule):
+    """And not asked again: it would say the same."""
+    with serving(lambda path, body: reply(said)) as server:
+        quoted = rf"it failed on all 2(.|\n)*the judge's reply='{said}' must {rule}"
+        with pytest.raises(RewardError, match=quoted):
+            RewardSum(judge(server, **settings))(rows(["1", "2"]))
+    assert len(server.requests) == 2
+
+
+def test_the_reason_is_that_of_the_last_call():
+    replies = iter(["no", "7"])
+    with serving(lambda path, body: reply(next(replies))) as server:
+        function = judge(server)
+        scores(function, ["1"])
+        assert "reply='no'" in function.missing_reason()
+        assert scores(function, ["1"]) == [7.0] and function.missing_reason() == ""
 
 
 def test_a_refusal_is_raised_with_what_the_server_said():
