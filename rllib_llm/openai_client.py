@@ -6,13 +6,17 @@ an answer cut short) is tried again with growing, jittered pauses.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MISSING = (
@@ -70,12 +74,19 @@ class OpenAIClient:
         self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
         self._jitter = random.Random()  # of its own: nothing global is drawn from
         self._transport_errors = httpx.TransportError
+        self._lock = threading.Lock()
+        self._num_retries = 0
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s,
             limits=httpx.Limits(max_connections=max_concurrency),
         )
         self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="openai-client")
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after a first one, of all requests so far."""
+        return self._num_retries
 
     def submit(
         self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]
@@ -119,11 +130,22 @@ class OpenAIClient:
                         "and the API key's environment variable."
                     )
             if attempt + 1 < self._max_attempts:
+                self._note_retry(url, reason, wait_s)
                 time.sleep(wait_s)
         raise ServerError(
             f"{url} must answer within max_attempts={self._max_attempts}: the last attempt gave "
             f"{reason}. Check the server, raise timeout_s, or lower max_concurrency."
         )
+
+    def _note_retry(self, url: str, reason: str, wait_s: float) -> None:
+        with self._lock:
+            self._num_retries += 1
+            is_first = self._num_retries == 1
+        if is_first:
+            logger.warning(
+                "%s gave no answer (%s): it is asked again in %.1f s, %d times at most. Later "
+                "retries are only counted.", url, reason, wait_s, self._max_attempts - 1,
+            )  # fmt: skip
 
     def _pause_s(self, attempt: int) -> float:
         delay = min(self._max_delay_s, self._first_delay_s * 2**attempt)

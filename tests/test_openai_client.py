@@ -31,6 +31,7 @@ def test_an_answer_comes_after_troubles_that_pass(troubles):
         assert client.post("echo", {"say": "hi"}, said) == "hi"
         client.close()
     assert len(server.requests) == len(troubles) + 1
+    assert client.num_retries == len(troubles)
     assert {path for path, _, _ in server.requests} == {"/v1/echo"}
 
 
@@ -60,6 +61,17 @@ def test_a_server_that_is_not_there_is_named():
     client = OpenAIClient(url, max_attempts=2, **QUICK)
     with pytest.raises(ServerError, match=f"{url}/echo must answer.*ConnectError"):
         client.post("echo", {"say": "hi"}, said)
+
+
+def test_the_first_retry_is_said_and_the_others_counted(caplog):
+    with serving(echo, 429, 503, 500) as server:
+        client = OpenAIClient(server.base_url, **QUICK)
+        for _ in range(2):
+            client.post("echo", {"say": "hi"}, said)
+    (line,) = caplog.messages
+    assert f"{server.base_url}/echo gave no answer (status 429" in line
+    assert "asked again in 0.0 s, 4 times at most" in line
+    assert client.num_retries == 3
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])

@@ -48,7 +48,9 @@ def _unused_sampling(config: Any) -> Iterator[tuple[str, str, str]]:
         return
     where = "with num_env_runners=0: the driver's process samples and learns in turn"
     yield "pipeline_depth", where, "Use 1 or more"
-    yield "engine", "with num_env_runners=0: sampler and learner share one module", "Use 1 or more"
+    if config.engine == "vllm":
+        why = "with num_env_runners=0: sampler and learner share one module"
+        yield "engine", why, "Use 1 or more"
 
 
 def _unused_kl(config: Any) -> Iterator[tuple[str, str, str]]:

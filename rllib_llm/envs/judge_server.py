@@ -76,6 +76,7 @@ class JudgeServer:
         self._pattern = re.compile(pattern)
         self._low, self._high = low, high
         self._reason = ""
+        self._num_retried = 0
 
     async def __call__(
         self, prompts: list[str], completions: list[str], **columns: Any
@@ -85,6 +86,7 @@ class JudgeServer:
         Raises:
             RequestRefusedError: the server refuses the request (wrong key, unknown model).
         """
+        num_before = self._client.num_retries
         requests = [
             self._client.submit("chat/completions", body, self._read_score)
             for body in self._bodies(prompts, completions, columns)
@@ -95,11 +97,16 @@ class JudgeServer:
         scores = [self._score(answer) for answer in answers]
         missing = [str(answer) for answer in answers if not isinstance(answer, float)]
         self._reason = missing[0] if missing else ""
+        self._num_retried = self._client.num_retries - num_before
         if missing:
             logger.warning(
                 "%d of %d completions have no score: %s", len(missing), len(answers), missing[0]
             )
         return scores
+
+    def metrics(self) -> dict[str, float]:
+        """requests_retried: how often the server was asked again in the last call."""
+        return {"requests_retried": float(self._num_retried)}
 
     def missing_reason(self) -> str:
         """Why the first completion of the last call that has no score has none."""

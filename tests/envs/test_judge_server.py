@@ -69,6 +69,8 @@ def test_a_completion_without_an_answer_is_not_learnt_from():
     assert rewards.valid.tolist() == [True, False, True]
     assert rewards.scores.tolist() == [9.0, 0.0, 9.0]
     assert len(server.requests) == 2 + 3
+    # Two more attempts after the first; the same for all rows.
+    assert rewards.metrics["JudgeServer/requests_retried"].tolist() == [2.0] * 3
 
 
 def judged(function, completions):
