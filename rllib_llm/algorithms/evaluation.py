@@ -20,7 +20,7 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm import columns
-from rllib_llm.sampling.errors import NoSamplersError
+from rllib_llm.sampling.errors import NoSamplersError, NoServerError, SamplingError
 from rllib_llm.sampling.request import JudgedBatch, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,13 @@ def evaluate_held_out(
 ) -> tuple[dict[str, Any], int, int]:
     """RLlib's `custom_evaluation_function`: judges `evaluation_duration` completions.
 
-    While no evaluation sampler comes back there are no held-out results, rather than old ones.
+    While no evaluation sampler comes back, or the server that generates for them does not answer,
+    there are no held-out results, rather than old ones.
 
     Raises:
         SamplingError: a sampler failed, or all die of it whenever they are asked.
-        NoSamplersError: none came back, `evaluation_error_after_n_consecutive_skips` times.
+        NoSamplersError, NoServerError: none came back or the server gave no answer,
+            `evaluation_error_after_n_consecutive_skips` times.
     """
     config = algorithm.evaluation_config
     n = config.num_completions
@@ -48,7 +50,7 @@ def evaluate_held_out(
     )
     try:
         batch = algorithm.collect(group, request)
-    except NoSamplersError as error:
+    except (NoSamplersError, NoServerError) as error:
         _skip(algorithm, error)
         return {}, 0, 0
     algorithm.num_evaluations_skipped = 0
@@ -72,7 +74,7 @@ def evaluate_held_out(
     return {}, batch.num_rows, batch.num_rows
 
 
-def _skip(algorithm, error: NoSamplersError) -> None:
+def _skip(algorithm, error: SamplingError) -> None:
     algorithm.eval_metrics = None
     algorithm.faults.evaluations_skipped += 1
     algorithm.num_evaluations_skipped += 1

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rllib_llm.cli.errors import user_errors
+from rllib_llm.cli.errors import show, stderr, user_errors
 from rllib_llm.cli.metrics_view import flatten, number
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
@@ -63,7 +63,7 @@ def evaluate(
         checkpoint = find_checkpoint(checkpoint)
         algorithm_config = checkpoint_config(checkpoint, settings)
     with ray_session(options), user_errors():
-        results = run_evaluation(checkpoint, algorithm_config)
+        results = run_evaluation(checkpoint, algorithm_config, options.verbose)
     flat = {key: value for key, raw in results.items() if (value := number(raw)) is not None}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -91,18 +91,30 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     # Results of this process alone, with an evaluation sampler of its own.
     config.num_env_runners = 0
     config.evaluation_interval = config.evaluation_interval or 1
+    config.evaluation_error_after_n_consecutive_skips = 1  # it is all that was asked for
     config.validate()
     return config
 
 
-def run_evaluation(checkpoint: Path, config: Any) -> dict[str, Any]:
-    """Return the flat results of one evaluation of the checkpoint under `config`."""
+def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[str, Any]:
+    """Return the flat results of one evaluation of the checkpoint under `config`.
+
+    Raises:
+        typer.Exit: the server that generates gave no answer; a panel says so.
+    """
     from ray.rllib.algorithms import Algorithm
+
+    from rllib_llm.sampling.errors import NoServerError
 
     algorithm = Algorithm.from_checkpoint(str(checkpoint.resolve()), config=config)
     try:
         results = algorithm.evaluate()
         return flatten(getattr(algorithm, "eval_metrics", None) or results)
+    except NoServerError as error:
+        if verbosity:
+            stderr.print_exception()
+        show(str(error), title="evaluation failed")
+        raise typer.Exit(1) from error
     finally:
         algorithm.stop()
 

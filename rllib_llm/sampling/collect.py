@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rllib_llm.openai_client import ServerError
 from rllib_llm.sampling.errors import (
     BrokenSamplerError,
     NoSamplersError,
+    NoServerError,
     PublishedWeightsLostError,
     SamplingError,
 )
@@ -78,9 +80,13 @@ class Collector:
             SamplingError: it did so thrice, where that may pass by itself; or all died several
                 times in a row.
             NoSamplersError: all are gone, and none came back in the time that a start may take.
+            NoServerError: they generate with a server, and that gave no answer.
         """
         if self.group.num_remote_env_runners() == 0:
-            return self.group.local_env_runner.serve(request, published)
+            try:
+                return self.group.local_env_runner.serve(request, published)
+            except ServerError as error:
+                raise NoServerError(str(error)) from error
         self._num_requests += 1
         return _Collection(self, request, published, f"serve {self._num_requests}").run()
 
@@ -158,6 +164,8 @@ class _Collection:
         self.first_failure = self.first_failure or failure
         if failure.weights_lost:
             raise PublishedWeightsLostError(failure.error)
+        if failure.no_server:
+            raise NoServerError(failure.error)
         flight.part.num_failed += 1
         if not failure.may_pass or flight.part.num_failed >= MAX_FAILURES:
             first = self.first_failure

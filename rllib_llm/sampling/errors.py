@@ -15,5 +15,9 @@ class PublishedWeightsLostError(SamplingError):
     """A sampler could not get the weights that it was asked to sample with."""
 
 
+class NoServerError(SamplingError):
+    """The server that generates for the samplers gave no answer, however often it was asked."""
+
+
 class NoSamplersError(SamplingError):
     """All samplers are gone and none came back in time."""

@@ -13,7 +13,8 @@ class Faults:
     samplers_hung: of them, those that were killed for their silence.
     requests_retried: requests given to another sampler, or to the same after its restart.
     seconds_lost: seconds that samplers spent on requests which they did not answer.
-    evaluations_skipped: evaluations without results because no evaluation sampler came back.
+    evaluations_skipped: evaluations without results because no evaluation sampler came back, or
+        their server gave no answer.
     """
 
     sampler_restarts: int = 0

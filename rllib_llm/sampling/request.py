@@ -10,6 +10,7 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm import columns
+from rllib_llm.openai_client import ServerError
 from rllib_llm.weights.transfer import WeightsLostError
 
 Column: TypeAlias = torch.Tensor
@@ -109,12 +110,14 @@ class SampleFailure:
 
     may_pass: whether asking again can help: a network, a disk or Ray failed, not the code.
     weights_lost: the published weights are gone; asking again helps once they are published anew.
+    no_server: the server that generates was asked as often as it may be.
     """
 
     error: str
     traceback: str
     may_pass: bool = False
     weights_lost: bool = False
+    no_server: bool = False
 
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
@@ -124,6 +127,7 @@ class SampleFailure:
             lines,
             may_pass=_may_pass(error),
             weights_lost=isinstance(error, WeightsLostError),
+            no_server=isinstance(error, ServerError),
         )
 
 

@@ -9,8 +9,10 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import held_out_metrics
+from rllib_llm.sampling.errors import NoServerError
 from rllib_llm.sampling.request import JudgedBatch
 from tests.algorithms import tiny_runs as tiny
+from tests.scripted_server import serving
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -55,6 +57,23 @@ def test_the_same_prompts_and_the_same_noise_every_time():
     for one, two, three in zip(first, second, third, strict=True):
         assert {**one, "iteration": 0} == {**two, "iteration": 0} == {**three, "iteration": 0}
     assert {row["prompt"] for row in rows} == {row["prompt"] for row in tiny.EVAL_PROMPTS}
+
+
+def test_a_server_that_is_down_costs_evaluations_and_the_third_ends_the_run():
+    with serving(lambda path, body: (200, {}, {})) as server:
+        settings = {"base_url": server.base_url, "served_model": "m", "max_attempts": 1}
+    config = evaluated(
+        tiny.grpo(),
+        evaluation_interval=2,
+        evaluation_config={"engine": "openai", "engine_settings": settings},
+    )
+    with tiny.built(config) as algorithm:
+        results = [algorithm.train() for _ in range(3)]
+        # Before training and after iteration 2; the next is due after iteration 4.
+        assert [result["faults"]["evaluations_skipped"] for result in results] == [1, 2, 2]
+        assert not any("eval" in result for result in results)
+        with pytest.raises(NoServerError, match=f"{server.base_url}/completions must answer"):
+            algorithm.train()
 
 
 @pytest.mark.parametrize("explore", [False, True])

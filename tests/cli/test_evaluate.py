@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from rllib_llm.cli.main import app
 from rllib_llm.cli.stage_result import StageResult
 from tests.cli.said import said
+from tests.scripted_server import serving
 
 MODEL = "rllib_llm.envs.arithmetic.build_model"
 TEXTS = {"path": "rllib_llm.envs.arithmetic.sft_texts", "limit": 32}
@@ -52,6 +53,21 @@ def test_a_policy_is_judged_on_held_out_prompts(run_folder, tmp_path):
     assert 0.0 <= results["correct_rewards"] <= 1.0
     assert results["iteration"] == 2
     assert "scores" in said(result.output)
+
+
+def test_a_server_that_does_not_answer_is_named_without_a_traceback(run_folder):
+    checkpoint = StageResult.load(run_folder / "ppo").checkpoint
+    with serving(lambda path, body: (500, {}, {})) as server:
+        settings = {"base_url": server.base_url, "served_model": "m", "max_attempts": 1}
+        overlay = {"evaluation_config": {"engine": "openai", "engine_settings": settings}}
+        result = CliRunner().invoke(
+            app, ["evaluate", str(checkpoint), "--config", json.dumps(overlay)]
+        )
+    assert result.exit_code == 1
+    text = said(result.output)
+    assert "evaluation failed" in text and "Traceback" not in text
+    assert f"{server.base_url}/completions must answer within max_attempts=1" in text
+    assert "status 500" in text and "Check the server" in text
 
 
 def test_the_same_prompts_give_the_results_of_training(run_folder, tmp_path):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from rllib_llm.openai_client import ServerError
 from rllib_llm.sampling import collect as module
 from rllib_llm.sampling.collect import Collector, Part, deal
-from rllib_llm.sampling.errors import BrokenSamplerError, NoSamplersError, SamplingError
+from rllib_llm.sampling.errors import (
+    BrokenSamplerError,
+    NoSamplersError,
+    NoServerError,
+    SamplingError,
+)
 from rllib_llm.sampling.request import SampleFailure, SampleRequest
 from tests.algorithms import tiny_runs as tiny
 from tests.sampling.tiny_samplers import (
@@ -199,6 +205,20 @@ def test_what_may_pass_by_itself_is_asked_again(samplers, expected):
     used = collector(ScriptedGroup([Unreachable(samplers[0], num_failures=2)]))
     assert_same_batch(used.collect(REQUEST, publication()), expected)
     assert used.faults.requests_retried == 2
+
+
+class Serverless:
+    """A sampler whose server is gone."""
+
+    def serve(self, request, published):
+        return SampleFailure.from_exception(ServerError("http://h/v1 must answer"))
+
+
+def test_a_server_that_gave_no_answer_was_asked_often_enough():
+    group = ScriptedGroup([Serverless()])
+    with pytest.raises(NoServerError, match="ServerError: http://h/v1 must answer"):
+        collect(group)
+    assert len(group.served) == 1
 
 
 def test_but_not_more_than_three_times(samplers):
