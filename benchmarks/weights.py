@@ -33,13 +33,14 @@ import torch
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsReceiver
 from rllib_llm.weights.coordinator import CoordinatorClient
-from rllib_llm.weights.flat_buffer import StagingBuffer, pack, verify
+from rllib_llm.weights.flat_buffer import lay_side_by_side, pack, scatter, verify
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.published import PublishedWeights
 
 NUM_RECEIVERS = 4
 SWAP_TENSORS = 320
+WARM_UPS = 4  # the store hands out fresh, cold memory three times before it comes round
 # Workers as nice as this process: other work on the machine must not hold up one side. Nodes report
 # all bytes of their store, not only those of primary copies.
 SYSTEM_CONFIG = {"worker_niceness": 0, "scheduler_report_pinned_bytes_only": False}
@@ -73,6 +74,10 @@ class Weights:
         found = [tensor.aminmax() for tensor in self._own.values()]
         return {float(value) for low_high in found for value in low_high}
 
+    def ends(self) -> set[float]:
+        """First and last number of every matrix."""
+        return {float(tensor[i, i]) for tensor in self._own.values() for i in (0, -1)}
+
     def own_tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._own)
 
@@ -94,6 +99,10 @@ class Receiver:
         """CPU seconds of this process since it started, after the weights are in use."""
         self.receiver.ensure(published, lambda flat: self.loader.load(self.module, flat))
         return time.process_time()
+
+    def ends(self) -> set[float]:
+        """See `Weights`."""
+        return self.module.ends()
 
 
 class Memcpy:
@@ -136,11 +145,11 @@ def start_ray(store_bytes: int, *, preallocate: bool = False) -> None:
 
 
 def compare(memcpy: Memcpy, turn: Callable[[], tuple[float, float]], rounds: int) -> dict:
-    """Medians of `turn` (seconds, CPU seconds) after two warm-ups, and of its ratios."""
+    """Medians of `turn` (seconds, CPU seconds) after the warm-ups, and of its ratios."""
     turns, copies = [], []
-    for number in range(rounds + 2):
+    for number in range(rounds + WARM_UPS):
         copy, taken = memcpy(), turn()
-        if number >= 2:
+        if number >= WARM_UPS:
             copies.append(copy)
             turns.append(taken)
     ratios = [
@@ -157,22 +166,29 @@ def compare(memcpy: Memcpy, turn: Callable[[], tuple[float, float]], rounds: int
 
 
 def broadcast(num_bytes: int, rounds: int, *, alias: bool, dtype=torch.bfloat16) -> dict:
-    """Publish until all receivers have loaded."""
+    """Publish until all receivers have loaded. Weights are changed before every round, and looked
+    at after it."""
     start_ray(3 * num_bytes + 64 * MIB)
-    memcpy, staging = Memcpy(num_bytes), StagingBuffer()
-    tensors = Weights(num_bytes, dtype).own_tensors()
+    memcpy = Memcpy(num_bytes)
+    weights = Weights(num_bytes, dtype)
+    lay_side_by_side(weights.own_tensors())  # as a learner does before its first export
     receivers = [Receiver.remote(num_bytes, dtype, alias) for _ in range(NUM_RECEIVERS)]
-    published = [None]
+    published = [PublishedWeights(0)]
     before = [0.0]
 
     def turn() -> tuple[float, float]:
+        version = published[0].version + 1
+        weights.fill(version)
         start, cpu = time.perf_counter(), time.process_time()
-        ref = ray.put(staging.pack(tensors))
-        published[0] = PublishedWeights(0, ref=(ref,))
+        ref = ray.put(scatter(weights.own_tensors()))
+        published[0] = PublishedWeights(version, ref=(ref,))
         theirs = sum(ray.get([r.receive.remote(published[0]) for r in receivers]))
-        seconds = time.perf_counter() - start
+        seconds, own = time.perf_counter() - start, time.process_time() - cpu
+        found = set().union(*ray.get([r.ends.remote() for r in receivers]))
+        if found != {float(version)}:
+            raise SystemExit(f"Receivers hold {found} after weights {version} were loaded.")
         theirs, before[0] = theirs - before[0], theirs
-        return seconds, time.process_time() - cpu + theirs
+        return seconds, own + theirs
 
     return compare(memcpy, turn, rounds)
 

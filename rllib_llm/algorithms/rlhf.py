@@ -83,6 +83,7 @@ class RLHF(LanguageModelAlgorithm):
             shared_module=local and self.config.num_env_runners == 0,
             checksum=self.config.weights_checksum,
             background=self._background_publisher(),
+            transport=self.config.weights_transport,
         )
         if local:
             module = self.learner_group._learner.module[DEFAULT_MODULE_ID].unwrapped()

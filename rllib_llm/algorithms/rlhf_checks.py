@@ -22,6 +22,7 @@ def check_choices(config: Any) -> None:
         "loss_reduction": tuple(REDUCTIONS),
         "importance_sampling": (None, "truncate", "mask"),
         "importance_sampling_level": ("token", "sequence"),
+        "weights_transport": ("store", "cuda_ipc"),
     }
     for name, allowed in choices.items():
         require(
@@ -80,6 +81,39 @@ def check_ranges(config: Any) -> None:
         config, "ref_kl_coeff", "vf_loss_coeff", least=0, reason="it weighs a part of the loss",
         remedy="Use 0 to switch it off",
     )  # fmt: skip
+
+
+def check_transport(config: Any) -> None:
+    """Raises ValueError where weights cannot go the way they are told to."""
+    check_range(
+        config, "weights_keep", least=1, reason="receivers ask for the latest weights",
+        remedy="Use 1",
+    )  # fmt: skip
+    if config.weights_transport == "store" or config.in_evaluation:
+        return
+    share = "Give learner and samplers fractions of one GPU"
+    sharded = config.num_learners > 1 and config.learner_strategy == "fsdp"
+    rules = {
+        "num_env_runners": (config.num_env_runners, "above 0", "others share the module", "Use 1"),
+        "num_gpus_per_learner": (config.num_gpus_per_learner, "above 0", "they stay there", share),
+        "num_gpus_per_env_runner": (
+            config.num_gpus_per_env_runner, "above 0", "they are read there", share,
+        ),
+        "engine": (config.engine == "torch", "'torch'", "others load from host memory", "Use it"),
+        "learner_strategy": (not sharded, "'ddp'", "no learner has all weights", "Use 'ddp'"),
+        "weights_checksum": (
+            not config.weights_checksum, "False", "it is computed in host memory", "Leave it out",
+        ),
+        "weights_name": (
+            config.weights_name is None, "None", "who follows reads from the store", "Leave it out",
+        ),
+    }  # fmt: skip
+    for name, (right, rule, reason, remedy) in rules.items():
+        require(
+            bool(right), name, getattr(config, name),
+            f"{rule} with weights_transport={config.weights_transport!r}", reason,
+            f"{remedy}, or weights_transport='store'",
+        )  # fmt: skip
 
 
 def check_loss(config: Any) -> None:

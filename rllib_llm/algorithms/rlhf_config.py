@@ -15,6 +15,7 @@ from rllib_llm.algorithms.rlhf_checks import (
     check_loss,
     check_ranges,
     check_sampling,
+    check_transport,
 )
 from rllib_llm.sampling.env_runner import RLHFEnvRunner
 
@@ -86,6 +87,7 @@ class RLHFConfig(LanguageModelConfig):
         self.scale_by_std = True
         self.drop_zero_variance_groups = False
         # Weights on their way to the samplers, and to whoever else follows the run.
+        self.weights_transport = "store"
         self.weights_checksum = False
         self.weights_name: str | None = None
         self.weights_keep = 2
@@ -145,6 +147,7 @@ class RLHFConfig(LanguageModelConfig):
     def weight_broadcast(
         self,
         *,
+        weights_transport: str = NotProvided,
         weights_checksum: bool = NotProvided,
         weights_name: str | None = NotProvided,
         weights_keep: int = NotProvided,
@@ -152,6 +155,10 @@ class RLHFConfig(LanguageModelConfig):
         """Sets how new weights leave the learner.
 
         Args:
+            weights_transport: "store" (default): through the object store, everywhere; "cuda_ipc":
+                they stay on the GPU that learner and samplers share, as fractions of one (on two
+                buffers of their size there), and go through the store from the first time on that
+                a sampler cannot read them.
             weights_checksum: every receiver compares a CRC-32 of the bytes, and fetches them again
                 where it differs; costs half a second per GB on each side.
             weights_name: name under which other processes of the cluster, such as replicas of a
@@ -287,10 +294,7 @@ class RLHFConfig(LanguageModelConfig):
         check_loss(self)
         check_reference(self)
         check_sampling(self)
-        require(
-            self.weights_keep >= 1, "weights_keep", self.weights_keep, "at least 1",
-            "receivers ask for the latest weights", "Use 1",
-        )  # fmt: skip
+        check_transport(self)
         check_timeout("sampler_timeout_s", self.sampler_timeout_s)
         check_engine(self)
         check_pipeline(self)

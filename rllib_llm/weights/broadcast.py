@@ -10,7 +10,9 @@ Receivers that the driver does not ask follow the same publications through a co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -21,25 +23,60 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
+from rllib_llm.weights.flat_buffer import (
+    FlatBuffer,
+    ScatteredBuffer,
+    StagingBuffer,
+    lay_side_by_side,
+    scatter,
+)
+from rllib_llm.weights.on_device import (
+    DeviceExporter,
+    DeviceReader,
+    DeviceSnapshot,
+    DeviceWeightsError,
+)
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import Transfer, failure_metrics
+from rllib_llm.weights.transfer import Transfer, WeightsLostError, failure_metrics
 
-# Of the learners in this process: one copy of the weights each, in memory that stays warm.
+logger = logging.getLogger(__name__)
+
+# Of the learners in this process whose weights are on a GPU: copies in host memory, and there.
 _staging: weakref.WeakKeyDictionary[Any, StagingBuffer] = weakref.WeakKeyDictionary()
+_exporters: weakref.WeakKeyDictionary[Any, DeviceExporter] = weakref.WeakKeyDictionary()
+_laid_out: weakref.WeakSet = weakref.WeakSet()  # learners whose weights lie side by side
 
 
-def export_module(learner, *, checksum: bool = False) -> FlatBuffer | None:
-    """The flat buffer of the policy that `learner` trains, without critic and value head, valid
-    until the next call.
+def export_module(
+    learner, *, checksum: bool = False, transport: str = "store"
+) -> FlatBuffer | ScatteredBuffer | DeviceSnapshot | None:
+    """The policy that `learner` trains, without critic and value head, as what arrives elsewhere as
+    a flat buffer; valid until the next call or update, on a device for one call longer.
 
     Of a policy under adapters these alone. Where learners hold shards, all must call it, and all
     but the first get None.
     """
+    if learner not in _laid_out:
+        lay_side_by_side(learner.module[DEFAULT_MODULE_ID].unwrapped().own_tensors())
+        _laid_out.add(learner)
     state = _exported_state(learner)
     if not state:
         return None
+    if transport == "cuda_ipc":
+        return _exporters.setdefault(learner, DeviceExporter()).pack(_require_cuda(state))
+    if all(tensor.device.type == "cpu" for tensor in state.values()):
+        return scatter(state, checksum=checksum)
     return _staging.setdefault(learner, StagingBuffer()).pack(state, checksum=checksum)
+
+
+def _require_cuda(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    devices = {tensor.device.type for tensor in state.values()}
+    if devices != {"cuda"}:
+        raise ValueError(
+            "weights_transport='cuda_ipc' must have the learner's weights on a CUDA device, not on "
+            f"{sorted(devices)}. Set num_gpus_per_learner, or weights_transport='store'."
+        )
+    return state
 
 
 def _exported_state(learner) -> dict[str, torch.Tensor]:
@@ -56,20 +93,28 @@ class WeightsPublisher:
         shared_module: bool,
         checksum: bool = False,
         background: BackgroundPublisher | None = None,
+        transport: str = "store",
     ):
         """
         shared_module: the only sampler uses the learner's module itself: nothing travels to it.
         checksum: receivers check the bytes of every transfer.
         background: tells a coordinator of every publication.
+        transport: "store": bytes in the object store; "cuda_ipc": they stay on the learner's
+            device, for receivers on the same one, until one of them cannot read them.
         """
         self._learner_group = learner_group
         self._shared_module = shared_module
         self._checksum = checksum
         self._background = background
+        self._transport = transport
         self._num_republished = 0
 
     def publish_again(self, version: int) -> PublishedWeights:
-        """Publishes what is the current weights still, those in the object store being lost."""
+        """Publishes what is the current weights still, which somebody could not get; through the
+        object store from now on."""
+        if self._transport != "store":
+            logger.warning("Weights go through the object store from version %d on", version)
+            self._transport = "store"
         self._num_republished += 1
         return self.publish(version)
 
@@ -104,13 +149,16 @@ class WeightsPublisher:
 
     def _export(self) -> tuple[ray.ObjectRef, int]:
         """The exported weights' reference, and their bytes where they are known at once."""
+        export = functools.partial(
+            export_module, checksum=self._checksum, transport=self._transport
+        )
         if self._learner_group.is_local:
-            flat = export_module(self._learner_group._learner, checksum=self._checksum)
+            flat = export(self._learner_group._learner)
             return ray.put(flat), flat.num_bytes
         # The return value of an actor's task is owned by its caller: it survives the learner.
         sharded = self._learner_group.config.learner_strategy == "fsdp"
         results = self._learner_group.foreach_learner(
-            functools.partial(export_module, checksum=self._checksum),
+            export,
             remote_actor_ids=None if sharded else [0],
             return_obj_refs=True,
         )
@@ -122,6 +170,7 @@ class WeightsReceiver:
 
     def __init__(self, transfer: Transfer | None = None) -> None:
         self._transfer = transfer or Transfer()
+        self._device_reader = DeviceReader()
         self._in_use: PublishedWeights | None = None
         self._load_seconds = 0.0
         self._num_bytes = 0
@@ -138,27 +187,56 @@ class WeightsReceiver:
         A lower version than the one in use is loaded too: a restored run goes back.
 
         Raises:
-            WeightsLostError: they are not in the object store any more.
+            WeightsLostError: they are not where they were put any more, or cannot be read here.
         """
         if self._in_use is not None and published.key == self._in_use.key:
             return
         if published.ref:
             _, flat = self._transfer.fetch(lambda: published)
             start = time.perf_counter()
-            load(flat)
+            self._load(published, flat, load)
             self._load_seconds = time.perf_counter() - start
             self._num_bytes = flat.num_bytes
         if self._in_use is not None:
             self._num_skipped += max(0, published.version - self._in_use.version - 1)
         self._in_use = published
 
+    def _load(
+        self,
+        published: PublishedWeights,
+        flat: FlatBuffer | DeviceSnapshot,
+        load: Callable[[FlatBuffer], None],
+    ) -> None:
+        if isinstance(flat, FlatBuffer):
+            load(flat)
+            return
+        try:
+            with self._device_reader.reading(flat) as view:
+                load(view)
+        except DeviceWeightsError as error:
+            self._in_use = None  # the module may hold parts of two versions
+            self._transfer.failures[type(error).__name__] += 1
+            raise WeightsLostError(
+                f"weights_version={published.version} must be readable on the learner's device: "
+                f"{error}. Publish again, through the object store."
+            ) from error
+
     def published_bytes(self) -> FlatBuffer:
-        """The weights in use as they are in the object store.
+        """The weights in use as they were published, on a device a copy of them.
 
         Raises:
             WeightsLostError: they are not there any more.
         """
-        return self._transfer.fetch(lambda: self._in_use)[1]
+        in_use = self._in_use
+        flat = self._transfer.fetch(lambda: in_use)[1]
+        if isinstance(flat, FlatBuffer):
+            return flat
+        copies: list[FlatBuffer] = []
+        self._load(
+            in_use, flat,
+            lambda view: copies.append(dataclasses.replace(view, data=view.data.clone())),
+        )  # fmt: skip
+        return copies[0]
 
     def metrics(self) -> dict[str, float]:
         """Bytes and seconds of the last transfer and load, age of the weights in use in seconds;

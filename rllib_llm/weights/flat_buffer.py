@@ -6,6 +6,7 @@ once; bytes are copied as they are, so that bfloat16 arrives bit for bit.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 import zlib
@@ -37,12 +38,13 @@ class Slot:
 @dataclass(frozen=True)
 class FlatBuffer:
     """`data` [num_bytes] uint8 and the slot of every tensor by name; tied names share a slot.
+    In host memory `data` is an array, on a device a tensor.
 
     `layout_hash` is equal for buffers of equal slots. `checksum` is the CRC-32 of `data` where one
     was asked for: it takes about as long as two copies.
     """
 
-    data: np.ndarray
+    data: np.ndarray | torch.Tensor
     slots: dict[str, Slot]
     layout_hash: str = ""
     checksum: int | None = None
@@ -50,6 +52,28 @@ class FlatBuffer:
     @property
     def num_bytes(self) -> int:
         return int(self.data.nbytes)
+
+
+@dataclass(frozen=True)
+class ScatteredBuffer:
+    """A flat buffer that was not put together: `parts`, uint8, are views of the tensors themselves,
+    padding between them. Pickled, it arrives as a `FlatBuffer`.
+
+    Into the object store its bytes are copied once, one part behind the other. It is valid for as
+    long as the tensors do not change.
+    """
+
+    parts: list[np.ndarray]
+    slots: dict[str, Slot]
+    layout_hash: str = ""
+    checksum: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __reduce__(self):
+        return _from_parts, (self.parts, self.slots, self.layout_hash, self.checksum)
 
 
 class StagingBuffer:
@@ -64,7 +88,7 @@ class StagingBuffer:
 
     def pack(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> FlatBuffer:
         """As `pack`; the result is valid until the next call."""
-        slots, firsts, end = _lay_out(tensors)
+        slots, firsts, end = lay_out(tensors)
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         size = end + ALIGNMENT
         if self._memory is None or len(self._memory) != size or (
@@ -73,7 +97,12 @@ class StagingBuffer:
             self._memory = None  # the old one goes before the new one comes
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         start = -self._memory.data_ptr() % ALIGNMENT
-        return _fill(self._memory[start : start + end], tensors, slots, firsts, checksum)
+        buffer = self._memory[start : start + end]
+        fill_slots(buffer, tensors, slots, firsts)
+        if on_gpu:
+            torch.cuda.synchronize()
+        data = buffer.numpy()
+        return FlatBuffer(data, slots, hash_of(slots), zlib.crc32(data) if checksum else None)
 
 
 def pack(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> FlatBuffer:
@@ -81,15 +110,63 @@ def pack(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> FlatBuf
     return StagingBuffer().pack(tensors, checksum=checksum)
 
 
+def scatter(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> ScatteredBuffer:
+    """What `pack` makes of `tensors` on the CPU, before they are copied."""
+    slots, firsts, _ = lay_out(tensors)
+    parts = []
+    for name in firsts:
+        tensor = tensors[name].detach().contiguous().reshape(-1)
+        data = tensor.view(torch.uint8).numpy()
+        whole = data.nbytes // ALIGNMENT * ALIGNMENT
+        if whole:
+            parts.append(data[:whole])
+        if whole < data.nbytes:
+            padded = np.zeros(ALIGNMENT, dtype=np.uint8)
+            padded[: data.nbytes - whole] = data[whole:]
+            parts.append(padded)
+    parts = _merge(parts)
+    crc = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0) if checksum else None
+    return ScatteredBuffer(parts, slots, hash_of(slots), crc)
+
+
+def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
+    """Moves tensors of the CPU that have storage of their own next to each other in memory, each in
+    a storage of its own still: `scatter` makes one part of them, which is copied faster than many.
+
+    They are changed in place; a tensor made from one of them before keeps the old memory.
+    """
+    own = {
+        id(tensor): tensor
+        for tensor in tensors.values()
+        if type(tensor.data) is torch.Tensor  # no shard, nothing quantised
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+    }
+    slots, _, end = lay_out({str(key): tensor for key, tensor in own.items()})
+    memory = np.empty(end + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    moved: dict[int, torch.Tensor] = {}
+    for key, tensor in own.items():
+        slot = slots[str(key)]
+        if slot.offset not in moved:
+            place = memory[start + slot.offset :][: slot.num_bytes]
+            moved[slot.offset] = torch.from_numpy(place).view(slot.dtype).view(slot.shape)
+            moved[slot.offset].copy_(tensor.detach())
+        tensor.data = moved[slot.offset]
+
+
 def unpack(flat: FlatBuffer) -> dict[str, torch.Tensor]:
     """The tensors of `flat` by name, as views of its bytes: read them, never write to them.
 
     Do not pickle them either: each would take the whole buffer along.
     """
-    with warnings.catch_warnings():
-        # The object store hands out read-only pages; torch has no read-only tensors and says so.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        buffer = torch.from_numpy(flat.data)
+    buffer = flat.data
+    if isinstance(buffer, np.ndarray):
+        with warnings.catch_warnings():
+            # The object store hands out read-only pages; torch has no such tensors and says so.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            buffer = torch.from_numpy(buffer)
     return {name: _view(buffer, slot) for name, slot in flat.slots.items()}
 
 
@@ -107,10 +184,46 @@ def verify(flat: FlatBuffer) -> None:
         )
 
 
-def _lay_out(
+class _Span:
+    """Memory from the first byte of `arrays`, which lie one behind the other, to the last one."""
+
+    def __init__(self, arrays: list[np.ndarray]):
+        self._arrays = arrays  # they own the memory
+        self.__array_interface__ = {
+            "data": (arrays[0].ctypes.data, True),
+            "shape": (sum(array.nbytes for array in arrays),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _merge(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """The same bytes in as few arrays as possible: one for all that lie one behind the other."""
+    runs: list[list[np.ndarray]] = []
+    end = None
+    for array in arrays:
+        if array.ctypes.data != end:
+            runs.append([])
+        runs[-1].append(array)
+        end = array.ctypes.data + array.nbytes
+    return [run[0] if len(run) == 1 else np.asarray(_Span(run)) for run in runs]
+
+
+def _from_parts(
+    parts: list[np.ndarray], slots: dict[str, Slot], layout_hash: str, checksum: int | None
+) -> FlatBuffer:
+    """One array of all parts: a view where they lie one behind the other, as the object store has
+    them, for each is a multiple of the alignment long; a copy where they do not."""
+    merged = _merge(parts)
+    data = merged[0] if len(merged) == 1 else np.concatenate([np.empty(0, np.uint8), *merged])
+    return FlatBuffer(data, slots, layout_hash, checksum)
+
+
+def lay_out(
     tensors: dict[str, torch.Tensor],
 ) -> tuple[dict[str, Slot], list[str], int]:
-    """Every name's slot, the first name of each slot, and the size in bytes."""
+    """Every name's slot, the first name of each slot, and the size in bytes: a multiple of the
+    alignment."""
     slots: dict[str, Slot] = {}
     firsts: dict[tuple, str] = {}
     end = 0
@@ -124,26 +237,23 @@ def _lay_out(
     return slots, list(firsts.values()), end
 
 
-def _fill(
+def fill_slots(
     buffer: torch.Tensor,
     tensors: dict[str, torch.Tensor],
     slots: dict[str, Slot],
     firsts: list[str],
-    checksum: bool,
-) -> FlatBuffer:
+) -> None:
+    """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros behind them: equal
+    tensors give equal bytes. Copies from one device to another may still be under way."""
     for name in firsts:
         slot, tensor = slots[name], tensors[name].detach()
         _view(buffer, slot).copy_(tensor, non_blocking=tensor.is_cuda)
-        padding = slice(slot.offset + slot.num_bytes, slot.offset + -(-slot.num_bytes // 64) * 64)
-        buffer[padding] = 0  # equal tensors give equal bytes
-    if any(tensors[name].is_cuda for name in firsts):
-        torch.cuda.synchronize()
-    data = buffer.numpy()
-    crc = zlib.crc32(data) if checksum else None
-    return FlatBuffer(data, slots, _hash(slots), crc)
+        padded = -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+        buffer[slot.offset + slot.num_bytes : slot.offset + padded] = 0
 
 
-def _hash(slots: dict[str, Slot]) -> str:
+def hash_of(slots: dict[str, Slot]) -> str:
+    """The same for equal names, shapes, dtypes and places."""
     return hashlib.sha256(repr(sorted(slots.items())).encode()).hexdigest()[:16]
 
 

@@ -12,10 +12,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
-from rllib_llm.weights.read_only import can_map_read_only, read_only
+from rllib_llm.weights.read_only import can_map_read_only, later, read_only
 
 
 class LoadableModule(Protocol):
@@ -37,7 +38,12 @@ class ModuleLoader:
 
     def __init__(self, *, alias: bool):
         self._alias = alias and can_map_read_only()
-        self.is_aliased = False
+        self._in_use: list[tuple[torch.Tensor, torch.Tensor]] = []  # with the views they are
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether parameters are views of shared memory."""
+        return bool(self._in_use)
 
     def load(self, module: LoadableModule, flat: FlatBuffer) -> None:
         """Makes the module compute with the weights in `flat`.
@@ -48,20 +54,21 @@ class ModuleLoader:
         self.prepare(module, flat)()
 
     def prepare(self, module: LoadableModule, flat: FlatBuffer) -> Callable[[], None]:
-        """What `load` has left to do once all is laid out: some microseconds per tensor where they
-        are aliased. Another thread may prepare while the module is in use."""
+        """What `load` has left to do once all is laid out: a microsecond per tensor where they are
+        aliased. Another thread may prepare while the module is in use."""
         own = module.own_tensors()
         if not self._alias or not _same_layout(own, flat):
             return functools.partial(self._copy, module, flat)
         guarded = dataclasses.replace(flat, data=read_only(flat.data))
-        return functools.partial(
-            self._alias_all, [(own[name], view) for name, view in unpack(guarded).items()]
-        )
+        views = unpack(guarded)
+        distinct = {id(tensor): (tensor, views[name]) for name, tensor in own.items()}
+        return functools.partial(self._alias_all, list(distinct.values()))
 
     def _alias_all(self, tensors_and_views: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for tensor, view in tensors_and_views:
             tensor.data = view
-        self.is_aliased = True
+        replaced, self._in_use = self._in_use, tensors_and_views
+        later(replaced.clear)  # the last hold on the weights before these
 
     def _copy(self, module: LoadableModule, flat: FlatBuffer) -> None:
         self.own_memory(module)
@@ -73,7 +80,7 @@ class ModuleLoader:
             return
         for tensor in {id(t): t for t in module.own_tensors().values()}.values():
             tensor.data = tensor.data.clone()
-        self.is_aliased = False
+        self._in_use = []
 
 
 def differing(module: LoadableModule, flat: FlatBuffer) -> list[str]:
@@ -93,7 +100,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_layout(own: Mapping[str, torch.Tensor], flat: FlatBuffer) -> bool:
-    return own.keys() == flat.slots.keys() and all(
+    in_host_memory = isinstance(flat.data, np.ndarray)
+    return in_host_memory and own.keys() == flat.slots.keys() and all(
         tensor.device.type == "cpu"
         and tensor.dtype == flat.slots[name].dtype
         and tuple(tensor.shape) == flat.slots[name].shape

@@ -20,6 +20,7 @@ import queue
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
             return array.copy()
         raise
     memory = (ctypes.c_uint8 * array.nbytes).from_address(address + offset)
-    mapping = weakref.finalize(memory, _unmapper().put, (address, length, array))
+    mapping = weakref.finalize(memory, later, _unmap, address, length, array)
     mapping.atexit = False
     view = np.frombuffer(memory, dtype=np.uint8)
     view.flags.writeable = False
@@ -72,21 +73,30 @@ def _map_again(start: int, length: int) -> int:
     return address
 
 
+def later(function: Callable[..., object], *arguments: object) -> None:
+    """Calls it in a thread of this process, in turn: for what frees memory, which takes tens of
+    milliseconds per GB that nobody has to wait for."""
+    _jobs().put((function, arguments))
+
+
 @functools.cache
-def _unmapper() -> queue.SimpleQueue:
-    """Takes (address, length, what the pages belong to): a thread unmaps them, which takes tens of
-    milliseconds per GB, beside whoever dropped the last view."""
-    mappings: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_unmap_all, args=(mappings,), name="unmap", daemon=True).start()
-    return mappings
+def _jobs() -> queue.SimpleQueue:
+    jobs: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_work, args=(jobs,), name="free-weights", daemon=True).start()
+    return jobs
 
 
-def _unmap_all(mappings: queue.SimpleQueue) -> None:
+def _work(jobs: queue.SimpleQueue) -> None:
     while True:
-        address, length, array = mappings.get()
-        if _libc().munmap(address, length):
-            raise _error("munmap")
-        del array
+        function, arguments = jobs.get()
+        function(*arguments)
+        del function, arguments  # they own memory
+
+
+def _unmap(address: int, length: int, array: np.ndarray) -> None:
+    """Unmaps pages that belong to `array`."""
+    if _libc().munmap(address, length):
+        raise _error("munmap")
 
 
 @functools.cache

@@ -12,6 +12,9 @@ from tests.algorithms import tiny_runs as tiny
 CONFIGS = {"ppo": tiny.ppo, "grpo": tiny.grpo, "rloo": tiny.rloo, "sft": tiny.sft,
            "reward_model": tiny.reward_model}  # fmt: skip
 
+ON_ONE_GPU = {"weights_transport": "cuda_ipc", "num_env_runners": 1, "num_learners": 1,
+              "num_gpus_per_learner": 0.5, "num_gpus_per_env_runner": 0.25}  # fmt: skip
+
 WRONG = [
     ("ppo", {"pretrained_model": None}, "model=None must be a Hugging Face folder"),
     ("ppo", {"lr": -1e-3}, "lr=-0.001 must be a number of at least 0"),
@@ -70,6 +73,16 @@ WRONG = [
      "of num_completions=5.* Use 10"),
     ("grpo", {"critic": "shared"}, "critic='shared' must be 'none': advantages come from the grou"),
     ("rloo", {"critic": "separate"}, "critic='separate' must be 'none'"),
+    ("ppo", {"weights_keep": 0}, "weights_keep=0 must be a number of at least 1: receivers ask"),
+    ("ppo", {"weights_transport": "nccl"}, "weights_transport='nccl' must be one of"),
+    ("ppo", {"weights_transport": "cuda_ipc"},
+     "num_env_runners=0 must be above 0 with weights_transport='cuda_ipc'"),
+    ("ppo", {**ON_ONE_GPU, "num_gpus_per_learner": 0}, "num_gpus_per_learner=0 must be above 0"),
+    ("ppo", {**ON_ONE_GPU, "num_gpus_per_env_runner": 0}, "num_gpus_per_env_runner=0 must be abo"),
+    ("ppo", {**ON_ONE_GPU, "weights_checksum": True}, "weights_checksum=True must be False with"),
+    ("ppo", {**ON_ONE_GPU, "weights_name": "run"}, "weights_name='run' must be None with"),
+    ("ppo", {**ON_ONE_GPU, "num_learners": 2, "learner_strategy": "fsdp"},
+     "learner_strategy='fsdp' must be 'ddp' with"),
     ("sft", {"data": None}, "data=None must be a data set"),
     ("sft", {"evaluation_interval": 1}, "eval_data=None must be given with evaluation_interval=1"),
     ("sft", {"loss_on": "prompt"}, "loss_on='prompt' must be one of"),
@@ -109,6 +122,10 @@ def fields(config):
         for name, value in vars(config).items()
         if not name.startswith("_") and name not in NOT_COMPARED
     }
+
+
+def test_weights_may_stay_on_a_gpu_that_learner_and_samplers_share():
+    tiny.ppo().update_from_dict(ON_ONE_GPU).validate()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -182,3 +182,21 @@ def test_rows_that_were_not_judged_are_counted_and_left_out():
     # 12 rows are two epochs of 6 prompts, one of which is "5=".
     assert result["train"]["num_invalid"] == 2
     assert result["objective"]["scores"] == result["train"]["rewards"] == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_stay_on_the_gpu_that_learner_and_samplers_share():
+    config = (
+        tiny.ppo()
+        .learners(num_learners=1, num_gpus_per_learner=0.4)
+        .env_runners(num_env_runners=2, num_gpus_per_env_runner=0.2)
+        .weight_broadcast(weights_transport="cuda_ipc")
+    )
+    with tiny.built(config) as algorithm:
+        tiny.train(algorithm, 2)
+        weights = algorithm.train()["weights"]
+        assert weights["republished"] == 0  # through the store, that would be
+        assert (weights["version"], weights["oldest_version"]) == (3, 2)
+        assert weights["bytes"] > 0
+        assert algorithm.verify_weights() == {}

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import ray
 import torch
 
 from rllib_llm.weights.flat_buffer import (
     ALIGNMENT,
     ChecksumError,
+    FlatBuffer,
+    ScatteredBuffer,
     StagingBuffer,
+    lay_side_by_side,
     pack,
+    scatter,
     unpack,
     verify,
 )
@@ -106,6 +111,62 @@ def test_a_changed_byte_is_noticed_where_a_checksum_was_asked_for():
     with pytest.raises(ChecksumError, match="64 bytes of weights changed"):
         verify(flat)
     verify(pack({"x": torch.ones(4)}))  # nothing to compare with
+
+
+def mixed_tensors():
+    """Multiples of 64 bytes and others, tied, empty, strided."""
+    torch.manual_seed(0)
+    weight = torch.randn(1000, 7)
+    return {
+        "weight": weight, "tied": weight.detach(), "even": torch.randn(64, 32).bfloat16(),
+        "none": torch.zeros(0, 3), "scalar": torch.tensor(True), "column": weight[:, 2],
+    }  # fmt: skip
+
+
+def test_scattered_tensors_arrive_as_the_same_bytes():
+    tensors = mixed_tensors()
+    packed, scattered = pack(tensors, checksum=True), scatter(tensors, checksum=True)
+    assert isinstance(scattered, ScatteredBuffer)
+    arrived = pickle.loads(pickle.dumps(scattered))
+    assert isinstance(arrived, FlatBuffer)
+    assert arrived.data.tobytes() == packed.data.tobytes()
+    assert arrived.slots == packed.slots and arrived.layout_hash == packed.layout_hash
+    assert scattered.checksum == arrived.checksum == packed.checksum
+    assert scattered.num_bytes == packed.num_bytes
+    verify(arrived)
+    assert unpack(pickle.loads(pickle.dumps(scatter({})))) == {}
+
+
+def test_scattered_tensors_are_put_without_a_copy_and_got_as_one_array(ray_session):
+    tensors = mixed_tensors()
+    scattered = scatter(tensors)
+    assert scattered.parts[0].ctypes.data == tensors["weight"].data_ptr()
+    flat = ray.get(ray.put(scattered))
+    assert flat.data.ctypes.data % ALIGNMENT == 0
+    assert not flat.data.flags.owndata and not flat.data.flags.writeable
+    assert flat.data.tobytes() == pack(tensors).data.tobytes()
+
+
+def test_tensors_side_by_side_are_one_part_and_stay_what_they_were():
+    base = torch.arange(32.0)
+    tensors = mixed_tensors() | {"half": base[:16], "transposed": torch.randn(4, 4).t()}
+    for name in ("scalar", "column"):  # 1 byte, 28 in each 7: neither fills its last 64
+        del tensors[name]
+    parameter = torch.nn.Parameter(torch.randn(48, 4))
+    tensors |= {"parameter": parameter, "tied too": parameter}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    lay_side_by_side(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.detach(), before[name]), name
+    assert tensors["weight"].data_ptr() == tensors["tied"].data_ptr()
+    assert tensors["half"].data_ptr() == base.data_ptr()  # a view of something else
+    parameter.data.mul_(2)
+    flat = pickle.loads(pickle.dumps(scatter(tensors)))
+    assert torch.equal(unpack(flat)["tied too"], 2 * before["parameter"])
+    # 28000 bytes of weight are 437.5 lines: its last half is a part, then 4096 of even and 768.
+    beside = {name: tensors[name] for name in ("weight", "even", "parameter")}
+    assert [part.nbytes for part in scatter(beside).parts] == [27968, 64, 4096 + 768]
+    assert len(pickle.dumps(tensors["even"])) < 5000  # a storage of its own
 
 
 @pytest.mark.gpu
