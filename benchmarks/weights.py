@@ -228,16 +228,18 @@ class Follower:
             prepare=lambda flat: loader.prepare(self.module, flat),
         )
 
-    def follow(self, num_swaps: int) -> tuple[list[float], int]:
-        """Milliseconds of each swap, and how many batches saw more than one version."""
+    def follow(self, num_swaps: int) -> tuple[list[tuple[float, float]], int]:
+        """Milliseconds of each swap, by the clock and of this thread's CPU time, and how many
+        batches saw more than one version."""
         self.follower.require(timeout=600)
         self.follower.start()
         milliseconds, torn = [], 0
         while len(milliseconds) < num_swaps:
             torn += self.module.values() != {self.follower.in_use.version}
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.thread_time()
             if self.follower.swap():
-                milliseconds.append(1e3 * (time.perf_counter() - start))
+                taken = time.perf_counter() - start, time.thread_time() - cpu
+                milliseconds.append((1e3 * taken[0], 1e3 * taken[1]))
         self.follower.stop()
         return milliseconds, torn
 
@@ -260,8 +262,9 @@ def swap(num_bytes: int, rounds: int) -> dict:
     publisher.stop()
     client.close()
     return {
-        "milliseconds": round(statistics.median(milliseconds), 3),
-        "all_milliseconds": [round(value, 3) for value in milliseconds],
+        "milliseconds": round(statistics.median(ms for ms, _ in milliseconds), 3),
+        "cpu_milliseconds": round(statistics.median(cpu for _, cpu in milliseconds), 3),
+        "all_milliseconds": [round(ms, 3) for ms, _ in milliseconds],
         "torn": torn,
     }
 
