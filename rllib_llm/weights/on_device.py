@@ -32,9 +32,11 @@ class DeviceWeightsError(RuntimeError):
 
 
 class Memory(Protocol):
-    """Says, in any process, which memory it is. `key` is its own among all."""
+    """Says, in any process, which memory it is."""
 
-    key: str
+    @property
+    def key(self) -> str:
+        """Its own among all."""
 
     def attach(self) -> torch.Tensor:
         """That memory, [num_bytes] uint8; raises DeviceWeightsError where it cannot be had."""
