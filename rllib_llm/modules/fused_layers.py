@@ -111,7 +111,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(grad, *ctx.saved_tensors, sign=-1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, sign=-1.0), None, None
 
 
 class _GatedMLP(torch.autograd.Function):

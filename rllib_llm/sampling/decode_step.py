@@ -71,9 +71,7 @@ def open_decode_step(
         yield step
 
 
-def last_logits(
-    model: nn.Module, value_head: nn.Module | None, **inputs: Any
-) -> torch.Tensor:
+def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -> torch.Tensor:
     """Logits [rows, vocab] behind each row's last token by the model's own forward, which fills the
     cache; with a value head one column more, the values [rows] of these states.
 
@@ -83,6 +81,7 @@ def last_logits(
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
     # Not by `output_hidden_states`: transformers leaves its hooks behind in the model.
     halves = take_apart(model)
+    assert halves is not None
     state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
     logits, values = halves.logits(state), value_head(state)
     return torch.cat([logits, values.to(logits.dtype).unsqueeze(1)], dim=1)
