@@ -49,6 +49,12 @@ def ppo():
     return config.evaluation(evaluation_interval=2, evaluation_duration=6)
 
 
+def exact_ppo():
+    """The same with any number of samplers: one in the learner's process gives its values, which
+    differ in their last bit from those that the learner computes."""
+    return ppo().training(recompute_old_logprobs=True)
+
+
 def grpo():
     """4 of 6 prompts an iteration."""
     return tiny.grpo(**DECAY).sampling(log_samples_every=1, num_logged_samples=12)
@@ -80,7 +86,9 @@ def two_samplers(config):
 # Run -> its configs before and after the checkpoint.
 RUNS: dict[str, tuple[Callable, Callable]] = {
     "ppo": (ppo, ppo),
-    "ppo, two samplers": (lambda: two_samplers(ppo()), lambda: two_samplers(ppo())),
+    "exact ppo, two samplers": (
+        lambda: two_samplers(exact_ppo()), lambda: two_samplers(exact_ppo()),
+    ),
     "grpo": (grpo, grpo),
     "grpo, then two samplers": (grpo, lambda: two_samplers(grpo())),
     "sft": (sft, sft),
@@ -88,7 +96,8 @@ RUNS: dict[str, tuple[Callable, Callable]] = {
     "reward model": (reward_model, reward_model),
 }
 UNINTERRUPTED = {
-    "ppo": ppo, "grpo": grpo, "sft": sft, "adapters": adapters, "reward model": reward_model,
+    "ppo": ppo, "exact ppo": exact_ppo, "grpo": grpo, "sft": sft, "adapters": adapters,
+    "reward model": reward_model,
 }  # fmt: skip
 
 
