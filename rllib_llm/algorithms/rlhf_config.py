@@ -246,8 +246,9 @@ class RLHFConfig(LanguageModelConfig):
             target_kl: epochs stop when approxkl passes 1.5 times this; None: never.
             whiten_advantages, whiten_rewards: over the whole batch of all learners.
             recompute_old_logprobs: the learner computes them again instead of taking the
-                sampler's, which in float32 are the same and cost nothing. With a critic half
-                precision recomputes them in any case, with the values.
+                sampler's, which in float32 are the same and cost nothing; so with the values of a
+                shared critic, which a sampler in the learner's process gives too. With a critic
+                half precision recomputes both in any case.
             importance_sampling: "truncate" or "mask" corrects the gap between sampler and
                 trainer when old log-probs are recomputed; None: off.
             importance_sampling_cap: largest weight (Yao et al. 2025: 2).
