@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
+from transformers.activations import SiLUActivation
 
 from rllib_llm.modules.fused_layers import gated_mlp, normed_linears, rms_norm, rotate
-from rllib_llm.modules.llama_shape import is_plain, is_rms_norm
+from rllib_llm.modules.llama_shape import is_plain
 from rllib_llm.modules.packed_attention import AttentionLayout, packed_attention
 from rllib_llm.modules.packing import WantedTokens
 
 _TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+_COMMON_PARTS = (nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation)
 
 
 def is_fusible(trunk: nn.Module) -> bool:
@@ -27,8 +29,8 @@ def is_fusible(trunk: nn.Module) -> bool:
     """
     if type(trunk) not in _TRUNKS or torch.is_autocast_enabled("cpu"):
         return False
-    weight, config = trunk.embed_tokens.weight, trunk.config
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    config = trunk.config
+    if len(trunk.layers) != config.num_hidden_layers:  # the model reads the first of them alone
         return False
     if trunk.training and (trunk.gradient_checkpointing or config.attention_dropout):
         return False
@@ -38,16 +40,29 @@ def is_fusible(trunk: nn.Module) -> bool:
         and config.hidden_act == "silu"
         and mlp.down_proj.bias is None
         and attention.o_proj.bias is None
-        and is_rms_norm(trunk.norm)
-        and all(is_plain(part) and part._compiled_call_impl is None for part in trunk.modules())
+        and all(_is_own(part, trunk) for part in trunk.modules())
+        and all(_is_plain_float32(parameter) for parameter in trunk.parameters())
     )
+
+
+def _is_own(part: nn.Module, trunk: nn.Module) -> bool:
+    """Whether it is a part that transformers builds such a trunk from, as it was built."""
+    own = type(part) in _COMMON_PARTS or type(part).__module__ == type(trunk).__module__
+    return own and is_plain(part) and part._compiled_call_impl is None
+
+
+def _is_plain_float32(parameter: Tensor) -> bool:
+    own = type(parameter) in (nn.Parameter, Tensor)
+    return own and parameter.dtype == torch.float32 and parameter.device.type == "cpu"
 
 
 def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
     """Last hidden state [wanted tokens, hidden] at the positions that predict the wanted tokens of
     dense rows; the trunk must be one that `is_fusible`."""
     assert wanted.layout is not None and wanted.position_ids is not None
-    hidden = F.embedding(wanted.input_ids[0], trunk.embed_tokens.weight)
+    embedding = trunk.embed_tokens
+    # With the padding's index, whose row gets no gradient: a pad token may be text as well.
+    hidden = F.embedding(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
     cos, sin = trunk.rotary_emb(hidden, wanted.position_ids)
     rotation = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
     *layers, last = trunk.layers

@@ -94,6 +94,19 @@ def test_the_trunk_is_the_models_own(family, num_prompts):
         torch.testing.assert_close(ours, own, atol=1e-4 * float(own.abs().max()), rtol=0)
 
 
+def test_the_padding_token_is_learnt_from_as_transformers_does():
+    """Not at all: the row of its embedding keeps its value, also where the token is text."""
+    model = tiny_model("llama")
+    embedding = model.model.embed_tokens
+    embedding.padding_idx = 4
+    ids = torch.tensor([[3, 4, 5, 6]])
+    everything = torch.ones_like(ids).bool()
+    rows = completion_rows(ids, everything, ids, everything)
+    hidden = wanted_hidden(model.model, wanted_tokens(model.model, rows))
+    (gradient,) = torch.autograd.grad(hidden.square().sum(), [embedding.weight])
+    assert not gradient[4].any() and gradient[3].any()
+
+
 def test_frozen_weights_get_no_gradient():
     model = tiny_model("llama")
     last = model.model.layers[-1]
@@ -118,6 +131,17 @@ def test_what_is_not_plain_is_left_to_the_model():
     assert not changed(lambda model: model.model.layers[0].compile())
     assert not changed(lambda model: model.model.norm.register_forward_hook(lambda *_: None))
     assert not changed(lambda model: setattr(model.model.config, "hidden_act", "gelu"))
+    assert not changed(lambda model: setattr(model.model.config, "num_hidden_layers", 1))
+    assert not changed(lambda model: model.model.layers[1].mlp.to(torch.bfloat16))
+
+    class ShiftedNorm(LlamaRMSNorm):  # as Gemma's: the same names, another result
+        def forward(self, hidden):
+            return super().forward(hidden) + hidden
+
+    def shifted(model):
+        model.model.layers[1].input_layernorm = ShiftedNorm(model.config.hidden_size)
+
+    assert not changed(shifted)
 
     def int8(model):
         quantize_(model, Int8WeightOnlyConfig())
