@@ -143,6 +143,10 @@ def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
         and tensor.is_contiguous()
         and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
     }
+    views: dict[int, set[tuple]] = {}  # of one memory, by its address
+    for tensor in own.values():
+        views.setdefault(tensor.data_ptr(), set()).add(_storage_identity(tensor))
+    own = {key: tensor for key, tensor in own.items() if len(views[tensor.data_ptr()]) == 1}
     slots, _, end = lay_out({str(key): tensor for key, tensor in own.items()})
     memory = np.empty(end + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

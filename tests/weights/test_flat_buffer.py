@@ -178,3 +178,11 @@ def test_tensors_of_a_gpu_come_through_page_locked_memory_bit_for_bit():
     target = torch.empty_like(weight)
     target.copy_(unpack(flat)["tied"])
     assert torch.equal(target.view(torch.int16), weight.view(torch.int16))
+
+
+def test_memory_that_two_shapes_share_stays_shared():
+    wide = torch.zeros(4, 6)
+    tall = wide.view(6, 4)
+    lay_side_by_side({"wide": wide, "tall": tall})
+    wide.add_(1)
+    assert tall.eq(1).all()
