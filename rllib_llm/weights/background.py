@@ -4,7 +4,8 @@
                                             thread: announce ──▶ coordinator
 
 Two staging buffers: one is being put while the next snapshot is taken. A snapshot that was not put
-yet when the next one comes is skipped: the latest wins.
+yet when the next one comes is skipped: the latest wins. What is in the object store already is
+only announced.
 """
 
 from __future__ import annotations
