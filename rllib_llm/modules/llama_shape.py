@@ -17,6 +17,18 @@ def is_rms_norm(module: nn.Module) -> bool:
     return type(module) in _NORMS
 
 
+def is_read_whole(trunk: nn.Module) -> bool:
+    """Whether the model reads all of its layers, and rotates all of each head."""
+    rotary_dim = 2 * trunk.rotary_emb.inv_freq.shape[-1]
+    all_layers = len(trunk.layers) == trunk.config.num_hidden_layers
+    return all_layers and rotary_dim == trunk.layers[0].self_attn.head_dim
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether it is neither quantised nor sharded: such tensors are of classes of their own."""
+    return type(tensor) in (nn.Parameter, torch.Tensor)
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a part computes what its class and weights say: no hooks, no replaced forward, no
     adapter, no quantised weights."""
@@ -26,7 +38,5 @@ def is_plain(module: nn.Module) -> bool:
     if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
         return False
     if isinstance(module, nn.Linear | nn.Embedding):
-        # Quantised and sharded weights are tensors of classes of their own.
-        own = type(module) in (nn.Linear, nn.Embedding)
-        return own and type(module.weight) in (nn.Parameter, torch.Tensor)
+        return type(module) in (nn.Linear, nn.Embedding) and is_plain_tensor(module.weight)
     return True

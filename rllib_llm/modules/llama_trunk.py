@@ -13,7 +13,7 @@ from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, 
 from transformers.activations import SiLUActivation
 
 from rllib_llm.modules.fused_layers import gated_mlp, normed_linears, rms_norm, rotate
-from rllib_llm.modules.llama_shape import is_plain
+from rllib_llm.modules.llama_shape import is_plain, is_plain_tensor, is_read_whole
 from rllib_llm.modules.packed_attention import AttentionLayout, packed_attention
 from rllib_llm.modules.packing import WantedTokens
 
@@ -30,13 +30,11 @@ def is_fusible(trunk: nn.Module) -> bool:
     if type(trunk) not in _TRUNKS or torch.is_autocast_enabled("cpu"):
         return False
     config = trunk.config
-    if len(trunk.layers) != config.num_hidden_layers:  # the model reads the first of them alone
-        return False
     if trunk.training and (trunk.gradient_checkpointing or config.attention_dropout):
         return False
     attention, mlp = trunk.layers[0].self_attn, trunk.layers[0].mlp
     return (
-        2 * trunk.rotary_emb.inv_freq.shape[-1] == attention.head_dim
+        is_read_whole(trunk)
         and config.hidden_act == "silu"
         and mlp.down_proj.bias is None
         and attention.o_proj.bias is None
@@ -52,8 +50,8 @@ def _is_own(part: nn.Module, trunk: nn.Module) -> bool:
 
 
 def _is_plain_float32(parameter: Tensor) -> bool:
-    own = type(parameter) in (nn.Parameter, Tensor)
-    return own and parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+    float32 = parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+    return float32 and is_plain_tensor(parameter)
 
 
 def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:

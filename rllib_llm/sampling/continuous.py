@@ -76,7 +76,7 @@ class ContinuousDecoder:
         num_layers = len(self._prefill_cache(1).layers)
         self.cache = SharedPromptCache(num_layers, self.num_completions, self.capacity)
         self.cache.reserve(self.max_groups, self.prompt_len)
-        with self.open_step(self.model, self.cache, steps) as decode_step:
+        with self.open_step(self.model, self.cache, steps, self.value_head) as decode_step:
             tokens, step = self._admit(self.rows), 0
             while len(tokens):
                 tokens = self._take(self._forward(decode_step, tokens), 0)

@@ -23,7 +23,9 @@ from rllib_llm.sampling.static_step import StaticLlamaStep, can_be_recorded
 # of the same states are one more column.
 DecodeStep = Callable[[torch.Tensor, torch.Tensor, Cache, torch.Tensor | None], torch.Tensor]
 # As `open_decode_step` with its default settings.
-OpenStep = Callable[[nn.Module, Cache, int], AbstractContextManager[DecodeStep]]
+OpenStep = Callable[
+    [nn.Module, Cache, int, nn.Module | None], AbstractContextManager[DecodeStep]
+]
 
 
 @contextmanager
@@ -31,8 +33,8 @@ def open_decode_step(
     model: nn.Module,
     cache: Cache,
     steps: int,
-    cuda_graphs: bool = True,
     value_head: nn.Module | None = None,
+    cuda_graphs: bool = True,
 ) -> Iterator[DecodeStep]:
     """A step of the model as it is now, valid inside the context.
 
@@ -40,8 +42,8 @@ def open_decode_step(
         model: causal LM of transformers.
         cache: the cache the step will be used with.
         steps: how often the step will be taken at most.
-        cuda_graphs: whether the step may be recorded and replayed on a CUDA device.
         value_head: a linear layer of the trunk's last state, as `linear`, whose result is appended.
+        cuda_graphs: whether the step may be recorded and replayed on a CUDA device.
     """
     if isinstance(cache, SharedPromptCache) and is_llama_shaped(model):
         llama_step = LlamaStep(model, steps, value_head)

@@ -60,7 +60,7 @@ class Decoder:
     def run(self, prompt_ids: torch.Tensor, steps_between_looks: int) -> None:
         """Prefill, then one token per step until every row has ended."""
         steps = self.params.max_new_tokens
-        with self.open_step(self.model, self.cache, steps) as decode_step:
+        with self.open_step(self.model, self.cache, steps, self.value_head) as decode_step:
             logits = self._prefill(prompt_ids[:, -self.prompt_len :])
             for step in range(steps):
                 tokens = self._choose(step, logits)

@@ -78,9 +78,7 @@ def generate(
     groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
     noise = None if noise is None or params.greedy else noise.to(device)
     prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
-    open_step = functools.partial(
-        open_decode_step, cuda_graphs=cuda_graphs, value_head=value_head
-    )
+    open_step = functools.partial(open_decode_step, cuda_graphs=cuda_graphs)
     written = []
     # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
     with torch.inference_mode():

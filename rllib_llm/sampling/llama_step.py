@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rllib_llm.modules.llama_shape import is_plain, is_rms_norm
+from rllib_llm.modules.llama_shape import is_plain, is_read_whole, is_rms_norm
 from rllib_llm.sampling.decode_weights import pays, transposed
 from rllib_llm.sampling.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 
@@ -35,9 +35,7 @@ def is_llama_shaped(model: nn.Module) -> bool:
     """
     if type(model) not in _MODELS:
         return False
-    attention = model.model.layers[0].self_attn
-    rotary_dim = 2 * model.model.rotary_emb.inv_freq.shape[-1]
-    return rotary_dim == attention.head_dim and all(is_plain(part) for part in model.modules())
+    return is_read_whole(model.model) and all(is_plain(part) for part in model.modules())
 
 
 class _Projection:

@@ -77,6 +77,9 @@ def test_changed_modules_are_left_to_the_model():
     hooked = tiny_model("llama")
     hooked.model.norm.register_forward_hook(lambda *_: None)
     assert not is_llama_shaped(hooked)
+    shortened = tiny_model("llama")
+    shortened.config.num_hidden_layers = 1  # of two: the model leaves the other one out
+    assert not is_llama_shaped(shortened)
     replaced = tiny_model("llama")
     replaced.model.norm.forward = lambda hidden: hidden
     assert not is_llama_shaped(replaced)

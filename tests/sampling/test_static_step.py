@@ -54,8 +54,8 @@ class Records:
         self.made = []
 
     @contextmanager
-    def open(self, model, cache, steps):
-        yield StaticLlamaStep(LlamaStep(model, steps), self._record)
+    def open(self, model, cache, steps, value_head=None):
+        yield StaticLlamaStep(LlamaStep(model, steps, value_head), self._record)
 
     def _record(self, function, previous):
         self.made.append(self.record(function, previous))
