@@ -17,6 +17,7 @@ from rllib_llm.cli.algorithms import algorithm_class
 from rllib_llm.cli.checkpoints import restore_source
 from rllib_llm.cli.live_table import LiveTable
 from rllib_llm.cli.plan import check_experiment, checkpoint_settings, search_space
+from rllib_llm.cli.result_files import ProgressCsv, ResultJson
 from rllib_llm.cli.scheduling import make_scheduler, make_searcher
 from rllib_llm.cli.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.cli.yaml_experiments import Experiment, fill
@@ -78,7 +79,8 @@ def run_stage(
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
     short = short_name(experiment.run)
     with LiveTable(f"{experiment.name} · {short}", experiment.stop, console) as table:
-        callbacks = [table, RestartHungTrials(), EndBrokenTrials(), *loggers]
+        callbacks = [table, ResultJson(), ProgressCsv(), RestartHungTrials(), EndBrokenTrials()]
+        callbacks += loggers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries; they would tear the table
             if resume and folder.is_dir():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.cli.stage_result import StageResult
+from rllib_llm.cli.trial_logs import read_results
 from tests.cli.said import said
 from tests.cli.tiny_trainables import COUNTER
 
@@ -79,11 +81,13 @@ def test_of_several_trials_the_best_one_is_handed_on(run, tmp_path):
 
 def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     failing = {**TWO_STAGES, "second": {**TWO_STAGES["second"]}}
-    failing["second"]["config"] = {**TWO_STAGES["second"]["config"], "fail_at": 3}
+    failing["second"]["config"] = {**TWO_STAGES["second"]["config"], "fail_at": 4}
+    failing["second"]["stop"] = {"training_iteration": 4}
+    failing["second"]["checkpoint_config"] = {"checkpoint_frequency": 2}
     result = run(failing)
     assert result.exit_code == 1
     text = said(result.output)
-    assert "second: ValueError: fail_at=3 must not be reached: a test wants it. Stop." in text
+    assert "second: ValueError: fail_at=4 must not be reached: a test wants it. Stop." in text
     assert "tiny_trainables.py:" in text and "error.txt" in text
     assert "Traceback" not in text
 
@@ -92,7 +96,13 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     resumed = run(failing, "--resume")
     assert resumed.exit_code == 0, resumed.output
     second = StageResult.load(folder / "second")
-    assert second.metrics["objective/scores"] == 6.0
+    assert second.metrics["objective/scores"] == 8.0
+    # Of the third iteration, which the checkpoint of the second did not know, there is one row.
+    assert [row["training_iteration"] for row in read_results(second.best_trial_folder)] == [
+        1, 2, 3, 4,
+    ]  # fmt: skip
+    with (second.best_trial_folder / "progress.csv").open(encoding="utf-8") as lines:
+        assert [row["training_iteration"] for row in csv.DictReader(lines)] == ["1", "2", "3", "4"]
     assert (folder / "first" / "stage.json").stat().st_mtime_ns == record  # not run again
     assert len(list(folder.glob("second/Counter_*"))) == 1  # the same trial
 
