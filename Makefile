@@ -2,6 +2,7 @@
 # make test    the test suite          make check   lint, tests     make types  mypy
 # make bench   the benchmarks          make clean   remove .venv, results and caches
 # make bench-gpu  those for CUDA       make test-vllm  vLLM in .venv-vllm, and its tests
+#                                      make test-nixl  NIXL (0.5 GB) into .venv, and its tests
 #
 # Everything is installed into .venv on first use. PIP_FLAGS goes to pip, for example
 #   make demo PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
@@ -13,7 +14,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm check lint types bench bench-gpu clean install
+.PHONY: demo test test-vllm test-nixl check lint types bench bench-gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
@@ -23,6 +24,11 @@ test: $(STAMP)
 
 test-vllm:
 	PYTHON='$(PYTHON)' PIP_FLAGS='$(PIP_FLAGS)' .ci/vllm
+
+test-nixl: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[nixl]'
+	$(BIN)/python -m pytest -q --timeout 600 -m nixl tests
 
 check: lint test
 

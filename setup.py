@@ -59,6 +59,7 @@ setup(
     ],
     extras_require={
         "openai": ["httpx>=0.27"],
+        "nixl": ["nixl>=1.0"],
         # On CUDA. On a CPU: `.ci/vllm`.
         "vllm": ["vllm>=0.32"],
         "dev": [

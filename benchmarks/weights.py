@@ -8,6 +8,7 @@ of the memcpy (`cpu_ratio`), which says more on a machine that does other work. 
 
     aliased   publish until 4 receivers on this node have loaded, their parameters being the store
     copied    the same, copied into parameters
+    direct    the same by NIXL, without the store (`make test-nixl` installs it)
     stall     what the learner waits for when publishing in the background
     swap      from "take the new weights" to "they are in use", between the batches of a process
               that reads all weights, 320 tensors, all the time; reads that saw two versions (torn)
@@ -24,6 +25,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import psutil
@@ -33,6 +35,7 @@ import torch
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsReceiver
 from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.direct import has_nixl, put_directly
 from rllib_llm.weights.flat_buffer import lay_side_by_side, pack, scatter, verify
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.loading import ModuleLoader
@@ -47,7 +50,8 @@ SYSTEM_CONFIG = {"worker_niceness": 0, "scheduler_report_pinned_bytes_only": Fal
 MIB = 2**20
 # How many times the payload each needs at its height.
 CASES = {
-    "aliased": 10, "copied": 11, "stall": 9, "swap": 8, "first": 6, "store": 8, "checksum": 4,
+    "aliased": 10, "copied": 11, "direct": 17, "stall": 9, "swap": 8, "first": 6, "store": 8,
+    "checksum": 4,
 }  # fmt: skip
 
 
@@ -165,7 +169,14 @@ def compare(memcpy: Memcpy, turn: Callable[[], tuple[float, float]], rounds: int
     }
 
 
-def broadcast(num_bytes: int, rounds: int, *, alias: bool, dtype=torch.bfloat16) -> dict:
+def broadcast(
+    num_bytes: int,
+    rounds: int,
+    *,
+    alias: bool,
+    dtype=torch.bfloat16,
+    export: Callable[[dict[str, torch.Tensor]], Any] = scatter,
+) -> dict:
     """Publish until all receivers have loaded. Weights are changed before every round, and looked
     at after it."""
     start_ray(3 * num_bytes + 64 * MIB)
@@ -180,7 +191,7 @@ def broadcast(num_bytes: int, rounds: int, *, alias: bool, dtype=torch.bfloat16)
         version = published[0].version + 1
         weights.fill(version)
         start, cpu = time.perf_counter(), time.process_time()
-        ref = ray.put(scatter(weights.own_tensors()))
+        ref = ray.put(export(weights.own_tensors()))
         published[0] = PublishedWeights(version, ref=(ref,))
         theirs = sum(ray.get([r.receive.remote(published[0]) for r in receivers]))
         seconds, own = time.perf_counter() - start, time.process_time() - cpu
@@ -191,6 +202,13 @@ def broadcast(num_bytes: int, rounds: int, *, alias: bool, dtype=torch.bfloat16)
         return seconds, own + theirs
 
     return compare(memcpy, turn, rounds)
+
+
+def direct(num_bytes: int, rounds: int) -> dict:
+    """`broadcast` from this process's memory into the receivers', who copy it into place."""
+    if not has_nixl():
+        return {"skipped": "NIXL is not installed"}
+    return broadcast(num_bytes, rounds, alias=False, export=put_directly)
 
 
 def stall(num_bytes: int, rounds: int) -> dict:

@@ -22,7 +22,7 @@ def check_choices(config: Any) -> None:
         "loss_reduction": tuple(REDUCTIONS),
         "importance_sampling": (None, "truncate", "mask"),
         "importance_sampling_level": ("token", "sequence"),
-        "weights_transport": ("store", "cuda_ipc"),
+        "weights_transport": ("store", "cuda_ipc", "nixl"),
     }
     for name, allowed in choices.items():
         require(
@@ -93,12 +93,15 @@ def check_transport(config: Any) -> None:
         return
     share = "Give learner and samplers fractions of one GPU"
     sharded = config.num_learners > 1 and config.learner_strategy == "fsdp"
-    rules = {
-        "num_env_runners": (config.num_env_runners, "above 0", "others share the module", "Use 1"),
+    on_gpu = {
         "num_gpus_per_learner": (config.num_gpus_per_learner, "above 0", "they stay there", share),
         "num_gpus_per_env_runner": (
             config.num_gpus_per_env_runner, "above 0", "they are read there", share,
         ),
+    }  # fmt: skip
+    rules = {
+        "num_env_runners": (config.num_env_runners, "above 0", "others share the module", "Use 1"),
+        **(on_gpu if config.weights_transport == "cuda_ipc" else {}),
         "engine": (config.engine == "torch", "'torch'", "others load from host memory", "Use it"),
         "learner_strategy": (not sharded, "'ddp'", "no learner has all weights", "Use 'ddp'"),
         "weights_checksum": (

@@ -157,8 +157,10 @@ class RLHFConfig(LanguageModelConfig):
         Args:
             weights_transport: "store" (default): through the object store, everywhere; "cuda_ipc":
                 they stay on the GPU that learner and samplers share, as fractions of one (on two
-                buffers of their size there), and go through the store from the first time on that
-                a sampler cannot read them.
+                buffers of their size there); "nixl": straight from the learner's memory into the
+                samplers', by RDMA or NVLink where GPUs have it (`pip install
+                'rllib-llm[nixl]'`). From the first time on that a sampler cannot read them, these
+                two go through the store.
             weights_checksum: every receiver compares a CRC-32 of the bytes, and fetches them again
                 where it differs; costs half a second per GB on each side.
             weights_name: name under which other processes of the cluster, such as replicas of a

@@ -23,6 +23,7 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.direct import DirectSnapshot, put_directly
 from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
     ScatteredBuffer,
@@ -49,9 +50,10 @@ _laid_out: weakref.WeakSet = weakref.WeakSet()  # learners whose weights lie sid
 
 def export_module(
     learner, *, checksum: bool = False, transport: str = "store"
-) -> FlatBuffer | ScatteredBuffer | DeviceSnapshot | None:
+) -> FlatBuffer | ScatteredBuffer | DeviceSnapshot | DirectSnapshot | None:
     """The policy that `learner` trains, without critic and value head, as what arrives elsewhere as
-    a flat buffer; valid until the next call or update, on a device for one call longer.
+    a flat buffer; valid until the next call or update, by CUDA IPC for one call longer, by NIXL for
+    as long as it is referred to.
 
     Of a policy under adapters these alone. Where learners hold shards, all must call it, and all
     but the first get None.
@@ -64,6 +66,8 @@ def export_module(
         return None
     if transport == "cuda_ipc":
         return _exporters.setdefault(learner, DeviceExporter()).pack(_require_cuda(state))
+    if transport != "store":
+        return put_directly(state, transport)
     if all(tensor.device.type == "cpu" for tensor in state.values()):
         return scatter(state, checksum=checksum)
     return _staging.setdefault(learner, StagingBuffer()).pack(state, checksum=checksum)
@@ -100,7 +104,8 @@ class WeightsPublisher:
         checksum: receivers check the bytes of every transfer.
         background: tells a coordinator of every publication.
         transport: "store": bytes in the object store; "cuda_ipc": they stay on the learner's
-            device, for receivers on the same one, until one of them cannot read them.
+            device, for receivers on the same one; "nixl": they go from the learner's memory into
+            a receiver's. Through the store from the first time on that one cannot read them.
         """
         self._learner_group = learner_group
         self._shared_module = shared_module
@@ -192,7 +197,7 @@ class WeightsReceiver:
         if self._in_use is not None and published.key == self._in_use.key:
             return
         if published.ref:
-            _, flat = self._transfer.fetch(lambda: published)
+            flat = self._fetch(published)
             start = time.perf_counter()
             self._load(published, flat, load)
             self._load_seconds = time.perf_counter() - start
@@ -200,6 +205,13 @@ class WeightsReceiver:
         if self._in_use is not None:
             self._num_skipped += max(0, published.version - self._in_use.version - 1)
         self._in_use = published
+
+    def _fetch(self, published: PublishedWeights) -> FlatBuffer | DeviceSnapshot:
+        flat = self._transfer.fetch(lambda: published)[1]
+        if not isinstance(flat, DirectSnapshot):
+            return flat
+        direct = dataclasses.replace(published, ref=(flat.ref,), nodes=())
+        return self._transfer.fetch(lambda: direct)[1]
 
     def _load(
         self,
@@ -228,7 +240,7 @@ class WeightsReceiver:
             WeightsLostError: they are not there any more.
         """
         in_use = self._in_use
-        flat = self._transfer.fetch(lambda: in_use)[1]
+        flat = self._fetch(in_use)
         if isinstance(flat, FlatBuffer):
             return flat
         copies: list[FlatBuffer] = []

@@ -77,6 +77,10 @@ WRONG = [
     ("ppo", {"weights_transport": "nccl"}, "weights_transport='nccl' must be one of"),
     ("ppo", {"weights_transport": "cuda_ipc"},
      "num_env_runners=0 must be above 0 with weights_transport='cuda_ipc'"),
+    ("ppo", {"weights_transport": "nixl"},
+     "num_env_runners=0 must be above 0 with weights_transport='nixl'"),
+    ("ppo", {"weights_transport": "nixl", "num_env_runners": 1, "engine": "vllm"},
+     "engine='vllm' must be 'torch' with weights_transport='nixl'"),
     ("ppo", {**ON_ONE_GPU, "num_gpus_per_learner": 0}, "num_gpus_per_learner=0 must be above 0"),
     ("ppo", {**ON_ONE_GPU, "num_gpus_per_env_runner": 0}, "num_gpus_per_env_runner=0 must be abo"),
     ("ppo", {**ON_ONE_GPU, "weights_checksum": True}, "weights_checksum=True must be False with"),
@@ -126,6 +130,10 @@ def fields(config):
 
 def test_weights_may_stay_on_a_gpu_that_learner_and_samplers_share():
     tiny.ppo().update_from_dict(ON_ONE_GPU).validate()
+
+
+def test_weights_may_go_directly_between_processes_without_a_gpu():
+    tiny.ppo().update_from_dict({"weights_transport": "nixl", "num_env_runners": 1}).validate()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
