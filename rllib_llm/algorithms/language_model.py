@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,12 @@ class LanguageModelAlgorithm(WholeCheckpoints, Algorithm):
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config
-        seconds = settings.get("setup_timeout_s") if is_trial() else None
+        seconds = None
+        if is_trial():
+            seconds = settings.get("setup_timeout_s")
+            # Relative paths in settings mean the folder in which Ray's processes start, the
+            # script's, in samplers too; Tune would move this one elsewhere.
+            os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
         with killed_after(seconds):
             super().__init__(config=config, env=env, **kwargs)
 

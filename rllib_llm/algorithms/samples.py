@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm import columns
+from rllib_llm.algorithms.json_rows import keep_json_rows
 from rllib_llm.sampling.request import JudgedBatch
 
 SAMPLES_FILE = "samples.jsonl"
@@ -14,16 +15,21 @@ SAMPLES_FILE = "samples.jsonl"
 
 class SampleLog:
     """Appends rows {iteration, split, prompt_index, prompt, completion, score, <components>,
-    <metrics>}."""
+    <metrics>}. The first it writes replaces rows of that iteration and later ones: of a process
+    that went on from the same checkpoint."""
 
     def __init__(self, folder: Path):
         self.path = folder / SAMPLES_FILE
+        self._is_new = True
 
     def write(self, batch: JudgedBatch, *, iteration: int, split: str, limit: int) -> None:
         """Appends the first `limit` rows of `batch`, if its texts were asked for."""
         if not batch.texts:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._is_new:
+            keep_json_rows(self.path, "iteration", iteration)
+            self._is_new = False
         with self.path.open("a", encoding="utf-8") as file:
             for row in range(min(limit, batch.num_rows)):
                 file.write(json.dumps(_row(batch, row, iteration, split)) + "\n")

@@ -106,14 +106,15 @@ class LiveTable(Callback):
         signal.signal(signal.SIGINT, note)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._row(trial)
+        self._row(trial).name = self._name(trial)
 
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         row = self._row(trial)
         row.update(result)
-        self._print_line(row)
+        if not result.get("done"):  # its end has a line of its own
+            self._print_line(row)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         row = self._row(trial)
@@ -151,10 +152,14 @@ class LiveTable(Callback):
 
     def _row(self, trial: Any) -> TrialRow:
         if trial.trial_id not in self._rows:
-            varied = (trial.evaluated_params or {}).items()
-            name = ", ".join(setting(key, value) for key, value in varied)
-            self._rows[trial.trial_id] = TrialRow(name or self._stage, self._stop)
+            self._rows[trial.trial_id] = TrialRow(self._name(trial), self._stop)
         return self._rows[trial.trial_id]
+
+    def _name(self, trial: Any) -> str:
+        """The settings in which trials differ, as this one has them now: schedulers change them."""
+        now = flatten(trial.config or {})
+        varied = (trial.evaluated_params or {}).items()
+        return ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied) or self._stage
 
     def _print_line(self, row: TrialRow, force: bool = False) -> None:
         if self._live is not None:
@@ -196,7 +201,7 @@ def _iteration(row: TrialRow) -> str:
 
 def _cell(result: Mapping[str, Any], metric: Metric) -> str:
     value = number(result.get(metric.key))
-    return "" if value is None else format(value, metric.form)
+    return "" if value is None else metric.text(value)
 
 
 def _clock(seconds: float) -> str:

@@ -16,8 +16,14 @@ class Metric:
     title: str
     form: str = ".3f"
 
+    def text(self, value: float) -> str:
+        """Return `value` as it is shown; what rounds to zero has no sign."""
+        text = format(value, self.form)
+        return text if any(digit in text for digit in "123456789") else text.removeprefix("-")
+
 
 EPISODES = Metric("episode", "episodes", ",.0f")
+INVALID = Metric("train/num_invalid", "completions without a score", ",.0f")
 TOKENS_PER_S = Metric("throughput/tokens_per_s", "tokens/s", ",.0f")
 # Columns of the live table, by a result that tells the kind of the stage.
 COLUMNS: dict[str, tuple[Metric, ...]] = {
@@ -70,6 +76,7 @@ SUMMARY_METRICS = (
     Metric("policy/entropy_avg", "entropy, nats per token"),
     Metric("train/output_length", "completion length, tokens", ".1f"),
     Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
+    INVALID,
 )
 # Which way is up, to mark the best of several trials where the experiment does not say.
 BEST = (
@@ -115,7 +122,10 @@ def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
 def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Return the lines of the summary for the flat `results` of a trial."""
     is_ours = any("episode" in result for result in results)
-    return _held(results, SUMMARY_METRICS if is_ours else STOCK_METRICS)
+    held = _held(results, SUMMARY_METRICS if is_ours else STOCK_METRICS)
+    if not any(number(result.get(INVALID.key)) for result in results):  # as it should be
+        held = [metric for metric in held if metric is not INVALID]
+    return held
 
 
 def _held(results: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]) -> list[Metric]:

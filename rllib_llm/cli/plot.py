@@ -37,6 +37,8 @@ STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 COLORS = ("#0b6e99", "#c4540a", "#3f7d20", "#8a3ffc", "#a2191f", "#6f6f6f")
 MAX_COLUMNS = 3
 SMOOTH_FROM = 20  # points
+LEGEND_CHARS = 48  # that fit under a column of plots
+LEGEND_LINE_CHARS = 8  # the space of a line in its colour
 
 
 def plot_stage(title: str, trial_folders: list[Path], labels: list[str], file: Path) -> Path | None:
@@ -74,7 +76,10 @@ def plot_stage(title: str, trial_folders: list[Path], labels: list[str], file: P
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     if len(trials) > 1:
         handles, names = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", fontsize=8, frameon=False, ncols=3)
+        figure.legend(
+            handles, names, loc="outside lower left", fontsize=8, frameon=False,
+            ncols=max(1, LEGEND_CHARS * columns // (max(map(len, names)) + LEGEND_LINE_CHARS)),
+        )  # fmt: skip
     figure.savefig(file)
     plt.close(figure)
     return file
@@ -119,10 +124,12 @@ def _dress(axis: Any, panel: Panel) -> None:
 
 
 def _running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of each value and up to `window` before and after it."""
+    """Return the mean of each value and as many before as after it, `window` in all where there are
+    so many: the first and the last value are themselves."""
     half = max(1, window // 2)
     means = []
     for index in range(len(values)):
-        near = values[max(0, index - half) : index + half + 1]
+        reach = min(half, index, len(values) - 1 - index)
+        near = values[index - reach : index + reach + 1]
         means.append(sum(near) / len(near))
     return means

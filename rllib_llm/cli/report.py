@@ -68,7 +68,7 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         table.add_column(heading, justify="right")
     for metric in summary_metrics(rows):
         values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
-        table.add_row(metric.title, format(values[0], metric.form), format(values[-1], metric.form))
+        table.add_row(metric.title, metric.text(values[0]), metric.text(values[-1]))
     console.print(table)
 
 

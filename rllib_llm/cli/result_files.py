@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
+
+from rllib_llm.algorithms.json_rows import keep_json_rows, whole_lines
 
 
 class ResultJson(JsonLoggerCallback):
@@ -29,7 +29,7 @@ class ResultJson(JsonLoggerCallback):
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
         if trial not in self._trial_files:
             file = _file_of(trial, EXPR_RESULT_FILE)
-            keep_json_rows(file, _first_to_replace(trial, result))
+            keep_json_rows(file, TRAINING_ITERATION, _first_to_replace(trial, result))
             self._trial_files[trial] = file.open("at", encoding="utf-8")
         super().log_trial_result(iteration, trial, result)
 
@@ -51,26 +51,15 @@ class ProgressCsv(CSVLoggerCallback):
         super().log_trial_result(iteration, trial, result)
 
 
-def keep_json_rows(file: Path, first: int | None) -> None:
-    """Cut from the end of a file of JSON rows a row that is not whole, and the rows of iteration
-    `first` and later ones back to the nearest earlier one; none of these where `first` is None."""
-    if not file.is_file():
-        return
-    lines = _whole_lines(file)
-    while first is not None and lines and json.loads(lines[-1])[TRAINING_ITERATION] >= first:
-        lines.pop()
-    os.truncate(file, sum(map(len, lines)))
-
-
 def keep_csv_rows(file: Path, first: int | None) -> list[str]:
-    """Cut rows from the end of a CSV file as `keep_json_rows`.
+    """Cut rows of iteration `first` and later from the end of a CSV file as `keep_json_rows`.
 
     Returns:
         The columns of its header, none where the file is missing or empty.
     """
     if not file.is_file():
         return []
-    text = b"".join(_whole_lines(file)).decode()
+    text = b"".join(whole_lines(file)).decode()
     header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     if not header:
         file.unlink()
@@ -83,12 +72,6 @@ def keep_csv_rows(file: Path, first: int | None) -> list[str]:
         csv.writer(lines).writerows([header, *rows])
     new.replace(file)
     return header
-
-
-def _whole_lines(file: Path) -> list[bytes]:
-    """The lines of a file with their ends; not the last one if its writer was killed within it."""
-    lines = file.read_bytes().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def _first_to_replace(trial: Any, result: dict[str, Any]) -> int | None:

@@ -339,6 +339,7 @@ class LanguageModelLearner(TorchLearner):
         for name, value in self.effective.pop().items():
             key = (DEFAULT_MODULE_ID, f"effective/{name}")
             self.metrics.log_value(key, value / self.world_size, reduce="sum")
+        self._log_trainable_parameters()  # RLlib does so once, and then reports NaN
         refused = self._refusals.num_refused / self.world_size
         self.metrics.log_value((DEFAULT_MODULE_ID, "num_refused_updates"), refused, reduce="sum")
 

@@ -93,8 +93,11 @@ class Samplers:
                 self.replace(worker, f"it did not come back in {now - since:.0f} s")
         if not dead:
             return
-        # Answers to earlier pings first: who answers is healthy again.
-        group.fetch_ready_async_reqs(tags=PING, timeout_seconds=0.0, mark_healthy=True)
+        # Answers to earlier pings first: who answers is healthy again. The group's method of this
+        # name would log each ping that a dead one did not answer as an error, every two seconds.
+        group._worker_manager.fetch_ready_async_reqs(
+            tags=PING, timeout_seconds=0.0, mark_healthy=True
+        )
         back = dead & set(group.healthy_worker_ids())
         for worker in back:
             self._down_since.pop(worker, None)

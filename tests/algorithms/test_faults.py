@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -28,6 +29,15 @@ def sampler_pid(group, worker=1):
 def learner_pid(algorithm):
     (result,) = algorithm.learner_group.foreach_learner(lambda learner: os.getpid())
     return result.get()
+
+
+def errors_logged_by(name):
+    """The messages of errors that a logger has from now on, as a list that grows."""
+    messages = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    return messages
 
 
 def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise():
@@ -81,6 +91,7 @@ def test_an_evaluation_that_nobody_makes_has_no_results_and_the_third_ends_the_r
     with tiny.built(config) as algorithm:
         assert algorithm.train()["eval"]["iteration"] == 1
         group = algorithm.eval_env_runner_group
+        errors = errors_logged_by("ray.rllib.utils.actor_manager")
         ray.kill(samplers(group)[1], no_restart=True)
         algorithm._collectors[group].samplers.start_limit = 0.5
         for num_skipped in (1, 2):
@@ -90,6 +101,8 @@ def test_an_evaluation_that_nobody_makes_has_no_results_and_the_third_ends_the_r
             assert "env_runners" not in result.get("evaluation", {})
         with pytest.raises(NoSamplersError, match="none came back in 0 s"):
             algorithm.train()
+    # That it died and that its part failed, not each time that it is asked whether it lives.
+    assert len(errors) <= 2, errors
 
 
 class Judge:

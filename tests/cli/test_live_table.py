@@ -11,7 +11,7 @@ from rllib_llm.cli.live_table import LiveTable, TrialRow
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
-    return SimpleNamespace(trial_id=name, evaluated_params=params)
+    return SimpleNamespace(trial_id=name, evaluated_params=params, config=dict(params))
 
 
 def console(terminal: bool) -> Console:
@@ -69,6 +69,26 @@ def test_without_a_terminal_there_are_plain_lines_not_too_many():
     assert len(lines) == 2  # the first and the last; those between came within ten seconds
     assert lines[0].startswith("sft  iteration 1/9  episodes 10  loss 2.000")
     assert lines[-1].endswith("done")
+
+
+def test_the_end_of_a_trial_is_one_line():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 1}, out) as table:
+        table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}, done=True))
+        table.on_trial_complete(1, [], trial("a"))
+    (line,) = out.file.getvalue().splitlines()
+    assert line.endswith("loss 2.000  done")
+
+
+def test_a_trial_is_named_by_the_settings_it_was_started_with_last():
+    table = LiveTable("pbt · PPOPtx", {}, console(terminal=True))
+    mutated, other = trial("a", lr=1e-5, **{"env_config/x": 1}), trial("b", lr=1e-3)
+    for one in (mutated, other):
+        table.on_trial_start(0, [], one)
+    mutated.config = {"lr": 2e-5, "env_config": {"x": 2}}
+    assert "lr=1e-05, x=1" in rendered(table)
+    table.on_trial_start(1, [], mutated)
+    assert "lr=2e-05, x=2" in rendered(table) and "lr=1e-05" not in rendered(table)
 
 
 def test_tune_can_pickle_it_while_it_is_live():

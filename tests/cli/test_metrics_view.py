@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.cli.metrics_view import columns, flatten, number, progress, summary_metrics
+from rllib_llm.cli.metrics_view import (
+    EPISODES,
+    Metric,
+    columns,
+    flatten,
+    number,
+    progress,
+    summary_metrics,
+)
 
 
 def test_nested_results_become_flat():
@@ -30,6 +38,20 @@ def test_columns_are_those_of_the_stage_that_results_hold():
 def test_a_summary_of_ours_leaves_out_what_is_rllibs():
     result = {"episode": 1, "env_runners/episode_return_mean": 3.0, "eval/scores": 1.0}
     assert [metric.key for metric in summary_metrics([result])] == ["episode", "eval/scores"]
+
+
+def test_completions_without_a_score_are_shown_where_there_are_any():
+    results = [{"episode": 1, "train/num_invalid": 0.0}, {"episode": 2, "train/num_invalid": 0.0}]
+    assert [metric.key for metric in summary_metrics(results)] == ["episode"]
+    results[0]["train/num_invalid"] = 4.0
+    assert [metric.key for metric in summary_metrics(results)] == ["episode", "train/num_invalid"]
+
+
+def test_what_rounds_to_zero_has_no_sign():
+    metric = Metric("objective/kl", "KL")
+    shown = [metric.text(value) for value in (-1e-9, 1e-9, -0.0004, -0.0006, -12.5)]
+    assert shown == ["0.000", "0.000", "0.000", "-0.001", "-12.500"]
+    assert EPISODES.text(1e6) == "1,000,000"
 
 
 def test_progress_is_that_of_the_nearest_counter():

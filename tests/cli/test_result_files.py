@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from rllib_llm.cli.result_files import ProgressCsv, ResultJson, keep_csv_rows, keep_json_rows
+from rllib_llm.algorithms.json_rows import keep_json_rows
+from rllib_llm.cli.result_files import ProgressCsv, ResultJson, keep_csv_rows
 from rllib_llm.cli.trial_logs import RESULTS, read_json_lines
 
 
@@ -141,11 +142,11 @@ def test_a_trial_that_goes_on_from_another_keeps_its_past(begun, tmp_path):
 
 def test_files_without_a_whole_row_are_begun_anew(tmp_path):
     file = tmp_path / "file"
-    keep_json_rows(file, 1)
+    keep_json_rows(file, "a", 1)
     assert keep_csv_rows(file, 1) == []
     assert not file.exists()
     file.write_text("training_ite", encoding="utf-8")
-    keep_json_rows(file, 1)
+    keep_json_rows(file, "a", 1)
     assert file.read_bytes() == b""
     file.write_text("training_ite", encoding="utf-8")
     assert keep_csv_rows(file, None) == []

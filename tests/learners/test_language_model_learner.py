@@ -53,6 +53,14 @@ def test_an_update_is_a_function_of_seed_and_batch():
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
+def test_the_number_of_parameters_is_reported_by_every_update():
+    learner = tiny.build(ppo())
+    batch = tiny.judged(learner)
+    num = sum(parameter.numel() for parameter in tiny.module_of(learner).parameters())
+    reported = [tiny.update(learner, batch)["num_trainable_parameters"] for _ in range(3)]
+    assert reported == [num] * 3
+
+
 def test_the_batch_given_is_left_as_it_was():
     learner = tiny.build(ppo())
     batch = tiny.judged(learner)
