@@ -1,11 +1,12 @@
-"""Population-based training beside the fixed default, at equal total samples.
+"""Population-based training beside fixed settings, at equal total samples.
 
     python benchmarks/pbt.py --folder /somewhere/pbt --out benchmarks/figures/pbt.png
 
-Runs `tuned_examples/reviews_pbt.yaml` with one more stage: as many trials of the fixed settings of
-`reviews_ppo_ptx.yaml`, each with a seed of its own, from the same SFT and reward model and for as
-many samples. An unfinished run in the folder is continued, a finished one only read. Prints a table
-and draws the settings that every trial used, iteration by iteration.
+Runs `tuned_examples/reviews_pbt.yaml` with two more stages: as many trials of PPO-ptx's default
+settings, and of those of `reviews_ppo_ptx.yaml`, which were found by hand; each trial with a seed
+of its own, all from the same SFT and reward model and for as many samples. An unfinished run in the
+folder is continued, a finished one only read. Prints a table and draws the settings that every
+trial used, iteration by iteration.
 """
 
 from __future__ import annotations
@@ -27,24 +28,23 @@ EXAMPLES = Path(__file__).parents[1] / "tuned_examples"
 SETTINGS = ("lr", "ref_kl_coeff", "clip_param", "ptx_coeff")
 LABELS = {"lr": "learning rate", "ref_kl_coeff": "β", "clip_param": "ε", "ptx_coeff": "γ_ptx"}
 LAST = 4  # iterations over which the end is averaged
-GREY = "#888888"
+FIXED = {"defaults": ":", "by_hand": "-"}  # stages of fixed settings, and their lines
 
 
 def merged_file(num_trials: int, num_iterations: int, interval: int) -> dict[str, Any]:
-    """The example's stages and a last one, `fixed`, which changes nothing on the way."""
+    """The example's stages and those of `FIXED`, which change nothing on the way."""
     stages = yaml.safe_load((EXAMPLES / "reviews_pbt.yaml").read_text(encoding="utf-8"))
-    default = yaml.safe_load((EXAMPLES / "reviews_ppo_ptx.yaml").read_text(encoding="utf-8"))
+    tuned = yaml.safe_load((EXAMPLES / "reviews_ppo_ptx.yaml").read_text(encoding="utf-8"))
     search = stages["pbt"]
     search["stop"] = {"training_iteration": num_iterations}
     search["num_samples"] = num_trials
     search["scheduler_config"]["perturbation_interval"] = interval
-    fixed = {key: default["ppo"]["config"][key] for key in SETTINGS if key != "clip_param"}
-    stages["fixed"] = {
-        key: value for key, value in search.items() if not key.startswith("scheduler")
-    } | {
-        "num_samples": 1,
-        "config": {**search["config"], **fixed, "seed": {"grid_search": list(range(num_trials))}},
-    }
+    by_hand = {key: tuned["ppo"]["config"][key] for key in SETTINGS if key != "clip_param"}
+    seeds = {"grid_search": list(range(num_trials))}
+    unscheduled = {key: search[key] for key in search if not key.startswith("scheduler")}
+    for name, settings in (("defaults", {}), ("by_hand", by_hand)):
+        config = {**search["config"], **settings, "seed": seeds}
+        stages[name] = {**unscheduled, "num_samples": 1, "config": config}
     return stages
 
 
@@ -112,14 +112,18 @@ def draw(stages: dict[str, list[list[dict[str, Any]]]], out: Path) -> None:
             for trial in trials:
                 axis.plot(
                     *points(trial, key),
-                    **({"color": GREY, "linewidth": 0.8} if name == "fixed" else {}),
+                    **(
+                        {"color": "grey", "linewidth": 0.8, "linestyle": FIXED[name]}
+                        if name in FIXED
+                        else {}
+                    ),
                 )  # fmt: skip
         axis.set_ylabel(label)
         if key.startswith("effective/"):
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("iteration")
-    axes[0].set_title("what optimiser and loss used; grey: fixed settings, four seeds")
+    axes[0].set_title("what optimiser and loss used; grey: fixed settings, dotted: the defaults")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
@@ -134,9 +138,9 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=8, help="iterations between mutations")
     args = parser.parse_args()
     run = args.folder / "run"
-    if not (run / "fixed" / "stage.json").is_file():
+    if not (run / "by_hand" / "stage.json").is_file():
         train(merged_file(args.trials, args.iterations, args.interval), args.folder)
-    stages = {name: trials_of(run / name) for name in ("pbt", "fixed")}
+    stages = {name: trials_of(run / name) for name in ("pbt", *FIXED)}
     print_table(stages)
     draw(stages, args.out)
     mutations = run / "pbt" / "pbt_global.txt"
