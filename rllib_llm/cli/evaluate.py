@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rllib_llm.cli.errors import show, stderr, user_errors
@@ -68,7 +69,9 @@ def evaluate(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(flat, indent=1), encoding="utf-8")
-    Console().print(_table(checkpoint, flat))
+    console = Console()
+    console.print(f"[bold]{escape(str(checkpoint))}[/bold]", highlight=False, soft_wrap=True)
+    console.print(_table(flat))
 
 
 def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
@@ -119,8 +122,8 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
         algorithm.stop()
 
 
-def _table(checkpoint: Path, flat: dict[str, float]) -> Table:
-    table = Table(title=str(checkpoint), title_justify="left", title_style="bold")
+def _table(flat: dict[str, float]) -> Table:
+    table = Table()
     table.add_column("result")
     table.add_column("value", justify="right")
     for key in sorted(flat):

@@ -83,13 +83,13 @@ def run_stage(
         callbacks += loggers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries; they would tear the table
-            if resume and folder.is_dir():
+            if resume and _can_resume(folder):
                 grid = _restored_tuner(experiment, folder, callbacks).fit()
             else:
                 grid = _tuner(experiment, run_folder, callbacks).fit()
     trials = [grid[index] for index in range(len(grid))]
     if table.interrupted:
-        raise StageInterrupted(f"{experiment.name} was stopped before its end.")
+        raise StageInterrupted(stopped_text(experiment.name, trials))
     if grid.num_errors:
         raise StageFailed(_failure_text(experiment.name, trials))
     return collect_result(experiment, folder, trials)
@@ -134,6 +134,13 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
     )
 
 
+def _can_resume(folder: Path) -> bool:
+    """Whether a Tune run got as far as noting its state in `folder`."""
+    from ray import tune
+
+    return tune.Tuner.can_restore(str(folder)) and any(folder.glob("experiment_state-*.json"))
+
+
 def _restored_tuner(experiment: Experiment, folder: Path, callbacks: list[Any]) -> Any:
     from ray import tune
 
@@ -155,6 +162,23 @@ def _param_space(experiment: Experiment) -> dict[str, Any]:
 
 def _trial_folder_name(trial: Any) -> str:
     return f"{trial.trainable_name}_{trial.trial_id}"
+
+
+def stopped_text(name: str, trials: list[Any]) -> str:
+    """Return that a stage was stopped, and after which iterations its trials can go on.
+
+    Args:
+        trials: `ray.tune.Result` of each trial.
+    """
+    kept = [[metrics for _, metrics in trial.best_checkpoints or []] for trial in trials]
+    saved = [max((metrics["training_iteration"] for metrics in one), default=0) for one in kept]
+    if not any(saved):
+        return (
+            f"{name} was stopped before its end and has no checkpoint: it will begin anew. With "
+            "--checkpoint-freq 10 it would save one every 10 iterations."
+        )
+    iterations = ", ".join(str(iteration) if iteration else "none" for iteration in saved)
+    return f"{name} was stopped before its end; its last checkpoint: iteration {iterations}."
 
 
 def _failure_text(name: str, trials: list[Any]) -> str:

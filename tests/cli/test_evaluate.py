@@ -53,6 +53,7 @@ def test_a_policy_is_judged_on_held_out_prompts(run_folder, tmp_path):
     assert 0.0 <= results["correct_rewards"] <= 1.0
     assert results["iteration"] == 2
     assert "scores" in said(result.output)
+    assert str(checkpoint) in result.output  # in one line, to be copied
 
 
 def test_a_server_that_does_not_answer_is_named_without_a_traceback(run_folder):

@@ -107,6 +107,14 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     assert len(list(folder.glob("second/Counter_*"))) == 1  # the same trial
 
 
+def test_resume_begins_a_stage_that_was_killed_before_tune_noted_anything(run, tmp_path):
+    stage = tmp_path / "results" / "run" / "a"
+    stage.mkdir(parents=True)
+    result = run({"a": TWO_STAGES["first"]}, "--resume")
+    assert result.exit_code == 0, result.output
+    assert StageResult.load(stage).metrics["training_iteration"] == 2
+
+
 def test_restore_starts_from_a_checkpoint(run, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
