@@ -38,10 +38,13 @@ class FencedError(RuntimeError):
 
 @dataclasses.dataclass
 class _Job:
-    """Weights on their way: a snapshot in staging buffer `slot`, or already in the store."""
+    """Weights on their way: a snapshot in staging buffer `slot`, or already in the store.
+
+    `published`: as they were announced last.
+    """
 
     version: int
-    flat: FlatBuffer | None = None
+    weights: FlatBuffer | PublishedWeights
     slot: int | None = None
     published: PublishedWeights | None = None
     begins_epoch: bool = False
@@ -100,7 +103,7 @@ class BackgroundPublisher:
         slot = self._withdraw_pending()
         flat = self._staging[slot].pack(tensors, checksum=self._checksum)
         self.snapshot_seconds = time.perf_counter() - start
-        self._hand_over(_Job(version, flat=flat, slot=slot))
+        self._hand_over(_Job(version, flat, slot))
 
     def announce(self, published: PublishedWeights) -> None:
         """Publishes weights that are in the object store already, owned by this process.
@@ -109,7 +112,7 @@ class BackgroundPublisher:
             FencedError: another publisher has taken over the name.
         """
         self._withdraw_pending()
-        self._hand_over(_Job(published.version, published=published))
+        self._hand_over(_Job(published.version, published))
 
     def wait(self, timeout: float) -> bool:
         """Whether all that was handed over is published, after at most `timeout` seconds."""
@@ -193,19 +196,17 @@ class BackgroundPublisher:
     def _publish(self, job: _Job) -> None:
         """Puts the weights where they are not in the store, and sees that they are known."""
         start = time.perf_counter()
-        is_new = job.published is None
         if job.begins_epoch:
             self._epoch, job.begins_epoch = self._client.begin_epoch(), False
-        if job.published is None:
-            self._put_snapshot(job)
-        elif job.published.epoch != self._epoch:
-            job.published = dataclasses.replace(job.published, epoch=self._epoch)
-            is_new = True
-        verdict = self._client.announce(job.published)
-        if verdict is Verdict.LOST and job.flat is not None:
-            self._put_snapshot(job)
+        is_new = job.published is None or job.published.epoch != self._epoch
+        published = job.published or self._stored(job)
+        if is_new:
+            job.published = published = dataclasses.replace(published, epoch=self._epoch)
+        verdict = self._client.announce(published)
+        if verdict is Verdict.LOST and isinstance(job.weights, FlatBuffer):
+            job.published = published = self._stored(job)
             self.num_republished += 1
-            verdict = self._client.announce(job.published)
+            verdict = self._client.announce(published)
         if verdict is Verdict.FENCED:
             raise FencedError(
                 f"weights_name={self._client.name!r} must have one publisher at a time: another "
@@ -214,8 +215,9 @@ class BackgroundPublisher:
         if is_new:
             self.publish_seconds = time.perf_counter() - start
 
-    def _put_snapshot(self, job: _Job) -> None:
-        ref = self._put(job.flat)
-        job.published = PublishedWeights(
-            job.version, ref=(ref,), num_bytes=job.flat.num_bytes, epoch=self._epoch
-        )
+    def _stored(self, job: _Job) -> PublishedWeights:
+        """The job's weights in the store: a snapshot is put there."""
+        if isinstance(job.weights, PublishedWeights):
+            return job.weights
+        ref, num_bytes = self._put(job.weights), job.weights.num_bytes
+        return PublishedWeights(job.version, ref=(ref,), num_bytes=num_bytes, epoch=self._epoch)

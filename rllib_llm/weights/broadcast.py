@@ -47,10 +47,12 @@ _staging: weakref.WeakKeyDictionary[Any, StagingBuffer] = weakref.WeakKeyDiction
 _exporters: weakref.WeakKeyDictionary[Any, DeviceExporter] = weakref.WeakKeyDictionary()
 _laid_out: weakref.WeakSet = weakref.WeakSet()  # learners whose weights lie side by side
 
+Exported = FlatBuffer | ScatteredBuffer | DeviceSnapshot | DirectSnapshot
+
 
 def export_module(
     learner, *, checksum: bool = False, transport: str = "store"
-) -> FlatBuffer | ScatteredBuffer | DeviceSnapshot | DirectSnapshot | None:
+) -> Exported | None:
     """The policy that `learner` trains, without critic and value head, as what arrives elsewhere as
     a flat buffer; valid until the next call or update, by CUDA IPC for one call longer, by NIXL for
     as long as it is referred to.
@@ -58,12 +60,20 @@ def export_module(
     Of a policy under adapters these alone. Where learners hold shards, all must call it, and all
     but the first get None.
     """
+    state = _laid_out_state(learner)
+    return _snapshot(learner, state, checksum, transport) if state else None
+
+
+def _laid_out_state(learner) -> dict[str, torch.Tensor]:
     if learner not in _laid_out:
         lay_side_by_side(learner.module[DEFAULT_MODULE_ID].unwrapped().own_tensors())
         _laid_out.add(learner)
-    state = _exported_state(learner)
-    if not state:
-        return None
+    return _exported_state(learner)
+
+
+def _snapshot(
+    learner, state: dict[str, torch.Tensor], checksum: bool, transport: str
+) -> Exported:
     if transport == "cuda_ipc":
         return _exporters.setdefault(learner, DeviceExporter()).pack(_require_cuda(state))
     if transport != "store":
@@ -154,16 +164,14 @@ class WeightsPublisher:
 
     def _export(self) -> tuple[ray.ObjectRef, int]:
         """The exported weights' reference, and their bytes where they are known at once."""
-        export = functools.partial(
-            export_module, checksum=self._checksum, transport=self._transport
-        )
         if self._learner_group.is_local:
-            flat = export(self._learner_group._learner)
+            learner = self._learner_group._learner
+            flat = _snapshot(learner, _laid_out_state(learner), self._checksum, self._transport)
             return ray.put(flat), flat.num_bytes
         # The return value of an actor's task is owned by its caller: it survives the learner.
         sharded = self._learner_group.config.learner_strategy == "fsdp"
         results = self._learner_group.foreach_learner(
-            export,
+            functools.partial(export_module, checksum=self._checksum, transport=self._transport),
             remote_actor_ids=None if sharded else [0],
             return_obj_refs=True,
         )
@@ -237,16 +245,18 @@ class WeightsReceiver:
         """The weights in use as they were published, on a device a copy of them.
 
         Raises:
-            WeightsLostError: they are not there any more.
+            WeightsLostError: there are none, or they are not there any more.
         """
         in_use = self._in_use
+        if in_use is None:
+            raise WeightsLostError("no published weights are in use yet: none were loaded")
         flat = self._fetch(in_use)
         if isinstance(flat, FlatBuffer):
             return flat
         copies: list[FlatBuffer] = []
         self._load(
             in_use, flat,
-            lambda view: copies.append(dataclasses.replace(view, data=view.data.clone())),
+            lambda view: copies.append(dataclasses.replace(view, data=torch.clone(view.data))),
         )  # fmt: skip
         return copies[0]
 

@@ -102,7 +102,7 @@ class StagingBuffer:
         if on_gpu:
             torch.cuda.synchronize()
         data = buffer.numpy()
-        return FlatBuffer(data, slots, hash_of(slots), zlib.crc32(data) if checksum else None)
+        return FlatBuffer(data, slots, hash_of(slots), _crc32(data) if checksum else None)
 
 
 def pack(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> FlatBuffer:
@@ -125,7 +125,7 @@ def scatter(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Scat
             padded[: data.nbytes - whole] = data[whole:]
             parts.append(padded)
     parts = _merge(parts)
-    crc = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0) if checksum else None
+    crc = functools.reduce(lambda crc, part: _crc32(part, crc), parts, 0) if checksum else None
     return ScatteredBuffer(parts, slots, hash_of(slots), crc)
 
 
@@ -179,13 +179,17 @@ def verify(flat: FlatBuffer) -> None:
     without a checksum passes."""
     if flat.checksum is None:
         return
-    found = zlib.crc32(flat.data)
+    found = _crc32(flat.data)
     if found != flat.checksum:
         raise ChecksumError(
             f"checksum={found:#010x} must be {flat.checksum:#010x}: {flat.num_bytes} bytes of "
             "weights changed after they were packed. Fetch them again; if it goes on, the memory "
             "or a process that writes into shared weights is at fault."
         )
+
+
+def _crc32(data: np.ndarray | torch.Tensor, before: int = 0) -> int:
+    return zlib.crc32(data, before)  # type: ignore[arg-type]  # numpy: Buffer only from 3.12 on
 
 
 class _Span:

@@ -128,9 +128,9 @@ class WeightsFollower:
         if self.in_use is not None:
             metrics["version"] = float(self.in_use.version)
             metrics["age_seconds"] = self.in_use.age_seconds
-            newest = self.newest
-            same_epoch = newest is not None and newest.epoch == self.in_use.epoch
-            behind = newest.version - self.in_use.version if same_epoch else 0
+            newest, behind = self.newest, 0
+            if newest is not None and newest.epoch == self.in_use.epoch:
+                behind = newest.version - self.in_use.version
             metrics["versions_behind"] = float(behind)
         return metrics | failure_metrics(self._transfer.failures + self._client.failures)
 

@@ -56,7 +56,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
     memory = (ctypes.c_uint8 * array.nbytes).from_address(address + offset)
     mapping = weakref.finalize(memory, later, _unmap, address, length, array)
     mapping.atexit = False
-    view = np.frombuffer(memory, dtype=np.uint8)
+    view = np.frombuffer(memory, dtype=np.uint8)  # type: ignore[call-overload]  # any buffer does
     view.flags.writeable = False
     return view
 

@@ -34,6 +34,8 @@ class Module:
 def test_every_publication_is_loaded_once(ray_session):
     receiver, module = WeightsReceiver(), Module()
     assert receiver.version == -1
+    with pytest.raises(WeightsLostError, match="none were loaded"):
+        receiver.published_bytes()
     first, second = published(0, 10), published(1, 11)
     for weights in (first, first, second, second):
         receiver.ensure(weights, module.load)
