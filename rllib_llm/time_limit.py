@@ -29,7 +29,7 @@ class TimeLimit:
 
     def seconds(self, size: float = 1.0) -> float | None:
         """The limit for a question of this size, or None where there is none."""
-        if self.setting != "auto":
+        if not isinstance(self.setting, str):  # else "auto"
             return self.setting
         if not self.slowest:
             return self.first

@@ -93,14 +93,14 @@ def newest_usable(folder: str | Path) -> Path:
                 f"{', '.join(trial.name for trial in trials)}."
             )
         candidates = checkpoints_in(trials[0]) if trials else [folder]
-    first_error: CheckpointError | None = None
+    errors: list[CheckpointError] = []
     for candidate in candidates:
         try:
             check(candidate)
             return candidate
         except CheckpointError as error:
-            first_error = first_error or error
-    raise first_error
+            errors.append(error)
+    raise errors[0]
 
 
 @contextlib.contextmanager

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from rllib_llm.learners.schedule import learning_rate_factor
+
+Value = TypeVar("Value")
 
 
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
     """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`."""
     if not condition:
         raise ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
+
+
+def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -> Value:
+    """Returns `value`; where it is None, raises what `require` does."""
+    if value is None:
+        raise ValueError(f"{name}=None must be {rule}: {reason}. {remedy}.")
+    return value
 
 
 def is_number(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.algorithms.checkpoint_folder import check, write_manifest
-from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.checks import given, require
 from rllib_llm.sampling.noise import uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 
@@ -68,11 +68,7 @@ class GenerateConfig:
         Raises:
             ValueError: naming the setting, the rule, the reason and a remedy.
         """
-        require(
-            bool(self.model), "model", self.model,
-            "a Hugging Face folder, a hub id or the dotted path of a function",
-            "it writes the texts", "Set model",
-        )  # fmt: skip
+        self.given_model()
         require(
             0 <= self.eval_fraction < 1, "eval_fraction", self.eval_fraction,
             "at least 0 and below 1", "it is the share of held-out texts", "Use 0.1",
@@ -88,6 +84,18 @@ class GenerateConfig:
             "it counts the texts of an iteration", "Use 64",
         )  # fmt: skip
         self.sampling_params(pad_token_id=0, stop_token_ids=tuple(self.stop_token_ids or ()))
+
+    def given_model(self) -> str:
+        """`model`, which must be set.
+
+        Raises:
+            ValueError: it is not.
+        """
+        return given(
+            self.model or None, "model",
+            "a Hugging Face folder, a hub id or the dotted path of a function",
+            "it writes the texts", "Set model",
+        )  # fmt: skip
 
     def sampling_params(self, pad_token_id: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """The settings of one generation."""
@@ -130,22 +138,21 @@ class Generate(Trainable):
 
         self.settings = GenerateConfig().update_from_dict(config)
         self.settings.validate()
-        self.tokenizer = load_tokenizer(self.settings.model)
+        model = self.settings.given_model()
+        self.tokenizer = load_tokenizer(model)
         require(
-            self.tokenizer.bos_token_id is not None, "model", self.settings.model,
+            self.tokenizer.bos_token_id is not None, "model", model,
             "one whose tokenizer has a BOS token", "texts are sampled from it alone",
             "Set tokenizer.bos_token and save the tokenizer again",
         )  # fmt: skip
         self.model = load_causal_lm(
-            self.settings.model,
+            model,
             dtype=self.settings.dtype,
             device="cuda" if self.settings.num_gpus else "cpu",
         )
-        stops = self.settings.stop_token_ids
+        stops: Sequence[int] | None = self.settings.stop_token_ids
         if stops is None:
-            stops = eos_token_ids(
-                self.tokenizer, self.model, load_generation_config(self.settings.model)
-            )
+            stops = eos_token_ids(self.tokenizer, self.model, load_generation_config(model))
         self._params = self.settings.sampling_params(self.tokenizer.pad_token_id, tuple(stops))
         self._rows: list[dict[str, str]] = []
 
@@ -188,7 +195,7 @@ class Generate(Trainable):
         )
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        files = {TRAIN_FILE: [], EVAL_FILE: []}
+        files: dict[str, list[dict[str, str]]] = {TRAIN_FILE: [], EVAL_FILE: []}
         for row in self._rows:
             held_out = is_held_out(row.get("prompt", row["text"]), self.settings.eval_fraction)
             files[EVAL_FILE if held_out else TRAIN_FILE].append(row)

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 from pyarrow.fs import LocalFileSystem
-from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig, NotProvided
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -22,7 +21,7 @@ from rllib_llm.algorithms.checks import (
     check_optimiser,
     check_precision,
     check_timeout,
-    require,
+    given,
 )
 from rllib_llm.algorithms.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.placement import require_places
@@ -237,14 +236,7 @@ class LanguageModelConfig(AlgorithmConfig):
         # RLlib greets every algorithm on its new API stack; there is no other stack here.
         log_once(f"{self.algo_class.__name__}_on_new_api_stack")
         super().validate()
-        require(
-            self.pretrained_model is not None,
-            "model",
-            self.pretrained_model,
-            "a Hugging Face folder, a hub id or the dotted path of a function",
-            "the policy starts from pretrained weights",
-            "Set model: in YAML or .language_model(model=...)",
-        )
+        self.given_model()
         check_optimiser(self)
         check_cuts(self)
         check_precision(self)
@@ -253,8 +245,22 @@ class LanguageModelConfig(AlgorithmConfig):
         check_timeout("setup_timeout_s", self.setup_timeout_s, auto=False)
         warn_of_no_effect(self)
 
+    def given_model(self) -> str:
+        """`pretrained_model`, which must be set.
 
-class LanguageModelAlgorithm(WholeCheckpoints, Algorithm):
+        Raises:
+            ValueError: it is not.
+        """
+        return given(
+            self.pretrained_model,
+            "model",
+            "a Hugging Face folder, a hub id or the dotted path of a function",
+            "the policy starts from pretrained weights",
+            "Set model: in YAML or .language_model(model=...)",
+        )
+
+
+class LanguageModelAlgorithm(WholeCheckpoints):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
 
@@ -285,8 +291,8 @@ class LanguageModelAlgorithm(WholeCheckpoints, Algorithm):
             if name == "_trial_info" or name.startswith(("_stdout", "_stderr"))
         }
         self.cleanup()
-        self.__init__(config=new_config, storage=self._storage)
-        vars(self).update(kept)
+        type(self).__init__(self, config=new_config, storage=self._storage)
+        self.__dict__.update(kept)
         return True
 
     @property

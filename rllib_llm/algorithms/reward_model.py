@@ -82,7 +82,7 @@ class RewardModel(Supervised):
 
         return PairSource(
             data,
-            tokenizer=load_tokenizer(self.config.pretrained_model),
+            tokenizer=load_tokenizer(self.config.given_model()),
             max_length=self.config.max_length,
             seed=self.config.seed or 0,
             shuffle=shuffle,
@@ -90,13 +90,13 @@ class RewardModel(Supervised):
 
     def setup(self, config) -> None:
         super().setup(config)
-        self._reference_source = None
+        self._reference_source: TextSource | None = None
         if self.config.normalization_data is not None:
             from rllib_llm.modules.pretrained import load_tokenizer
 
             self._reference_source = TextSource(
                 self.config.normalization_data,
-                tokenizer=load_tokenizer(self.config.pretrained_model),
+                tokenizer=load_tokenizer(self.config.given_model()),
                 max_length=self.config.max_length,
                 loss_on="all",
                 shuffle=False,
@@ -121,8 +121,8 @@ class RewardModel(Supervised):
         """Notes mean and std of the scores that the model, as it is, gives reference samples."""
         from rllib_llm.modules.score_normalization import write_score_normalization
 
-        if self.config.normalization_data is not None:
-            results = self._score_reference_samples()
+        if self._reference_source is not None:
+            results = self._scores_of(self._reference_source)
         elif self._eval_source is not None:
             results = self.held_out_means()
         else:
@@ -130,8 +130,7 @@ class RewardModel(Supervised):
         if results["score_std"] > 0:
             write_score_normalization(folder, results["score_mean"], results["score_std"])
 
-    def _score_reference_samples(self) -> dict[str, float]:
-        source = self._reference_source
+    def _scores_of(self, source: TextSource) -> dict[str, float]:
         totals: Counter[str] = Counter()
         for position in range(0, len(source), EVALUATION_BATCH):
             batch = source.batch(position, min(EVALUATION_BATCH, len(source) - position))

@@ -66,7 +66,7 @@ class SFT(Supervised):
 
         return TextSource(
             data,
-            tokenizer=load_tokenizer(self.config.pretrained_model),
+            tokenizer=load_tokenizer(self.config.given_model()),
             max_length=self.config.max_length,
             seed=self.config.seed or 0,
             loss_on=self.config.loss_on,

@@ -15,8 +15,9 @@ from ray.rllib.algorithms.algorithm_config import NotProvided
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.algorithms.checks import check_range, require
+from rllib_llm.algorithms.checks import check_range, given, require
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
+from rllib_llm.data.texts import BatchSource
 
 PIPELINE_STATE = "rllib_llm"
 EVALUATION_BATCH = 64  # rows scored at once
@@ -89,15 +90,15 @@ class Supervised(LanguageModelAlgorithm):
 
     config: SupervisedConfig
 
-    def make_source(self, data: Any, *, shuffle: bool) -> Any:
-        """An object with `batch(position, count)` and `len()`."""
+    def make_source(self, data: Any, *, shuffle: bool) -> BatchSource:
+        """The rows of `data`, tokenised."""
         raise NotImplementedError(f"{type(self).__name__} must define make_source.")
 
     def setup(self, config) -> None:
         self.position = 0  # rows handed out so far
         super().setup(config)
         self._source = self.make_source(self.config.data, shuffle=self.config.shuffle)
-        self._eval_source = None
+        self._eval_source: BatchSource | None = None
         if self.config.eval_data is not None:
             self._eval_source = self.make_source(self.config.eval_data, shuffle=False)
 
@@ -138,11 +139,19 @@ class Supervised(LanguageModelAlgorithm):
         return dict(self.eval_metrics)
 
     def held_out_means(self) -> dict[str, float]:
-        """What an evaluation reports, without noting that there was one."""
+        """What an evaluation reports, without noting that there was one.
+
+        Raises:
+            ValueError: there is no `eval_data`.
+        """
+        source = given(
+            self._eval_source, "eval_data", "a data set", "evaluation needs held-out rows",
+            "Name a file, a hub id or a dotted path",
+        )  # fmt: skip
         totals: Counter[str] = Counter()
-        num_rows = min(self.config.evaluation_duration, len(self._eval_source))
+        num_rows = min(self.config.evaluation_duration, len(source))
         for position in range(0, num_rows, EVALUATION_BATCH):
-            batch = self._eval_source.batch(position, min(EVALUATION_BATCH, num_rows - position))
+            batch = source.batch(position, min(EVALUATION_BATCH, num_rows - position))
             results = self.learner_group.foreach_learner(
                 lambda learner, batch=batch: learner.evaluate_batch(batch)
             )

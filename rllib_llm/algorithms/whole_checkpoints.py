@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.fs
 import ray
+from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core import (
     COMPONENT_ENV_RUNNER,
     COMPONENT_ENV_TO_MODULE_CONNECTOR,
@@ -42,8 +43,8 @@ SAMPLER_PARTS = (
 _checked: ContextVar[str | None] = ContextVar("_checked", default=None)
 
 
-class WholeCheckpoints:
-    """Mixin of Algorithms: saving and restoring through `checkpoint_folder`.
+class WholeCheckpoints(Algorithm):
+    """An algorithm that saves and restores through `checkpoint_folder`.
 
     A checkpoint is RLlib's own folder and a manifest: models as safetensors, everything else
     RLlib's pickled state.

@@ -113,9 +113,9 @@ def _places(results: list[StageResult], figures: Mapping[str, Path | None], fold
 
 def _next_commands(results: list[StageResult], folder: Path, console: Console) -> None:
     commands = []
-    policies = [result for result in results if result.model and _generates(result.model)]
+    policies = [result.model for result in results if result.model and _generates(result.model)]
     if policies:
-        commands.append(("talk to the model", f"{_rllib()} generate {_shown(policies[-1].model)}"))
+        commands.append(("talk to the model", f"{_rllib()} generate {_shown(policies[-1])}"))
     if checkpoint := results[-1].checkpoint:
         commands.append(("evaluate it again", f"{_rllib()} evaluate {_shown(checkpoint)}"))
     commands.append(

@@ -49,10 +49,9 @@ def pairs_from_labels(
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
     groups = _texts_by_label(rows, text_column, label_column)
-    if isinstance(rewrite, str):
-        rewrite = import_dotted(rewrite, name="rewrite")
-    if rewrite is not None:
-        groups = {label: [rewrite(text) for text in texts] for label, texts in groups.items()}
+    change = import_dotted(rewrite, name="rewrite") if isinstance(rewrite, str) else rewrite
+    if change is not None:
+        groups = {label: [change(text) for text in texts] for label, texts in groups.items()}
     matches = list(itertools.combinations(sorted(groups), 2))  # (lower, higher)
     if num_pairs is None:
         num_turns = math.ceil(max(map(len, groups.values())) / (len(groups) - 1))

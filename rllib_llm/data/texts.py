@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,16 @@ from rllib_llm.data.sources import Source, load_rows
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
+
+
+class BatchSource(Protocol):
+    """Rows of a data set, in batches by position."""
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+
+    def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
+        """Columns [count, ...] of the rows from `position` on, epoch after epoch."""
 
 
 class TextSource:

@@ -75,7 +75,8 @@ def minibatch_indices_by_tokens(
     sizes = lengths.cpu()
     for _ in range(num_epochs):
         order = torch.randperm(len(sizes), generator=generator)
-        parts, total = [[]], 0
+        parts: list[list[int]] = [[]]
+        total = 0
         for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
             if parts[-1] and total + size > token_budget:
                 parts.append([])

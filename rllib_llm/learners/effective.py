@@ -7,7 +7,11 @@ optimiser's parameter groups, and where a coefficient meets the loss.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
+
+Setting = TypeVar("Setting", bound=float | None)
 
 FROM_OPTIMIZER = ("lr", "eps", "weight_decay")
 
@@ -18,7 +22,7 @@ class EffectiveSettings:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
 
-    def use(self, name: str, value: float | None) -> float | None:
+    def use(self, name: str, value: Setting) -> Setting:
         """Returns `value`, and notes it; None, a setting that is off, is not noted."""
         if value is not None:
             self._values[name] = float(value)

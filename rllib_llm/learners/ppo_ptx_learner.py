@@ -65,7 +65,7 @@ class PPOPtxLearner(RLHFLearner):
         if self._ptx_source is None or not (self.config.ptx_coeff or self._text_not_measured):
             return
         self._text_not_measured = False
-        texts = self._next_texts()
+        texts = self._next_texts(self._ptx_source)
         num_tokens = texts[columns.LOSS_MASK].sum().clamp(min=1)
         self.means.add_count("loss/ptx_avg", 1)
         if not self.effective.use("ptx_coeff", self.config.ptx_coeff):
@@ -87,18 +87,20 @@ class PPOPtxLearner(RLHFLearner):
 
     def held_out_ptx_loss(self) -> tuple[float, int]:
         """(cross-entropy in nats, tokens), summed over this learner's share of the held-out
-        pretraining texts; weights and position are untouched."""
-        texts = self._to_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
+        pretraining texts, if there are any; weights and position are untouched."""
         total, num_tokens = 0.0, 0
+        if self._ptx_eval_source is None:
+            return total, num_tokens
+        texts = self._to_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
         for micro_batch, outputs in self.evaluated(texts):
             mask = micro_batch[columns.LOSS_MASK]
             total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
             num_tokens += int(mask.sum())
         return total, num_tokens
 
-    def _next_texts(self) -> Batch:
+    def _next_texts(self, source: TextSource) -> Batch:
         num_texts = self.config.ptx_batch_size * self.world_size
-        texts = self._ptx_source.batch(self.num_ptx_texts, num_texts)
+        texts = source.batch(self.num_ptx_texts, num_texts)
         self.num_ptx_texts += num_texts
         return self._to_device(texts)
 

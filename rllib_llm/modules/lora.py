@@ -150,11 +150,11 @@ def merge_into(plain: nn.Module, adapted: nn.Module, tensors: dict[str, torch.Te
         weight = _dense_weight(layer)
         target.weight.copy_(weight.T if isinstance(target, Conv1D) else weight)
     for name, layer in adapted.named_modules():
-        pair = [tensors.get(f"{name}.lora_{half}.{ADAPTER}.weight") for half in "AB"]
-        if any(half is None for half in pair):
+        pair = [f"{name}.lora_{half}.{ADAPTER}.weight" for half in "AB"]
+        if any(half not in tensors for half in pair):
             continue
         weight = targets[name].weight
-        a, b = (half.to(weight.device, torch.float32) for half in pair)
+        a, b = (tensors[half].to(weight.device, torch.float32) for half in pair)
         delta = layer.scaling[ADAPTER] * (b @ a)
         weight.copy_(weight.float() + (delta.T if isinstance(targets[name], Conv1D) else delta))
 

@@ -5,12 +5,15 @@ Whatever is no shard passes through unchanged, so that callers need not ask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -18,7 +21,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     """The tensors, detached; shards are put together on the CPU of the first learner.
 
     With shards all learners must call it at the same time, and all but the first get {}: each
@@ -27,7 +30,7 @@ def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     keep = not sharded or torch.distributed.get_rank() == 0
     whole: dict[int, Tensor] = {}
-    gathered: dict[str, Tensor] = {}
+    gathered: dict[Name, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in whole:
             full = _full(tensor)

@@ -14,6 +14,7 @@ import ray
 import torch
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
+from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env.env_context import EnvContext
 from ray.rllib.env.env_runner import EnvRunner
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
@@ -108,6 +109,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if self._pending_state is not None:
             self.module.set_state(self._pending_state)
             self._pending_state = None
+
+    def built_module(self) -> RLModule:
+        """The policy of this sampler, made on first use."""
+        if self.module is None:
+            self.make_module()
+        return self.module
 
     def share_module(self, module) -> None:
         """Samples with `module` itself, the learner's in the same process: no copy, no transfer."""
@@ -225,7 +232,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def _generate(
         self, observation: dict[str, torch.Tensor], request: SampleRequest, row_ids: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        policy = self.module if self.engine is None else self.engine
+        policy = self.built_module() if self.engine is None else self.engine
         return generate_completions(policy, self.config, observation, request, row_ids)
 
     # --- RLlib's side ------------------------------------------------------------------------
@@ -247,9 +254,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             return {}
         if self.engine is not None:
             return {}  # it has no weights but those that come with a request
-        if self.module is None:
-            self.make_module()
-        weights = self.module.get_state(inference_only=True)
+        weights = self.built_module().get_state(inference_only=True)
         if self._loader.is_aliased:  # pickled, each view would take the whole buffer along
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         return {COMPONENT_RL_MODULE: {DEFAULT_MODULE_ID: weights}}
@@ -271,9 +276,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if self.engine is not None:
             self.engine.load_weights(unpack(flat))
             return
-        if self.module is None:
-            self.make_module()
-        self._loader.load(self.module, flat)
+        self._loader.load(self.built_module(), flat)
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that are not as published; the error
@@ -282,7 +285,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             return self.worker_index, []
         try:
             self.weights.ensure(published, self._load_published)
-            return self.worker_index, differing(self.module, self.weights.published_bytes())
+            published_bytes = self.weights.published_bytes()
+            return self.worker_index, differing(self.built_module(), published_bytes)
         except WeightsLostError as error:
             return self.worker_index, [str(error)]
 

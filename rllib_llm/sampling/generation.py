@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -12,11 +12,34 @@ from rllib_llm.sampling.noise import row_seeds, uniform_noise
 from rllib_llm.sampling.params import SamplingParams
 from rllib_llm.sampling.request import SampleRequest
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
 
 
+class PolicyModule(Protocol):
+    """What is asked of an RLModule that generates; both calls give the columns of completions."""
+
+    model: Any
+    tokenizer: Any
+
+    def forward_exploration(
+        self, batch: dict[str, torch.Tensor], **options: Any
+    ) -> dict[str, torch.Tensor]: ...
+
+    def forward_inference(
+        self, batch: dict[str, torch.Tensor], **options: Any
+    ) -> dict[str, torch.Tensor]: ...
+
+
+def is_engine(policy: PolicyModule | ExternalEngine) -> TypeIs[ExternalEngine]:
+    """Whether `policy` is no module of ours."""
+    return not hasattr(policy, "forward_exploration")
+
+
 def generate_completions(
-    policy: Any | ExternalEngine,
+    policy: PolicyModule | ExternalEngine,
     config: Any,
     observation: dict[str, torch.Tensor],
     request: SampleRequest,
@@ -36,9 +59,11 @@ def generate_completions(
     prompts = {name: observation[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
     seed = (config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation)
     device = observation[columns.PROMPT_IDS].device
-    if not hasattr(policy, "forward_exploration"):
-        seeds = row_seeds(seed, row_ids)
-        completions = policy.generate(*prompts.values(), params, num_completions=n, seeds=seeds)
+    if is_engine(policy):
+        completions = policy.generate(
+            prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK], params,
+            num_completions=n, seeds=row_seeds(seed, row_ids),
+        )  # fmt: skip
         return completions.columns(device)
     noise = None if params.greedy else uniform_noise(seed, row_ids, params.max_new_tokens)
     forward = policy.forward_exploration if request.explore else policy.forward_inference
@@ -50,16 +75,13 @@ def generate_completions(
     return {name: column.to(device) for name, column in made.items()}
 
 
-def sampling_params(policy: Any | ExternalEngine, config: Any, *, greedy: bool) -> SamplingParams:
+def sampling_params(
+    policy: PolicyModule | ExternalEngine, config: Any, *, greedy: bool
+) -> SamplingParams:
     """What `config` says about sampling, with the policy's own stop tokens where it is silent."""
     stops = config.stop_token_ids
-    if stops is None and hasattr(policy, "stop_token_ids"):
-        stops = policy.stop_token_ids
-    elif stops is None:
-        # Here, since transformers would make importing the package slow.
-        from rllib_llm.modules.tokenizer import eos_token_ids
-
-        stops = eos_token_ids(policy.model, policy.tokenizer)
+    if stops is None:
+        stops = _stop_token_ids(policy)
     return SamplingParams(
         pad_token_id=policy.tokenizer.pad_token_id,
         stop_token_ids=tuple(stops),
@@ -70,3 +92,12 @@ def sampling_params(policy: Any | ExternalEngine, config: Any, *, greedy: bool) 
         top_p=config.top_p,
         greedy=greedy,
     )
+
+
+def _stop_token_ids(policy: PolicyModule | ExternalEngine) -> tuple[int, ...]:
+    if is_engine(policy):
+        return policy.stop_token_ids
+    # Here, since transformers would make importing the package slow.
+    from rllib_llm.modules.tokenizer import eos_token_ids
+
+    return eos_token_ids(policy.model, policy.tokenizer)

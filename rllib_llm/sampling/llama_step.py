@@ -25,6 +25,7 @@ from rllib_llm.sampling.decode_weights import pays, transposed
 from rllib_llm.sampling.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_llama_shaped(model: nn.Module) -> bool:
@@ -66,7 +67,7 @@ def _bias_of(linear: nn.Linear) -> torch.Tensor:
     return linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
 
 
-def _norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _norm(module: nn.Module) -> _Norm:
     """The RMS norm in one operation instead of six, where it is the one of these models."""
     if not is_rms_norm(module):
         return module.forward
@@ -101,8 +102,9 @@ class _Layer:
         self.input_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.qkv = _Projection([attention.q_proj, attention.k_proj, attention.v_proj], steps)
-        self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.head_norms: tuple[_Norm, _Norm] | None = None  # of queries, of keys
+        if hasattr(attention, "q_norm"):
+            self.head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
         self.output = _Projection([attention.o_proj], steps)
         self.gate = _Projection([layer.mlp.gate_proj], steps)
         self.up = _Projection([layer.mlp.up_proj], steps)
@@ -135,13 +137,14 @@ class _Layer:
     ) -> torch.Tensor:
         heads = self.qkv(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
         values = heads[:, self.num_query_heads + self.num_key_heads :]
-        if self.query_norm is None:
+        if self.head_norms is None:
             rotated = rotate(heads[:, : self.num_query_heads + self.num_key_heads])
             queries = rotated[:, : self.num_query_heads]
             keys = rotated[:, self.num_query_heads :]
         else:
-            queries = rotate(self.query_norm(heads[:, : self.num_query_heads]))
-            keys = rotate(self.key_norm(heads[:, self.num_query_heads : -self.num_key_heads]))
+            query_norm, key_norm = self.head_norms
+            queries = rotate(query_norm(heads[:, : self.num_query_heads]))
+            keys = rotate(key_norm(heads[:, self.num_query_heads : -self.num_key_heads]))
         keys, values = cache.update(keys.unsqueeze(2), values.unsqueeze(2))
         start = cache.first_in_window(self.window)
         # Queries that share a key head stand in the place of query positions.

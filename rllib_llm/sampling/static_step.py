@@ -83,9 +83,10 @@ class StaticLlamaStep:
         self.tokens[:rows].copy_(tokens)
         self.positions[:rows].copy_(positions)
         self.column.fill_(length)
-        if not fits or (wasteful and pays):
-            self._record(rows, cache)
-        logits = self.recorded.replay()
+        recorded = self.recorded
+        if recorded is None or not fits or (wasteful and pays):
+            recorded = self._record(rows, cache)
+        logits = recorded.replay()
         cache.advance()
         return logits[:rows]
 
@@ -100,7 +101,7 @@ class StaticLlamaStep:
             layer.keys[:, :, layer.length :] = 0
             layer.values[:, :, layer.length :] = 0
 
-    def _record(self, rows: int, cache: SharedPromptCache) -> None:
+    def _record(self, rows: int, cache: SharedPromptCache) -> Recorded:
         """Records the step for so many rows and the positions to come. The record reads the inputs'
         tensors, the cache's buffers and the weights; each of them lives as long as this step."""
         self.num_rows = min(-(-rows // 8) * 8, len(self.tokens))
@@ -122,7 +123,8 @@ class StaticLlamaStep:
             }
             return self.step.logits(tokens, positions, layers, [masks[w] for w in windows])
 
-        self.recorded = self.record(run, self.recorded)
+        self.recorded = recorded = self.record(run, self.recorded)
+        return recorded
 
 
 def positions_of_record(length: int, capacity: int) -> int:
