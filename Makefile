@@ -1,5 +1,6 @@
 # make demo    a language model trained with reinforcement learning from feedback, in minutes
-# make test    the test suite          make check   lint, tests     make types  mypy
+# make test    the test suite          make check   lint, types, tests
+# make lint    ruff                    make types   mypy
 # make bench   the benchmarks          make clean   remove .venv, results and caches
 # make bench-gpu  those for CUDA       make test-vllm  vLLM in .venv-vllm, and its tests
 #                                      make test-nixl  NIXL (0.5 GB) into .venv, and its tests
@@ -30,7 +31,7 @@ test-nixl: $(STAMP)
 	  --constraint constraints.txt --editable '.[nixl]'
 	$(BIN)/python -m pytest -q --timeout 600 -m nixl tests
 
-check: lint test
+check: lint types test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
