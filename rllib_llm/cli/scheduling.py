@@ -31,6 +31,10 @@ def make_scheduler(experiment: Experiment) -> Any:
             f"{experiment.name}.metric is missing: scheduler {experiment.scheduler!r} compares "
             "trials by it. Write `metric: objective/scores` and `mode: max`."
         )
+    if name == "pbt":
+        from rllib_llm.cli.resumable_pbt import ResumablePBT
+
+        return ResumablePBT(**arguments)
     return create_scheduler(name, **arguments)
 
 
