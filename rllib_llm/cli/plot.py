@@ -37,7 +37,7 @@ STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 COLORS = ("#0b6e99", "#c4540a", "#3f7d20", "#8a3ffc", "#a2191f", "#6f6f6f")
 MAX_COLUMNS = 3
 SMOOTH_FROM = 20  # points
-LEGEND_CHARS = 48  # that fit under a column of plots
+LEGEND_CHARS = 52  # that fit under a column of plots
 LEGEND_LINE_CHARS = 8  # the space of a line in its colour
 
 
