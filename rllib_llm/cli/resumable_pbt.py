@@ -14,6 +14,8 @@ class ResumablePBT(PopulationBasedTraining):
     two intervals or more have passed, each then waits for a time that all have reached, for ever.
     """
 
+    _next_perturbation_sync: float  # Tune's own
+
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_add(tune_controller, trial)
         saved = trial.latest_checkpoint_result
