@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 
-def keep_json_rows(file: Path, key: str, first: int | None) -> None:
-    """Cut from the end of a file of JSON rows a row that is not whole, and the rows whose `key` is
-    `first` or higher back to the nearest lower one; none of these where `first` is None."""
+def keep_json_rows(file: Path, key: str, first: int | None, num_last: int = 0) -> None:
+    """Cut from the end of a file of JSON rows a row that is not whole, the last `num_last` ones,
+    and the rows whose `key` is `first` or higher back to the nearest lower one; none of these where
+    `first` is None."""
     if not file.is_file():
         return
     lines = whole_lines(file)
+    del lines[max(0, len(lines) - num_last) :]
     while first is not None and lines and json.loads(lines[-1])[key] >= first:
         lines.pop()
     os.truncate(file, sum(map(len, lines)))

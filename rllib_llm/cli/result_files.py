@@ -21,52 +21,118 @@ class ResultJson(JsonLoggerCallback):
     another process. The run's storage must be a folder.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts = _Starts()
+
     def log_trial_start(self, trial: Any) -> None:
         self.log_trial_end(trial)  # its file is opened by the first result, which says what to keep
+        self._starts.begin(trial)
         trial.init_local_path()
         self.update_config(trial, trial.config)
 
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
         if trial not in self._trial_files:
             file = _file_of(trial, EXPR_RESULT_FILE)
-            keep_json_rows(file, TRAINING_ITERATION, _first_to_replace(trial, result))
+            first, num_last = self._starts.rows_to_replace(trial, result)
+            keep_json_rows(file, TRAINING_ITERATION, first, num_last)
             self._trial_files[trial] = file.open("at", encoding="utf-8")
         super().log_trial_result(iteration, trial, result)
+        self._starts.count(trial)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._starts.fail(trial)
 
 
 class ProgressCsv(CSVLoggerCallback):
     """Writes progress.csv as `ResultJson` its file; later rows keep to the columns of the first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts = _Starts()
+
     def log_trial_start(self, trial: Any) -> None:
         self.log_trial_end(trial)
+        self._starts.begin(trial)
 
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
         if trial not in self._trial_files:
             file = _file_of(trial, EXPR_PROGRESS_FILE)
-            columns = keep_csv_rows(file, _first_to_replace(trial, result))
+            columns = keep_csv_rows(file, *self._starts.rows_to_replace(trial, result))
             lines = file.open("at", encoding="utf-8", newline="")
             self._trial_files[trial] = lines
             self._trial_continue[trial] = bool(columns)
             self._trial_csv[trial] = csv.DictWriter(lines, columns) if columns else None
         super().log_trial_result(iteration, trial, result)
+        self._starts.count(trial)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._starts.fail(trial)
 
 
-def keep_csv_rows(file: Path, first: int | None) -> list[str]:
-    """Cut rows of iteration `first` and later from the end of a CSV file as `keep_json_rows`.
+class _Starts:
+    """Which rows of a trial's file its latest start computes anew.
+
+    A trial that goes on from a checkpoint of its own, or from none, replaces the iterations after
+    that. One that goes on from the checkpoint of another trial of its run, as population-based
+    training makes it, has its own rows as its past, whatever their iterations; only where it
+    failed and goes on from that checkpoint once more, the rows since then are replaced.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[Any, Path | None] = {}  # checkpoints of other trials
+        self._num_rows: dict[Any, int] = {}  # logged since the trial went on from there
+        self._failed: set[Any] = set()
+
+    def begin(self, trial: Any) -> None:
+        """Notes where a trial goes on from: by its first result, schedulers may have changed it."""
+        source, before = _other_trials_checkpoint(trial), self._sources.get(trial)
+        if trial not in self._failed or source != before:
+            self._num_rows[trial] = 0
+        self._failed.discard(trial)
+        self._sources[trial] = source
+
+    def count(self, trial: Any) -> None:
+        """Notes that a row was logged."""
+        self._num_rows[trial] = self._num_rows.get(trial, 0) + 1
+
+    def fail(self, trial: Any) -> None:
+        """Notes that a trial failed and will be started again."""
+        self._failed.add(trial)
+
+    def rows_to_replace(self, trial: Any, result: dict[str, Any]) -> tuple[int | None, int]:
+        """`first` and `num_last` of `keep_json_rows` at the first result of a start."""
+        num_rows = self._num_rows.pop(trial, 0)
+        if self._sources.get(trial) is None:
+            return result[TRAINING_ITERATION], 0
+        return None, num_rows
+
+
+def _other_trials_checkpoint(trial: Any) -> Path | None:
+    """The checkpoint that `trial` goes on from, if it is of another trial of the run."""
+    if trial.checkpoint is None:
+        return None
+    own, path = Path(trial.storage.trial_fs_path), Path(trial.checkpoint.path)
+    return path if path.parent != own and path.parent.parent == own.parent else None
+
+
+def keep_csv_rows(file: Path, first: int | None, num_last: int = 0) -> list[str]:
+    """Cut rows, `first` an iteration, from the end of a CSV file as `keep_json_rows`; with them
+    those that do not fit the header: Tune's own logger writes such after a restart.
 
     Returns:
-        The columns of its header, none where the file is missing or empty.
+        The columns of its header, none where no row is left: the file is gone then.
     """
     if not file.is_file():
         return []
     text = b"".join(whole_lines(file)).decode()
     header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-    if not header:
+    del rows[max(0, len(rows) - num_last) :]
+    while first is not None and rows and _iteration(header, rows[-1], first) >= first:
+        rows.pop()
+    if not rows:
         file.unlink()
         return []
-    place = header.index(TRAINING_ITERATION)
-    while first is not None and rows and int(rows[-1][place]) >= first:
-        rows.pop()
     new = file.with_suffix(".new")
     with new.open("w", encoding="utf-8", newline="") as lines:
         csv.writer(lines).writerows([header, *rows])
@@ -74,16 +140,10 @@ def keep_csv_rows(file: Path, first: int | None) -> list[str]:
     return header
 
 
-def _first_to_replace(trial: Any, result: dict[str, Any]) -> int | None:
-    """The iteration from which on a started trial's earlier rows are computed anew, by its first
-    result. None where it goes on from the checkpoint of another trial of its run, as population-
-    based training makes it: its own rows are its past, whatever their iterations."""
-    own = Path(trial.storage.trial_fs_path)
-    if trial.checkpoint is not None:
-        source = Path(trial.checkpoint.path).parent
-        if source != own and source.parent == own.parent:
-            return None
-    return result[TRAINING_ITERATION]
+def _iteration(header: list[str], row: list[str], default: int) -> int:
+    """The iteration of a row, `default` for one that does not fit the header."""
+    found = dict(zip(header, row, strict=False)).get(TRAINING_ITERATION, "")
+    return int(found) if len(row) == len(header) and found.isdigit() else default
 
 
 def _file_of(trial: Any, name: str) -> Path:

@@ -54,6 +54,10 @@ class Loggers:
         for logger in self.all:
             logger.on_trial_start(0, [trial], trial)
 
+    def fail(self, trial: Trial) -> None:
+        for logger in self.all:
+            logger.on_trial_recover(0, [trial], trial)
+
     def report(self, trial: Trial, *iterations: int, **more: float) -> None:
         for iteration in iterations:
             result = {"training_iteration": iteration, "config": trial.config, **more}
@@ -138,6 +142,57 @@ def test_a_trial_that_goes_on_from_another_keeps_its_past(begun, tmp_path):
     loggers.start(trial, Path(trial.storage.trial_fs_path) / "checkpoint_000000")
     loggers.report(trial, 3)
     assert read(trial) == [1, 2, 3, 2, 3]
+
+
+def test_what_a_scheduler_decides_by_a_result_is_no_start(begun, tmp_path):
+    """Tune asks it before it tells the loggers of that result."""
+    loggers, trial = Loggers(), begun()
+    loggers.start(trial)
+    loggers.report(trial, 1, 2, 3)
+    loggers.start(trial, Path(trial.storage.trial_fs_path) / "checkpoint_000000")
+    trial.checkpoint = Folder(tmp_path / "run" / "t1" / "checkpoint_000004")
+    loggers.report(trial, 2)
+    assert read(trial) == [1, 2]
+
+
+def test_a_trial_that_went_on_from_another_may_fail(begun, tmp_path):
+    loggers, trial = Loggers(), begun()
+    source = tmp_path / "run" / "t1" / "checkpoint_000004"
+    loggers.start(trial)
+    loggers.report(trial, 1, 2, 3)
+    loggers.start(trial, source)
+    loggers.report(trial, 2, 3)
+    for _ in range(2):  # the second time before its first result
+        loggers.fail(trial)
+        loggers.start(trial, source)
+    loggers.report(trial, 2)
+    assert read(trial) == [1, 2, 3, 2]
+    loggers.start(trial, source)  # the scheduler's doing, again
+    loggers.report(trial, 2)
+    assert read(trial) == [1, 2, 3, 2, 2]
+
+
+def test_rows_that_do_not_fit_the_header_are_cut(begun, tmp_path):
+    """As Tune's own logger leaves them where a restarted trial's first result has fewer columns."""
+    file = tmp_path / "file"
+    file.write_text("date,eval,training_iteration\nx,3,1\nx,,2\nx,2\nx,3\n", encoding="utf-8")
+    assert keep_csv_rows(file, 3) == ["date", "eval", "training_iteration"]
+    assert file.read_text(encoding="utf-8").split() == ["date,eval,training_iteration", "x,3,1",
+                                                        "x,,2"]  # fmt: skip
+    text = 'text,training_iteration\r\n"a\nb",1\r\n"a\n'  # killed within a text of two lines
+    file.write_bytes(text.encode())
+    assert keep_csv_rows(file, 2) == ["text", "training_iteration"]
+    assert file.read_bytes().decode() == 'text,training_iteration\r\n"a\nb",1\r\n'
+
+
+def test_a_trial_begun_anew_has_the_columns_of_its_results(begun):
+    loggers, trial = Loggers(), begun()
+    loggers.start(trial)
+    loggers.report(trial, 1)
+    loggers.start(trial)
+    loggers.report(trial, 1, another=0.25)
+    with (Path(trial.storage.trial_fs_path) / "progress.csv").open(encoding="utf-8") as lines:
+        assert [row["another"] for row in csv.DictReader(lines)] == ["0.25"]
 
 
 def test_files_without_a_whole_row_are_begun_anew(tmp_path):
