@@ -23,7 +23,7 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.direct import DirectSnapshot, put_directly
+from rllib_llm.weights.direct import DirectExporter, DirectSnapshot
 from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
     ScatteredBuffer,
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Of the learners in this process whose weights are on a GPU: copies in host memory, and there.
 _staging: weakref.WeakKeyDictionary[Any, StagingBuffer] = weakref.WeakKeyDictionary()
 _exporters: weakref.WeakKeyDictionary[Any, DeviceExporter] = weakref.WeakKeyDictionary()
+_direct: weakref.WeakKeyDictionary[Any, DirectExporter] = weakref.WeakKeyDictionary()
 _laid_out: weakref.WeakSet = weakref.WeakSet()  # learners whose weights lie side by side
 
 Exported = FlatBuffer | ScatteredBuffer | DeviceSnapshot | DirectSnapshot
@@ -77,7 +78,7 @@ def _snapshot(
     if transport == "cuda_ipc":
         return _exporters.setdefault(learner, DeviceExporter()).pack(_require_cuda(state))
     if transport != "store":
-        return put_directly(state, transport)
+        return _direct.setdefault(learner, DirectExporter(transport)).put(state)
     if all(tensor.device.type == "cpu" for tensor in state.values()):
         return scatter(state, checksum=checksum)
     return _staging.setdefault(learner, StagingBuffer()).pack(state, checksum=checksum)

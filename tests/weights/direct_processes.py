@@ -18,7 +18,7 @@ from ray.experimental.rdt import (
 )
 
 from rllib_llm.weights.broadcast import WeightsReceiver
-from rllib_llm.weights.direct import put_directly
+from rllib_llm.weights.direct import DirectExporter
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.transfer import Transfer
@@ -83,23 +83,30 @@ NUM_BYTES = 40_000_064  # of these: 6 bytes of the tied one take up a line of 64
 
 
 class Learner:
-    """Puts weights where they are, and says how many such buffers it still has."""
+    """Puts weights where they are, and says how many such buffers it has."""
 
     def __init__(self, transport: str):
         if transport == "in_metadata":
             register_tensor_transport(transport, ["cpu"], InMetadata, torch.Tensor)
-        self._transport = transport
+        self._exporter = DirectExporter(transport)
 
     def put(self, version: int) -> PublishedWeights:
-        snapshot = put_directly(tensors_of(version), self._transport)
-        return PublishedWeights(version, ref=(ray.put(snapshot),))
+        return PublishedWeights(version, ref=(ray.put(self._exporter.put(tensors_of(version))),))
 
-    def num_buffers(self) -> int:
+    def num_buffers(self) -> tuple[int, int]:
+        """How many there are, and how many of them somebody refers to."""
         gc.collect()
-        return sum(
-            type(found) is torch.Tensor and found.nbytes == NUM_BYTES and found.dtype == torch.uint8
-            for found in gc.get_objects()
-        )
+        found = [
+            tensor
+            for tensor in gc.get_objects()
+            if type(tensor) is torch.Tensor
+            and (tensor.nbytes, tensor.dtype) == (NUM_BYTES, torch.uint8)
+        ]
+        return len({tensor.data_ptr() for tensor in found}), sum(t._is_view() for t in found)
+
+    def num_files(self) -> int:
+        """Open ones, sockets among them."""
+        return len(os.listdir("/proc/self/fd"))
 
     def pid(self) -> int:
         return os.getpid()
@@ -134,6 +141,10 @@ class Sampler:
 
     def received_bytes(self) -> int:
         return self._receiver.published_bytes().num_bytes
+
+    def num_files(self) -> int:
+        """Open ones, sockets among them."""
+        return len(os.listdir("/proc/self/fd"))
 
     def failures(self) -> dict[str, float]:
         metrics = self._receiver.metrics()

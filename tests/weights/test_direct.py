@@ -56,19 +56,35 @@ def put(learner, version):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_processes_read_every_version_and_buffers_go(start, transport):
+def test_other_processes_read_every_version_that_is_referred_to(start, transport):
     learner = start(Learner, transport)
     samplers = [start(Sampler, transport) for _ in range(2)]
-    for version in range(3):
-        published = put(learner, version)
-        found = ray.get([sampler.receive.remote(published) for sampler in samplers])
+    published = [put(learner, version) for version in range(3)]
+    for version in (2, 0, 1):  # none is written over
+        found = ray.get([sampler.receive.remote(published[version]) for sampler in samplers])
         assert found == 2 * [expected(version)]
     assert ray.get(samplers[0].received_bytes.remote()) == NUM_BYTES
+    assert ray.get(learner.num_buffers.remote()) == (3, 3)
     del published
-    deadline = time.monotonic() + 60  # the samplers have the last one in use
-    while (left := ray.get(learner.num_buffers.remote())) > 1:
-        assert time.monotonic() < deadline, f"{left} buffers are left"
+    deadline = time.monotonic() + 60  # the samplers have one in use
+    while (left := ray.get(learner.num_buffers.remote())[1]) > 1:
+        assert time.monotonic() < deadline, f"{left} buffers are referred to"
         time.sleep(0.1)
+    published = [put(learner, version) for version in (3, 4)]  # into the two that are free
+    for version in (3, 4):
+        assert ray.get(samplers[1].receive.remote(published[version - 3])) == expected(version)
+    assert ray.get(learner.num_buffers.remote()) == (3, 3)
+
+
+@with_nixl
+def test_readers_stay_connected(start):
+    processes = learner, sampler = start(Learner, "nixl"), start(Sampler, "nixl")
+    open_files = []
+    for version in range(16):
+        assert ray.get(sampler.receive.remote(put(learner, version))) == expected(version)
+        open_files.append(ray.get([process.num_files.remote() for process in processes]))
+    # Sockets of a connection for each read would be 12; Ray opens some now and then.
+    assert max(last - first for first, last in zip(open_files[3], open_files[-1], strict=True)) < 8
 
 
 def test_a_transfer_that_fails_is_tried_again_and_given_up(start):
