@@ -159,7 +159,8 @@ def measure(point: Point, iterations: int) -> dict[str, Any]:
 
 
 def plot(axis: str, lines: list[dict[str, Any]], folder: Path) -> None:
-    """Seconds over the axis, logarithmic both ways, the floor dashed."""
+    """Seconds over the axis, logarithmic both ways, the floor dashed; for samplers by the clock,
+    what they share beside the learning that follows it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -167,10 +168,18 @@ def plot(axis: str, lines: list[dict[str, Any]], folder: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(5, 3.5))
     name = "parameters" if axis == "model" else axis
-    unit = "wall_s" if axis == "samplers" else "cpu_s"
     at = [line[name] for line in lines]
-    axes.loglog(at, [line[unit] for line in lines], "o-", label=f"iteration, {unit}")
-    axes.loglog(at, [line["floor_s"] for line in lines], "k--", label="matrix products alone")
+    if axis == "samplers":
+        for span, label in (("rest", "sampling, judging, the loop"), ("learn", "learning")):
+            seconds = [line["[cpu, wall] s"][span][1] for line in lines]
+            axes.loglog(at, seconds, "o-", label=f"{label}, wall_s")
+        ideal = [lines[0]["[cpu, wall] s"]["rest"][1] / min(n, os.cpu_count() or 1) for n in at]
+        axes.loglog(at, ideal, "k--", label=f"one sampler's over {os.cpu_count()} cores")
+        axes.set_yscale("linear")
+        axes.set_ylim(0, 1.6 * axes.dataLim.ymax)
+    else:
+        axes.loglog(at, [line["cpu_s"] for line in lines], "o-", label="iteration, cpu_s")
+        axes.loglog(at, [line["floor_s"] for line in lines], "k--", label="matrix products alone")
     axes.set_xticks(at, [f"{x / 1e6:.3g} M" if x >= 1e6 else str(x) for x in at])
     axes.minorticks_off()
     axes.set_xlabel(name)
