@@ -12,14 +12,18 @@ Value = TypeVar("Value")
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
     """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`."""
     if not condition:
-        raise ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
+        raise _broken(name, value, rule, reason, remedy)
 
 
 def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -> Value:
     """Returns `value`; where it is None, raises what `require` does."""
     if value is None:
-        raise ValueError(f"{name}=None must be {rule}: {reason}. {remedy}.")
+        raise _broken(name, value, rule, reason, remedy)
     return value
+
+
+def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> ValueError:
+    return ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
 
 
 def is_number(value: Any) -> bool:

@@ -8,48 +8,26 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
+from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, LoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
 
 from rllib_llm.algorithms.json_rows import keep_json_rows, whole_lines
 
 
-class ResultJson(JsonLoggerCallback):
-    """Writes result.json: one row per iteration, also where a trial was started again, here or by
-    another process. The run's storage must be a folder.
-    """
+class _WrittenOnce(LoggerCallback):
+    """Opens a trial's file at its first result, which says what of it to keep."""
+
+    _trial_files: dict[Any, TextIO]  # Tune's own
 
     def __init__(self) -> None:
         super().__init__()
         self._starts = _Starts()
 
-    def log_trial_start(self, trial: Any) -> None:
-        self.log_trial_end(trial)  # its file is opened by the first result, which says what to keep
-        self._starts.begin(trial)
-        trial.init_local_path()
-        self.update_config(trial, trial.config)
-
-    def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
-        if trial not in self._trial_files:
-            file = _file_of(trial, EXPR_RESULT_FILE)
-            first, num_last = self._starts.rows_to_replace(trial, result)
-            keep_json_rows(file, TRAINING_ITERATION, first, num_last)
-            self._trial_files[trial] = file.open("at", encoding="utf-8")
-        super().log_trial_result(iteration, trial, result)
-        self._starts.count(trial)
-
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._starts.fail(trial)
-
-
-class ProgressCsv(CSVLoggerCallback):
-    """Writes progress.csv as `ResultJson` its file; later rows keep to the columns of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._starts = _Starts()
+    def open_file(self, trial: Any, first: int | None, num_last: int) -> None:
+        """Opens the file without the rows that `keep_json_rows` would cut."""
+        raise NotImplementedError(f"{type(self).__name__} must define open_file.")
 
     def log_trial_start(self, trial: Any) -> None:
         self.log_trial_end(trial)
@@ -57,17 +35,40 @@ class ProgressCsv(CSVLoggerCallback):
 
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
         if trial not in self._trial_files:
-            file = _file_of(trial, EXPR_PROGRESS_FILE)
-            columns = keep_csv_rows(file, *self._starts.rows_to_replace(trial, result))
-            lines = file.open("at", encoding="utf-8", newline="")
-            self._trial_files[trial] = lines
-            self._trial_continue[trial] = bool(columns)
-            self._trial_csv[trial] = csv.DictWriter(lines, columns) if columns else None
+            self.open_file(trial, *self._starts.rows_to_replace(trial, result))
         super().log_trial_result(iteration, trial, result)
         self._starts.count(trial)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._starts.fail(trial)
+
+
+class ResultJson(_WrittenOnce, JsonLoggerCallback):
+    """Writes result.json: one row per iteration, also where a trial was started again, here or by
+    another process. The run's storage must be a folder.
+    """
+
+    def log_trial_start(self, trial: Any) -> None:
+        super().log_trial_start(trial)
+        trial.init_local_path()
+        self.update_config(trial, trial.config)
+
+    def open_file(self, trial: Any, first: int | None, num_last: int) -> None:
+        file = _file_of(trial, EXPR_RESULT_FILE)
+        keep_json_rows(file, TRAINING_ITERATION, first, num_last)
+        self._trial_files[trial] = file.open("at", encoding="utf-8")
+
+
+class ProgressCsv(_WrittenOnce, CSVLoggerCallback):
+    """Writes progress.csv as `ResultJson` its file; later rows keep to the columns of the first."""
+
+    def open_file(self, trial: Any, first: int | None, num_last: int) -> None:
+        file = _file_of(trial, EXPR_PROGRESS_FILE)
+        columns = keep_csv_rows(file, first, num_last)
+        self._trial_files[trial] = file.open("at", encoding="utf-8", newline="")
+        self._trial_continue[trial] = bool(columns)
+        writer = csv.DictWriter(self._trial_files[trial], columns) if columns else None
+        self._trial_csv[trial] = writer
 
 
 class _Starts:

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Of the learners in this process whose weights are on a GPU: copies in host memory, and there.
 _staging: weakref.WeakKeyDictionary[Any, StagingBuffer] = weakref.WeakKeyDictionary()
 _exporters: weakref.WeakKeyDictionary[Any, DeviceExporter] = weakref.WeakKeyDictionary()
+# Copies on whichever device, which receivers read themselves.
 _direct: weakref.WeakKeyDictionary[Any, DirectExporter] = weakref.WeakKeyDictionary()
 _laid_out: weakref.WeakSet = weakref.WeakSet()  # learners whose weights lie side by side
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -31,13 +32,17 @@ def learner_pid(algorithm):
     return result.get()
 
 
+@contextlib.contextmanager
 def errors_logged_by(name):
-    """The messages of errors that a logger has from now on, as a list that grows."""
+    """The messages of errors that a logger has in the meantime, as a list that grows."""
     messages = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger(name).addHandler(handler)
-    return messages
+    try:
+        yield messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise():
@@ -88,10 +93,12 @@ def test_an_evaluation_that_nobody_makes_has_no_results_and_the_third_ends_the_r
     config = tiny.grpo().evaluation(
         evaluation_interval=1, evaluation_duration=3, evaluation_num_env_runners=1
     )
-    with tiny.built(config) as algorithm:
+    with (
+        tiny.built(config) as algorithm,
+        errors_logged_by("ray.rllib.utils.actor_manager") as errors,
+    ):
         assert algorithm.train()["eval"]["iteration"] == 1
         group = algorithm.eval_env_runner_group
-        errors = errors_logged_by("ray.rllib.utils.actor_manager")
         ray.kill(samplers(group)[1], no_restart=True)
         algorithm._collectors[group].samplers.start_limit = 0.5
         for num_skipped in (1, 2):
