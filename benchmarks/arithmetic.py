@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from rllib_llm.cli.algorithms import algorithm_class
-from rllib_llm.cli.metrics_view import flatten
-from rllib_llm.cli.yaml_experiments import Experiment, fill, load
-from rllib_llm.cli.yaml_loader import read
 from rllib_llm.config_schema import build_config
+from rllib_llm.experiments.algorithms import algorithm_class
+from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
+from rllib_llm.experiments.yaml_loader import read
+from rllib_llm.reports.metrics_view import flatten
 
 FOLDER = Path(__file__).parents[1] / "tuned_examples"
 
@@ -35,9 +35,7 @@ def run_stage(experiment: Experiment, model_folder: Path) -> list[dict[str, Any]
     algo_class = algorithm_class(experiment.run, experiment.name)
     algorithm = build_config(algo_class, settings, experiment.name).build_algo()
     try:
-        results = [
-            flatten(algorithm.train()) for _ in range(experiment.stop["training_iteration"])
-        ]
+        results = [flatten(algorithm.train()) for _ in range(experiment.stop["training_iteration"])]
         algorithm.export_model(model_folder)
     finally:
         algorithm.stop()

@@ -155,7 +155,7 @@ def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
     """The result of the disturbed run, in `folder`."""
     from ray import tune
 
-    from rllib_llm.algorithms.hung_trials import RestartHungTrials
+    from rllib_llm.tune.hung_trials import RestartHungTrials
 
     stop = str(killer.ledger / STOP)
     killer.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from rllib_llm import columns
 from rllib_llm.algorithms.critic_free import GRPO, GRPOConfig
-from rllib_llm.envs import arithmetic
+from rllib_llm.envs.toys import arithmetic
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers
@@ -121,7 +121,10 @@ def make_config(timeout_s: float | None, weights_name: str | None = None) -> GRP
         .learners(num_learners=1, learner_class=AccountedLearner)
         .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
         .weight_broadcast(weights_name=weights_name)
-        .fault_tolerance(sampler_timeout_s=timeout_s, learner_timeout_s=timeout_s,
-                         setup_timeout_s=None if timeout_s is None else 15 * timeout_s)
+        .fault_tolerance(
+            sampler_timeout_s=timeout_s,
+            learner_timeout_s=timeout_s,
+            setup_timeout_s=None if timeout_s is None else 15 * timeout_s,
+        )
         .callbacks(on_environment_created=note_sampler)
     )

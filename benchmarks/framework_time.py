@@ -44,7 +44,7 @@ def make_config(args: argparse.Namespace, watch: Stopwatch) -> GRPOConfig:
     prompts = [{"prompt": "the food was " + "very " * (i % 5) + "good"} for i in range(64)]
     config = (
         GRPOConfig(algo_class=watch.timed_class(GRPO, ALGORITHM_SPANS))
-        .language_model(model="rllib_llm.envs.reviews_model.build_model")
+        .language_model(model="rllib_llm.envs.toys.reviews_model.build_model")
         .environment(
             "rllib_llm/RLHF-v0",
             env_config={

@@ -31,9 +31,9 @@ from generation_cases import CASES, PAD, STOP, Case, build_model, build_prompts
 from generation_vllm import vllm_contestant
 from torch import nn
 
-from rllib_llm.sampling.engine import generate
-from rllib_llm.sampling.noise import uniform_noise
-from rllib_llm.sampling.params import SamplingParams
+from rllib_llm.engines.engine import generate
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
 
 ENGINES = ("ours", "no_graphs", "transformers", "chunks", "vllm")
 DEFAULT_CASES = [name for name in CASES if not name.startswith("500m")]  # those are for a GPU

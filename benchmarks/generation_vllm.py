@@ -14,7 +14,7 @@ import torch
 from generation_cases import Case
 from torch import nn
 
-from rllib_llm.sampling.noise import uniform_noise
+from rllib_llm.engines.noise import uniform_noise
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,9 +46,7 @@ def vllm_contestant(
         defaults["kv_cache_memory_bytes"] = CACHE_BYTES
     llm = LLM(folder, **(defaults | settings))
     rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-    prompts = [
-        {"prompt_token_ids": row} for row in rows for _ in range(case.num_completions)
-    ]
+    prompts = [{"prompt_token_ids": row} for row in rows for _ in range(case.num_completions)]
 
     def run(round_number: int) -> int:
         lengths = drawn_lengths(case, round_number)

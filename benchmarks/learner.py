@@ -75,8 +75,8 @@ def build_batch(vocab: int) -> Batch:
 
 
 def our_loss(args: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[Batch], torch.Tensor]]:
-    from rllib_llm.learners.losses import LossDenominators, policy_loss, reduce_loss
-    from rllib_llm.modules.logprobs import score_completions
+    from rllib_llm.modules.packing.logprobs import score_completions
+    from rllib_llm.numerics.losses import LossDenominators, policy_loss, reduce_loss
 
     model = build_model(args).eval()
     if args.side == "padded":

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from rllib_llm.modules.token_stats import in_chunks, token_stats
+from rllib_llm.numerics.token_stats import in_chunks, token_stats
 
 CHUNK_LOGITS = 2**26  # what score_completions chooses by itself
 

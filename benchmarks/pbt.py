@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from rllib_llm.cli.trial_logs import read_results
+from rllib_llm.tune.trial_logs import read_results
 
 EXAMPLES = Path(__file__).parents[1] / "tuned_examples"
 SETTINGS = ("lr", "ref_kl_coeff", "clip_param", "ptx_coeff")

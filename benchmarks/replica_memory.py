@@ -29,7 +29,7 @@ ROWS, LENGTH = 16, 64
 def write_model(folder: str, args: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from rllib_llm.envs.reviews_model import build_tokenizer
+    from rllib_llm.envs.toys.reviews_model import build_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -53,7 +53,7 @@ def held_mb() -> float:
 
 
 def run(kind: str, folder: str) -> dict[str, float | str]:
-    from rllib_llm.envs.reward_model import RewardModelScorer
+    from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
     from rllib_llm.modules.quantization import model_bytes
 
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
+from rllib_llm.moved import forward_old_names
 
 __version__ = "0.1.0"
 
@@ -24,7 +25,7 @@ _PUBLIC = {
     "SFTConfig": "rllib_llm.algorithms.sft",
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
     "BanditEnv": "rllib_llm.envs.bandit",
-    "check_env": "rllib_llm.envs.check_env",
+    "check_env": "rllib_llm.envs.checks.check_env",
 }
 __all__ = [*_PUBLIC, "__version__"]
 
@@ -35,5 +36,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+forward_old_names()
 register_envs()
 register_algorithms()

@@ -13,13 +13,14 @@ PACKAGE = Path(__file__).parents[1] / "rllib_llm"
 HEAVY = ("torch", "transformers", "datasets", "bitsandbytes", "torchao", "peft", "wandb",
          "matplotlib", "vllm", "httpx")  # fmt: skip
 
-# Numerics know torch and nothing of Ray; what is below the algorithms does not know them.
+# Numerics know torch and nothing of Ray; what is below the algorithms does not know them; the
+# command only calls what Python users can call.
 RULES = [
-    (("columns.py", "learners/kl.py", "learners/advantages.py", "learners/losses.py",
-      "modules/logprobs.py"), ("ray", "rllib_llm.envs", "rllib_llm.sampling")),
-    (("envs/", "modules/", "sampling/", "weights/", "learners/", "data/"),
-     ("rllib_llm.algorithms", "rllib_llm.cli")),
-    (("algorithms/",), ("rllib_llm.cli",)),
+    (("columns.py", "numerics/", "modules/packing/logprobs.py"),
+     ("ray", "rllib_llm.envs", "rllib_llm.engines", "rllib_llm.rollouts")),
+    (("envs/", "modules/", "engines/", "rollouts/", "weights/", "learners/", "data/"),
+     ("rllib_llm.algorithms", "rllib_llm.cli", "rllib_llm.experiments", "rllib_llm.reports")),
+    (("algorithms/", "checkpoints/", "tune/", "experiments/", "reports/"), ("rllib_llm.cli",)),
     (("",), ("fastapi",)),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.cli.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
 
 YAML = Path(__file__).resolve().parents[1] / "tuned_examples" / "stories_sentiment.yaml"
 # 12 texts, 8 pairs, 2 iterations of 4 completions of 4 tokens.
@@ -80,8 +80,11 @@ def test_on_a_made_up_model(tmp_path):
     reviews = tmp_path / "reviews"
     reviews.mkdir()
     for name in ("train.jsonl", "dev.jsonl"):
-        rows = [{"text": f"{word} {n} .", "label": word == "fine"}
-                for n in range(8) for word in ("fine", "dull")]
+        rows = [
+            {"text": f"{word} {n} .", "label": word == "fine"}
+            for n in range(8)
+            for word in ("fine", "dull")
+        ]
         (reviews / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     check(run(tmp_path, "tests.tiny_models.build_llama", reviews))
 

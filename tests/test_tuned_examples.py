@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from rllib_llm.cli.algorithms import algorithm_class
-from rllib_llm.cli.errors import UserError
-from rllib_llm.cli.metrics_view import flatten
-from rllib_llm.cli.plan import check_experiments, search_space
-from rllib_llm.cli.search_space import examples
-from rllib_llm.cli.stage_result import export_model
-from rllib_llm.cli.yaml_experiments import Experiment, fill, load
-from rllib_llm.cli.yaml_loader import read
 from rllib_llm.config_schema import allowed_keys, build_config
+from rllib_llm.experiments.algorithms import algorithm_class
+from rllib_llm.experiments.plan import check_experiments, search_space
+from rllib_llm.experiments.stage_result import export_model
+from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
+from rllib_llm.experiments.yaml_loader import read
+from rllib_llm.reports.metrics_view import flatten
+from rllib_llm.tune.search_space import examples
+from rllib_llm.user_errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "tuned_examples"
 FILES = sorted(FOLDER.glob("*.yaml"))

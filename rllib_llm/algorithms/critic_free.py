@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rllib_llm.algorithms.checks import require
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.settings.checks import require
 
 
 class GRPOConfig(RLHFConfig):

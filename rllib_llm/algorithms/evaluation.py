@@ -20,15 +20,13 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm import columns
-from rllib_llm.sampling.errors import NoSamplersError, NoServerError, SamplingError
-from rllib_llm.sampling.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 
 logger = logging.getLogger(__name__)
 
 
-def evaluate_held_out(
-    algorithm, group: EnvRunnerGroup
-) -> tuple[dict[str, Any], int, int]:
+def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any], int, int]:
     """RLlib's `custom_evaluation_function`: judges `evaluation_duration` completions.
 
     While no evaluation sampler comes back, or the server that generates for them does not answer,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
-from rllib_llm.algorithms.checkpoint_folder import check, write_manifest
-from rllib_llm.algorithms.checks import given, require
-from rllib_llm.sampling.noise import uniform_noise
-from rllib_llm.sampling.params import SamplingParams
+from rllib_llm.algorithms.settings.checks import given, require
+from rllib_llm.checkpoints.folder import check, write_manifest
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
 
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
 
@@ -157,7 +157,7 @@ class Generate(Trainable):
         self._rows: list[dict[str, str]] = []
 
     def step(self) -> dict[str, Any]:
-        from rllib_llm.sampling.engine import generate
+        from rllib_llm.engines.engine import generate
 
         start = time.perf_counter()
         first, count = len(self._rows), self.settings.batch_size
@@ -184,14 +184,14 @@ class Generate(Trainable):
         text = self._decode(ids)
         if self.settings.opening_tokens is None:
             return {"text": text}
-        return {"prompt": opening(text, self._decode(ids[: self.settings.opening_tokens])),
-                "text": text}
+        return {
+            "prompt": opening(text, self._decode(ids[: self.settings.opening_tokens])),
+            "text": text,
+        }
 
     def _decode(self, ids: list[int]) -> str:
         return str(
-            self.tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

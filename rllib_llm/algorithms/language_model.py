@@ -15,7 +15,7 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.checks import (
+from rllib_llm.algorithms.settings.checks import (
     check_adapters,
     check_cuts,
     check_optimiser,
@@ -23,10 +23,10 @@ from rllib_llm.algorithms.checks import (
     check_timeout,
     given,
 )
-from rllib_llm.algorithms.no_effect import warn_of_no_effect
-from rllib_llm.algorithms.placement import require_places
-from rllib_llm.algorithms.setup_watch import is_trial, killed_after
-from rllib_llm.algorithms.whole_checkpoints import WholeCheckpoints
+from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
+from rllib_llm.algorithms.settings.placement import require_places
+from rllib_llm.checkpoints.whole import WholeCheckpoints
+from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
 MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", DEFAULT_MODULE_ID)

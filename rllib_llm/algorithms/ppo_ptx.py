@@ -6,9 +6,9 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_range, require
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.settings.checks import check_range, require
 
 
 class PPOPtxConfig(RLHFConfig):
@@ -67,9 +67,7 @@ class PPOPtxConfig(RLHFConfig):
         check_range(
             self, "ptx_coeff", least=0, reason="it weighs a loss", remedy="Use 0 to switch it off"
         )
-        check_range(
-            self, "ptx_batch_size", least=1, reason="it counts texts", remedy="Raise it"
-        )
+        check_range(self, "ptx_batch_size", least=1, reason="it counts texts", remedy="Raise it")
         check_range(
             self, "ptx_max_length", least=2, reason="every token but the first is predicted",
             remedy="Raise it",

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_range
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.algorithms.settings.checks import check_range
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.data.texts import PairSource, TextSource
 
@@ -52,7 +52,7 @@ class RewardModelConfig(SupervisedConfig):
         )  # fmt: skip
 
     def module_class(self) -> type:
-        from rllib_llm.modules.reward_model import RewardModelModule
+        from rllib_llm.modules.reward_model_module import RewardModelModule
 
         return RewardModelModule
 

@@ -30,14 +30,14 @@ from ray.rllib.utils.metrics import (
 from rllib_llm import columns
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.algorithms.samples import SampleLog
-from rllib_llm.sampling.ahead import RequestInFlight
-from rllib_llm.sampling.collect import Collector
-from rllib_llm.sampling.env_runner import RLHFEnvRunner
-from rllib_llm.sampling.errors import PublishedWeightsLostError, SamplingError
-from rllib_llm.sampling.faults import Faults
-from rllib_llm.sampling.request import JudgedBatch, SampleRequest
-from rllib_llm.sampling.samplers import Samplers, stop_samplers
+from rllib_llm.rollouts.ahead import RequestInFlight
+from rllib_llm.rollouts.collect import Collector
+from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+from rllib_llm.rollouts.errors import PublishedWeightsLostError, SamplingError
+from rllib_llm.rollouts.faults import Faults
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.samplers import Samplers, stop_samplers
+from rllib_llm.tune.samples import SampleLog
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
@@ -115,12 +115,15 @@ class RLHF(LanguageModelAlgorithm):
         self.weights_version += 1
         self.published_weights = self._publisher.publish(self.weights_version)
         end = time.perf_counter()
-        self._log(sampled, {
-            "iteration": end - start,
-            "sample": learn_start - start,
-            "learn": publish_start - learn_start,
-            "publish": end - publish_start,
-        })
+        self._log(
+            sampled,
+            {
+                "iteration": end - start,
+                "sample": learn_start - start,
+                "learn": publish_start - learn_start,
+                "publish": end - publish_start,
+            },
+        )
 
     @property
     def num_iterations_done(self) -> int:
@@ -210,9 +213,7 @@ class RLHF(LanguageModelAlgorithm):
             **sampled.weights_metrics(),
         }
         sampled_with = self.published_weights.version - 1  # published for the next iteration
-        groups["weights"]["versions_behind"] = (
-            sampled_with - groups["weights"]["oldest_version"]
-        )
+        groups["weights"]["versions_behind"] = sampled_with - groups["weights"]["oldest_version"]
         num_tokens = int(sampled.columns[columns.COMPLETION_MASK].sum())
         groups["throughput"] = {
             "tokens_per_s": num_tokens / seconds["iteration"],
@@ -228,8 +229,12 @@ class RLHF(LanguageModelAlgorithm):
             "eps": sampled.num_rows / seconds["iteration"],
         }
         self._log_rllib_results(sampled)
-        self.samples.write(sampled, iteration=self.iteration + 1, split="train",
-                            limit=self.config.num_logged_samples)
+        self.samples.write(
+            sampled,
+            iteration=self.iteration + 1,
+            split="train",
+            limit=self.config.num_logged_samples,
+        )
 
     def _log_rllib_results(self, sampled: JudgedBatch) -> None:
         """RLlib's own names; an episode is one step long here."""

@@ -6,18 +6,18 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import check_reference, check_timeout, require
-from rllib_llm.algorithms.engine_checks import check_engine, check_pipeline
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
-from rllib_llm.algorithms.rlhf_checks import (
+from rllib_llm.algorithms.settings.checks import check_reference, check_timeout, require
+from rllib_llm.algorithms.settings.engine_checks import check_engine, check_pipeline
+from rllib_llm.algorithms.settings.rlhf_checks import (
     check_choices,
     check_loss,
     check_ranges,
     check_sampling,
     check_transport,
 )
-from rllib_llm.sampling.env_runner import RLHFEnvRunner
+from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
 
 class RLHFConfig(LanguageModelConfig):

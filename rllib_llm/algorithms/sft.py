@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import NotProvided
 
-from rllib_llm.algorithms.checks import require
+from rllib_llm.algorithms.settings.checks import require
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.data.texts import LOSS_ON, TextSource
 

@@ -15,8 +15,8 @@ from ray.rllib.algorithms.algorithm_config import NotProvided
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.algorithms.checks import check_range, given, require
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
+from rllib_llm.algorithms.settings.checks import check_range, given, require
 from rllib_llm.data.texts import BatchSource
 
 PIPELINE_STATE = "rllib_llm"

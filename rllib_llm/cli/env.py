@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rllib_llm.cli.errors import user_errors
 from rllib_llm.cli.session import prepare
-from rllib_llm.cli.yaml_loader import parse_mapping
+from rllib_llm.experiments.yaml_loader import parse_mapping
+from rllib_llm.user_errors import user_errors
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -58,7 +58,7 @@ def check(
     """
     prepare()
     with user_errors():
-        from rllib_llm.envs.check_env import check_env
+        from rllib_llm.envs.checks.check_env import check_env
 
         problems = check_env(
             env,

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rllib_llm.cli.errors import show, stderr, user_errors
-from rllib_llm.cli.metrics_view import flatten, number
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.cli.yaml_loader import parse_mapping
+from rllib_llm.experiments.yaml_loader import parse_mapping
+from rllib_llm.reports.metrics_view import flatten, number
+from rllib_llm.user_errors import show, stderr, user_errors
 
 
 @takes(RayOptions)
@@ -59,7 +59,7 @@ def evaluate(
             settings["env"] = env
         if duration is not None:
             settings["evaluation_duration"] = duration
-        from rllib_llm.cli.checkpoints import find_checkpoint
+        from rllib_llm.checkpoints.finding import find_checkpoint
 
         checkpoint = find_checkpoint(checkpoint)
         algorithm_config = checkpoint_config(checkpoint, settings)
@@ -107,7 +107,7 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
     """
     from ray.rllib.algorithms import Algorithm
 
-    from rllib_llm.sampling.errors import NoServerError
+    from rllib_llm.rollouts.errors import NoServerError
 
     algorithm = Algorithm.from_checkpoint(str(checkpoint.resolve()), config=config)
     try:

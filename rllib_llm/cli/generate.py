@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.errors import user_errors
 from rllib_llm.cli.session import prepare
+from rllib_llm.user_errors import user_errors
 
 if TYPE_CHECKING:
-    from rllib_llm.sampling.params import SamplingParams
+    from rllib_llm.engines.params import SamplingParams
 
 BATCH_PROMPTS = 32
 DEFAULT_NEW_TOKENS = 64
@@ -107,11 +107,11 @@ class Completer:
     """A model, its tokenizer and sampling settings. Noise goes by the number of a prompt."""
 
     def __init__(self, checkpoint: str, sampling: Sampling) -> None:
-        from rllib_llm.cli.model_folder import find_model
+        from rllib_llm.checkpoints.model_folder import find_model
+        from rllib_llm.engines.params import SamplingParams
         from rllib_llm.envs.prompts import PromptEncoder
         from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
         from rllib_llm.modules.tokenizer import eos_token_ids
-        from rllib_llm.sampling.params import SamplingParams
 
         model = find_model(checkpoint)
         self.sampling = sampling
@@ -135,9 +135,9 @@ class Completer:
         """Return, for each prompt (text or chat messages), its completions as JSON rows."""
         import numpy as np
 
+        from rllib_llm.engines.engine import generate as sample
+        from rllib_llm.engines.noise import uniform_noise
         from rllib_llm.envs.prompts import PromptRow, pad_left
-        from rllib_llm.sampling.engine import generate as sample
-        from rllib_llm.sampling.noise import uniform_noise
 
         start, n = self._num_done, self.sampling.num_completions
         rows = [PromptRow(start + i, self._wrapped(p), {}) for i, p in enumerate(prompts)]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from rllib_llm.cli.overrides import HELP as SET_HELP
+from rllib_llm.experiments.overrides import HELP as SET_HELP
 
 
 @dataclass(frozen=True)

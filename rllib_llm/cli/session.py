@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.options import RayOptions
+from rllib_llm.user_errors import UserError
 
 OBJECT_STORE_BYTES = 512 * 1024**2
 LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "torchao", "torch.utils._pytree")

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.errors import UserError, show, shown_warnings, user_errors
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.cli.yaml_experiments import Experiment, checked, load
-from rllib_llm.cli.yaml_loader import parse_mapping, read
+from rllib_llm.experiments.yaml_experiments import Experiment, checked, load
+from rllib_llm.experiments.yaml_loader import parse_mapping, read
+from rllib_llm.user_errors import UserError, show, shown_warnings, user_errors
 
 app = typer.Typer(
     help="Train: from a YAML file, or with --algo and --env.", invoke_without_command=True
@@ -77,7 +77,7 @@ def train(
         return
     prepare(options.verbose)
     with user_errors(options.verbose):
-        from rllib_llm.cli.stage_result import short_name
+        from rllib_llm.experiments.stage_result import short_name
 
         if not algo:
             raise UserError(
@@ -145,7 +145,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
     """Check the experiments, run them in order, and report. Exits with 1 where one fails."""
     console = Console()
     with user_errors(options.verbose):
-        from rllib_llm.cli.plan import check_disk, check_experiments, check_resources
+        from rllib_llm.experiments.plan import check_disk, check_experiments, check_resources
 
         experiments = with_options(experiments, options)
         with shown_warnings():
@@ -153,8 +153,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
         loggers = _loggers(options, folder.name, len(experiments))
-    from rllib_llm.cli.report import report
-    from rllib_llm.cli.stages import StageFailed, StageInterrupted, run_stages
+    from rllib_llm.experiments.stages import StageFailed, StageInterrupted, run_stages
+    from rllib_llm.reports.report import report
 
     try:
         with user_errors(options.verbose), ray_session(options, needed["CPU"]) as cluster:
@@ -193,7 +193,7 @@ def _loggers(options: RunOptions, run: str, num_stages: int) -> Callable[[str], 
                 "alone it has no effect. Name a project, or drop it."
             )
         return lambda stage: []
-    from rllib_llm.cli.loggers import check_wandb, wandb_logger
+    from rllib_llm.tune.wandb_logger import check_wandb, wandb_logger
 
     check_wandb(options.wandb_key)
     project = options.wandb_project or "rllib_llm"

@@ -20,9 +20,9 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
-from rllib_llm.envs.completions import BanditEnvError, check_actions, decode_completions
+from rllib_llm.envs.checked_completions import BanditEnvError, check_actions, decode_completions
+from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, pad_left
-from rllib_llm.envs.rewards import RewardBatch, RewardSum
 
 RESET_OPTIONS = ("position", "num_prompts", "num_completions")
 

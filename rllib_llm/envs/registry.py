@@ -17,9 +17,9 @@ import gymnasium
 from rllib_llm.dotted import import_dotted, looks_dotted
 
 ENVIRONMENTS: dict[str, str] = {
-    "rllib_llm/Reviews-v0": "rllib_llm.envs.reviews:create",
+    "rllib_llm/Reviews-v0": "rllib_llm.envs.toys.reviews:create",
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
-    "rllib_llm/Arithmetic-v0": "rllib_llm.envs.arithmetic:create",
+    "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
 }
 
 # What the sampler adds to env_config where the user did not set it.

@@ -11,8 +11,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.envs.rewards import RewardSum, RewardTerm
 from rllib_llm.modules.model_source import (
     DOTTED,
     build_from_dotted,
@@ -158,8 +158,8 @@ def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *,
 
 def _model_settings(key: str) -> set[str]:
     """Names of the settings of a frozen model, `key` "reward_model" or "reference"."""
+    from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
     from rllib_llm.envs.reference import FrozenReference
-    from rllib_llm.envs.reward_model import RewardModelScorer
 
     if key == "reference":
         return set(inspect.signature(FrozenReference).parameters)
@@ -222,7 +222,7 @@ def _reference(settings: Mapping[str, Any]) -> Any | None:
 def _reward_model_term(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> RewardTerm:
-    from rllib_llm.envs.reward_model import RewardModelScorer
+    from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 
     chosen = _as_model_settings(settings["reward_model"], "reward_model")
     if not chosen.get("model"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from rllib_llm import columns
-from rllib_llm.learners.advantages import (
+from rllib_llm.learners.language_model_learner import Batch
+from rllib_llm.learners.rlhf_learner import RLHFLearner
+from rllib_llm.numerics.advantages import (
     group_normalized,
     leave_one_out,
     masked_whiten,
@@ -13,8 +15,6 @@ from rllib_llm.learners.advantages import (
     token_rewards,
     zero_variance_groups,
 )
-from rllib_llm.learners.language_model_learner import Batch
-from rllib_llm.learners.rlhf_learner import RLHFLearner
 
 
 class GroupLearner(RLHFLearner):

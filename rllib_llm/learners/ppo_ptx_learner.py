@@ -11,10 +11,10 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.data.texts import TextSource
-from rllib_llm.learners.advantages import gae, masked_whiten, token_rewards
 from rllib_llm.learners.language_model_learner import Batch, zero_loss
-from rllib_llm.learners.losses import cross_entropy_tokens
 from rllib_llm.learners.rlhf_learner import RLHFLearner
+from rllib_llm.numerics.advantages import gae, masked_whiten, token_rewards
+from rllib_llm.numerics.losses import cross_entropy_tokens
 
 
 class PPOPtxLearner(RLHFLearner):

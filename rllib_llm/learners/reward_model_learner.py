@@ -8,7 +8,7 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
-from rllib_llm.learners.losses import preference_loss
+from rllib_llm.numerics.losses import preference_loss
 
 
 class RewardModelLearner(LanguageModelLearner):

@@ -15,12 +15,12 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
-from rllib_llm.learners import losses, scores
-from rllib_llm.learners.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
-from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off
+from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.numerics import losses, scores
+from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 
 
 class RLHFLearner(LanguageModelLearner):
@@ -54,9 +54,9 @@ class RLHFLearner(LanguageModelLearner):
         self._num_minibatches = 0
         batch = dict(batch)
         # A row whose judge failed keeps its tokens out of every sum.
-        batch[columns.COMPLETION_MASK] = (
-            batch[columns.COMPLETION_MASK] & batch[columns.VALID].unsqueeze(1)
-        )
+        batch[columns.COMPLETION_MASK] = batch[columns.COMPLETION_MASK] & batch[
+            columns.VALID
+        ].unsqueeze(1)
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
@@ -196,8 +196,10 @@ class RLHFLearner(LanguageModelLearner):
             mask,
             kind=config.policy_loss,
             clip_low=use("clip_param", config.clip_param),
-            clip_high=use("clip_param_high", config.clip_param if config.clip_param_high is None
-                          else config.clip_param_high),
+            clip_high=use(
+                "clip_param_high",
+                config.clip_param if config.clip_param_high is None else config.clip_param_high,
+            ),
             dual_clip=use("dual_clip", config.dual_clip),
             weights=self._importance_weights(batch),
         )
@@ -339,4 +341,3 @@ def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:
     if config.ref_kl_target is None:
         return FixedKLCoefficient(config.ref_kl_coeff)
     return AdaptiveKLCoefficient(config.ref_kl_coeff, config.ref_kl_target, config.ref_kl_horizon)
-

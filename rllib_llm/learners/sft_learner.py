@@ -8,7 +8,7 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
-from rllib_llm.learners.losses import cross_entropy_tokens
+from rllib_llm.numerics.losses import cross_entropy_tokens
 
 
 class SFTLearner(LanguageModelLearner):

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from rllib_llm.modules.lm_head import take_apart
+from rllib_llm.modules.packing.lm_head import take_apart
+from rllib_llm.modules.packing.trunk import reads_dense
 from rllib_llm.modules.shards import local_data, shard_like
-from rllib_llm.modules.trunk import reads_dense
 
 STRATEGIES = ("ddp", "fsdp")
 
@@ -96,9 +96,7 @@ def clip_gradients_(grads: list[Tensor], norm: Tensor, limit: float) -> None:
         local_data(grad).mul_(factor.to(grad.device))
 
 
-def shard_optimizer_state(
-    state: dict[int, Any], params: list[nn.Parameter]
-) -> dict[int, Any]:
+def shard_optimizer_state(state: dict[int, Any], params: list[nn.Parameter]) -> dict[int, Any]:
     """An optimiser's whole state, by parameter number, copied and cut as its parameters are."""
 
     def cut(value: Any, param: nn.Parameter) -> Any:

@@ -1,8 +1,8 @@
 """The policy: an RLModule around any Hugging Face causal language model, with a critic.
 
-    forward_exploration(prompts) -> completions sampled, with the sampler's own log-probs
-    forward_inference(prompts)   -> the same, greedily
-    forward_train(batch)         -> log-probs, entropy and values of the completion tokens only
+forward_exploration(prompts) -> completions sampled, with the sampler's own log-probs
+forward_inference(prompts)   -> the same, greedily
+forward_train(batch)         -> log-probs, entropy and values of the completion tokens only
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
+from rllib_llm.engines.engine import Completions, generate
+from rllib_llm.engines.params import SamplingParams
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
-from rllib_llm.modules.lm_head import take_apart
-from rllib_llm.modules.logprobs import (
+from rllib_llm.modules.lora import add_adapters
+from rllib_llm.modules.packing.lm_head import take_apart
+from rllib_llm.modules.packing.logprobs import (
     CompletionOutputs,
     ReferencePolicy,
     completion_hidden,
     score_completions,
     text_logprobs,
 )
-from rllib_llm.modules.lora import add_adapters
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_sequence_classifier,
@@ -33,8 +35,6 @@ from rllib_llm.modules.pretrained import (
 )
 from rllib_llm.modules.quantization import load_quantized
 from rllib_llm.modules.score_normalization import read_score_normalization
-from rllib_llm.sampling.engine import Completions, generate
-from rllib_llm.sampling.params import SamplingParams
 
 
 class ValueHead(nn.Module):

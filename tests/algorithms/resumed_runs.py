@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from rllib_llm.algorithms.samples import SAMPLES_FILE
+from rllib_llm.tune.samples import SAMPLES_FILE
 from tests.algorithms import tiny_runs as tiny
 
 NUM_BEFORE = NUM_AFTER = 5  # iterations
@@ -87,7 +87,8 @@ def two_samplers(config):
 RUNS: dict[str, tuple[Callable, Callable]] = {
     "ppo": (ppo, ppo),
     "exact ppo, two samplers": (
-        lambda: two_samplers(exact_ppo()), lambda: two_samplers(exact_ppo()),
+        lambda: two_samplers(exact_ppo()),
+        lambda: two_samplers(exact_ppo()),
     ),
     "grpo": (grpo, grpo),
     "grpo, then two samplers": (grpo, lambda: two_samplers(grpo())),

@@ -9,7 +9,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.cli.trial_logs import read_json_lines
+from rllib_llm.tune.trial_logs import read_json_lines
 from tests.algorithms import tiny_runs as tiny
 
 # Several updates per batch with a large step, so that clipping decides about tokens.
@@ -33,9 +33,10 @@ def effective_after_one(algorithm) -> dict[str, float]:
 def checkpoint(tmp_path_factory, ray_session):
     """Of a trial under `BASE`, one iteration old."""
     with tiny.built(ppo()) as algorithm:
-        assert effective_after_one(algorithm).items() >= {
-            name: BASE[name] for name in PERTURBED
-        }.items()
+        assert (
+            effective_after_one(algorithm).items()
+            >= {name: BASE[name] for name in PERTURBED}.items()
+        )
         return algorithm.save_to_path(str(tmp_path_factory.mktemp("base") / "checkpoint"))
 
 
@@ -106,8 +107,12 @@ def test_a_scheduled_learning_rate_is_the_one_that_was_stepped_with():
 def test_population_based_training_uses_what_it_mutates(tmp_path):
     """Through the command line: two trials; after every second iteration the worse one goes on
     from the better one's checkpoint with settings of its own."""
-    mutations = {"lr": {"loguniform": [1e-4, 1e-2]}, "clip_param": {"uniform": [0.05, 0.4]},
-                 "ref_kl_coeff": {"loguniform": [0.01, 1.0]}, "ptx_coeff": [0.1, 0.2, 0.4]}
+    mutations = {
+        "lr": {"loguniform": [1e-4, 1e-2]},
+        "clip_param": {"uniform": [0.05, 0.4]},
+        "ref_kl_coeff": {"loguniform": [0.01, 1.0]},
+        "ptx_coeff": [0.1, 0.2, 0.4],
+    }
     stage = {
         "run": "PPOPtx", "env": "rllib_llm/RLHF-v0", "stop": {"training_iteration": 6},
         "num_samples": 2, "metric": "objective/scores", "mode": "max", "scheduler": "pbt",

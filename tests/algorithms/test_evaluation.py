@@ -9,8 +9,8 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import held_out_metrics
-from rllib_llm.sampling.errors import NoServerError
-from rllib_llm.sampling.request import JudgedBatch
+from rllib_llm.rollouts.errors import NoServerError
+from rllib_llm.rollouts.request import JudgedBatch
 from tests.algorithms import tiny_runs as tiny
 from tests.scripted_server import serving
 

@@ -14,10 +14,10 @@ import ray
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from rllib_llm.algorithms.checkpoint_folder import check
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import check
 from rllib_llm.cli.main import app
-from rllib_llm.cli.stage_result import StageResult
+from rllib_llm.experiments.stage_result import StageResult
 from tests.algorithms import resumed_runs as runs
 from tests.algorithms import tiny_runs as tiny
 

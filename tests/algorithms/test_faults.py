@@ -12,7 +12,7 @@ import ray
 import torch
 
 from rllib_llm.learners.learner_actors import LearnerError
-from rllib_llm.sampling.errors import BrokenSamplerError, NoSamplersError
+from rllib_llm.rollouts.errors import BrokenSamplerError, NoSamplersError
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")

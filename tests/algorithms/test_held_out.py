@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.data.texts import encode_start
-from rllib_llm.envs.reward_model import RewardModelScorer
+from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from tests.algorithms import tiny_runs
 
 pytestmark = pytest.mark.usefixtures("ray_session")

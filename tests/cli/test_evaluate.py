@@ -6,12 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.cli.stage_result import StageResult
+from rllib_llm.experiments.stage_result import StageResult
 from tests.cli.said import said
 from tests.scripted_server import serving
 
-MODEL = "rllib_llm.envs.arithmetic.build_model"
-TEXTS = {"path": "rllib_llm.envs.arithmetic.sft_texts", "limit": 32}
+MODEL = "rllib_llm.envs.toys.arithmetic.build_model"
+TEXTS = {"path": "rllib_llm.envs.toys.arithmetic.sft_texts", "limit": 32}
 STAGES = {
     "sft": {
         "run": "SFT",

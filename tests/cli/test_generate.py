@@ -6,11 +6,11 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from rllib_llm.algorithms.checkpoint_folder import write_manifest
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import write_manifest
+from rllib_llm.checkpoints.model_folder import find_model
 from rllib_llm.cli.main import app
-from rllib_llm.cli.model_folder import find_model
-from rllib_llm.envs import arithmetic
+from rllib_llm.envs.toys import arithmetic
 from tests.cli.said import said
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from rllib_llm.cli.errors import UserError
 from rllib_llm.cli.options import RayOptions
 from rllib_llm.cli.session import _init_arguments, prepare
+from rllib_llm.user_errors import UserError
 
 
 def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():

@@ -8,10 +8,10 @@ import yaml
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.cli.stage_result import StageResult
-from rllib_llm.cli.trial_logs import read_results
+from rllib_llm.experiments.stage_result import StageResult
+from rllib_llm.tune.trial_logs import read_results
 from tests.cli.said import said
-from tests.cli.tiny_trainables import COUNTER
+from tests.tune.tiny_trainables import COUNTER
 
 TWO_STAGES = {
     "first": {
@@ -180,7 +180,7 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train", "--algo", "PPO", "--config", "[1]"], "--config='[1]' must be a mapping"),
         (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "counter.config: unknown key 'lrr'"),
         (
-            ["train", "--algo", "tests.cli.tiny_trainables:Counter", "--config", "{lrr: 1}"],
+            ["train", "--algo", "tests.tune.tiny_trainables:Counter", "--config", "{lrr: 1}"],
             "counter.config: unknown key 'lrr'",
         ),
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
@@ -207,8 +207,8 @@ def test_mistakes_are_one_panel_and_exit_code_2(arguments: list[str], message: s
 
 def test_warnings_are_shown_in_a_line_before_the_run():
     config = {
-        "model": "rllib_llm.envs.arithmetic.build_model",
-        "data": "rllib_llm.envs.arithmetic.sft_texts",
+        "model": "rllib_llm.envs.toys.arithmetic.build_model",
+        "data": "rllib_llm.envs.toys.arithmetic.sft_texts",
         "lr_num_updates": 7,
     }
     arguments = ["--config", json.dumps(config), "--storage-path", "s3://bucket"]

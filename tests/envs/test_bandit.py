@@ -6,8 +6,8 @@ import torch
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.envs.bandit import BanditEnv, BanditEnvError
+from rllib_llm.envs.judges.rewards import RewardError, RewardSum
 from rllib_llm.envs.prompts import PromptError, PromptSource
-from rllib_llm.envs.rewards import RewardError, RewardSum
 from tests.envs.tiny_envs import answer, num_words, word_env
 from tests.envs.tiny_tokenizers import word_tokenizer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.envs.rewards import RewardSum
 from tests.envs.tiny_tokenizers import word_tokenizer
 
 PROMPTS = [

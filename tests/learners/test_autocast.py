@@ -35,8 +35,8 @@ def test_weights_moments_and_log_probs_stay_float32_and_near():
 
 
 def test_sampler_and_trainer_use_the_same_arithmetic():
-    from rllib_llm.sampling.noise import uniform_noise
-    from rllib_llm.sampling.params import SamplingParams
+    from rllib_llm.engines.noise import uniform_noise
+    from rllib_llm.engines.params import SamplingParams
 
     learner = build("bfloat16")
     batch = tiny.completions([3, 3, 3, 3])
@@ -45,6 +45,4 @@ def test_sampler_and_trainer_use_the_same_arithmetic():
         batch, params=params, noise=uniform_noise(0, torch.arange(4), 5)
     )
     scored = learner.forward({**batch, **sampled})[columns.LOGPROBS]
-    torch.testing.assert_close(
-        scored, sampled[columns.SAMPLER_LOGPROBS], rtol=0, atol=20 * STEP
-    )
+    torch.testing.assert_close(scored, sampled[columns.SAMPLER_LOGPROBS], rtol=0, atol=20 * STEP)

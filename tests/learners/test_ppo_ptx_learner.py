@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm import columns
-from rllib_llm.learners.advantages import gae, token_rewards
+from rllib_llm.numerics.advantages import gae, token_rewards
 from tests.algorithms.tiny_runs import TEXTS, assert_same_weights, ppo
 from tests.learners import tiny_learners as tiny
 
@@ -16,11 +16,15 @@ ONE_STEP = {"minibatch_size": None, "num_epochs": 1, "grad_clip": None, "ptx_dat
 def text_loss(learner, texts):
     """Mean cross-entropy of the target tokens, as transformers computes it."""
     labels = texts[columns.INPUT_IDS].masked_fill(~texts[columns.LOSS_MASK], -100)
-    return tiny.module_of(learner).model(
-        input_ids=texts[columns.INPUT_IDS],
-        attention_mask=texts[columns.ATTENTION_MASK],
-        labels=labels,
-    ).loss
+    return (
+        tiny.module_of(learner)
+        .model(
+            input_ids=texts[columns.INPUT_IDS],
+            attention_mask=texts[columns.ATTENTION_MASK],
+            labels=labels,
+        )
+        .loss
+    )
 
 
 def test_the_gradient_is_that_of_ppo_plus_gamma_times_that_of_the_text():

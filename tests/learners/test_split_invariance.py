@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rllib_llm import columns
-from rllib_llm.learners.advantages import gae, masked_whiten
 from rllib_llm.learners.batching import micro_batch_indices, take_rows, trim
-from rllib_llm.learners.kl import kl_estimate
-from rllib_llm.learners.losses import LossDenominators, policy_loss, reduce_loss, value_loss
-from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.packing.logprobs import score_completions
+from rllib_llm.numerics.advantages import gae, masked_whiten
+from rllib_llm.numerics.kl import kl_estimate
+from rllib_llm.numerics.losses import LossDenominators, policy_loss, reduce_loss, value_loss
 from tests.modules.tiny_models import VOCAB, tiny_model
 
 MAX_COMPLETION_LEN = 9

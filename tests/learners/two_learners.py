@@ -13,7 +13,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 
 from rllib_llm import columns
-from rllib_llm.envs import arithmetic
+from rllib_llm.envs.toys import arithmetic
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 

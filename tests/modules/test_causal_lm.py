@@ -9,9 +9,9 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm import columns
+from rllib_llm.engines.params import SamplingParams
 from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.score_normalization import write_score_normalization
-from rllib_llm.sampling.params import SamplingParams
 from tests.algorithms.tiny_runs import MODEL, build_classifier
 from tests.learners.tiny_learners import completions
 from tests.tiny_models import byte_tokenizer, llama_classifier, save

@@ -6,6 +6,9 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
+from rllib_llm.engines.engine import generate
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
 from rllib_llm.modules.adapter_folder import (
     AdapterBase,
     load_merged,
@@ -13,13 +16,10 @@ from rllib_llm.modules.adapter_folder import (
     read_adapters,
     save_adapters,
 )
-from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.lora import adapters_off, add_adapters, check_lora, is_adapter, merge_into
+from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import load_quantized
-from rllib_llm.sampling.engine import generate
-from rllib_llm.sampling.noise import uniform_noise
-from rllib_llm.sampling.params import SamplingParams
 from tests.modules.tiny_models import tiny_model
 from tests.tiny_models import llama
 
@@ -191,5 +191,3 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
 def test_settings_that_are_none_are_refused(lora, words):
     with pytest.raises(ValueError, match=words):
         check_lora(lora)
-
-

@@ -1,0 +1,68 @@
+"""Settings of engines and of overlapped sampling, checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.engines.external_engine import ENGINES
+
+
+def check_engine(config: Any) -> None:
+    """Raises ValueError for an engine that is unknown or cannot serve this config."""
+    require(
+        config.engine in ENGINES, "engine", config.engine, f"one of {ENGINES}",
+        "no other is known", "Use 'torch'",
+    )  # fmt: skip
+    require(
+        config.engine_settings is None or isinstance(config.engine_settings, dict),
+        "engine_settings", config.engine_settings, "a dictionary or None",
+        "it holds arguments of the engine by name", "Write it as {name: value}",
+    )  # fmt: skip
+    if config.engine == "openai":
+        _check_openai(config)
+    if config.engine == "vllm" and config.num_env_runners:
+        _check_vllm(config)
+
+
+def _check_openai(config: Any) -> None:
+    require(
+        config.in_evaluation, "engine", config.engine, "'torch' or 'vllm' in training",
+        "a server generates with weights and tokens of its own, so nothing can be learnt from it",
+        "Set it for evaluation: evaluation_config={'engine': 'openai', ...}",
+    )  # fmt: skip
+    missing = {"base_url", "served_model"} - set(config.engine_settings or {})
+    require(
+        not missing, "engine_settings", config.engine_settings,
+        "a dictionary with 'base_url' and 'served_model'",
+        "they say which server and which of its models answers", f"Add {sorted(missing)}",
+    )  # fmt: skip
+
+
+def _check_vllm(config: Any) -> None:
+    from rllib_llm.engines.vllm_engine import MISSING, check_params
+
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(MISSING)
+    require(
+        config.lora is None, "lora", config.lora, "None with engine='vllm'",
+        "adapters alone are published, and vLLM is given whole weights", "Use engine='torch'",
+    )  # fmt: skip
+    check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
+
+
+def check_pipeline(config: Any) -> None:
+    """Raises ValueError for a depth that does not exist or is not corrected for."""
+    require(
+        config.pipeline_depth in (0, 1), "pipeline_depth", config.pipeline_depth, "0 or 1",
+        "batches older than one update are not offered", "Use 1 to overlap, 0 to wait",
+    )  # fmt: skip
+    recomputes = config.critic != "none" or config.recompute_old_logprobs
+    require(
+        not config.pipeline_depth or not recomputes or config.importance_sampling is not None,
+        "importance_sampling", config.importance_sampling,
+        "'truncate' or 'mask' with pipeline_depth=1 and recomputed log-probs (a critic has them "
+        "recomputed)", "the batch was sampled by an older policy than the one they are taken from",
+        "Set importance_sampling='truncate'",
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""The checkpoint that a user means: the one named, or the newest usable one of a trial."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from rllib_llm.checkpoints.folder import CheckpointError, checkpoints_in, newest_usable
+from rllib_llm.checkpoints.whole import WholeCheckpoints
+from rllib_llm.user_errors import UserError
+
+
+def restore_source(given: str, algo_class: type, where: str) -> Path:
+    """Return the checkpoint folder from which trials of `algo_class` start.
+
+    Raises:
+        UserError: there is none, or, for an algorithm of ours, no usable one.
+    """
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f"{where}={given!r} must be a checkpoint folder: there is none. "
+            "`rllib train` prints the checkpoints it wrote."
+        )
+    ours = issubclass(algo_class, WholeCheckpoints)
+    return (newest_usable(folder) if ours else folder).resolve()
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint of an algorithm that `folder` is, or the newest usable one in it.
+
+    Raises:
+        CheckpointError: there is none, saying what is wrong with the newest.
+    """
+    from ray.rllib.algorithms import Algorithm
+
+    try:
+        return newest_usable(folder)
+    except CheckpointError:
+        # RLlib's own algorithms know no manifest.
+        for candidate in [folder, *checkpoints_in(folder)]:
+            if _is_stock(candidate / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME):
+                return candidate
+        raise
+
+
+def _is_stock(file: Path) -> bool:
+    """Whether `file` names an RLlib algorithm that is none of ours."""
+    if not file.is_file():
+        return False
+    try:
+        with file.open("rb") as stream:
+            made_by = pickle.load(stream)["class"]
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError):
+        return False  # cut off
+    return not issubclass(made_by, WholeCheckpoints)

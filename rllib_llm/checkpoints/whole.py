@@ -1,0 +1,160 @@
+"""RLlib's checkpoints of an algorithm, saved as a whole and checked before they are read."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.core import (
+    COMPONENT_ENV_RUNNER,
+    COMPONENT_ENV_TO_MODULE_CONNECTOR,
+    COMPONENT_EVAL_ENV_RUNNER,
+    COMPONENT_LEARNER_GROUP,
+    COMPONENT_MODULE_TO_ENV_CONNECTOR,
+)
+from ray.rllib.utils import force_list
+
+from rllib_llm.checkpoints.folder import (
+    CheckpointError,
+    checkpoints_in,
+    newest_usable,
+    write_manifest,
+    written_whole,
+)
+
+logger = logging.getLogger(__name__)
+
+# What samplers do is a function of the request and the weights: they have no state to keep.
+SAMPLER_PARTS = (
+    COMPONENT_ENV_RUNNER,
+    COMPONENT_EVAL_ENV_RUNNER,
+    COMPONENT_ENV_TO_MODULE_CONNECTOR,
+    COMPONENT_MODULE_TO_ENV_CONNECTOR,
+)
+
+# The checkpoint that `from_checkpoint` has checked and is building an algorithm from.
+_checked: ContextVar[str | None] = ContextVar("_checked", default=None)
+
+
+class WholeCheckpoints(Algorithm):
+    """An algorithm that saves and restores through `checkpoint_folder`.
+
+    A checkpoint is RLlib's own folder and a manifest: models as safetensors, everything else
+    RLlib's pickled state.
+    """
+
+    def complete_checkpoint(self, folder: Path) -> None:
+        """Adds to a checkpoint what an algorithm has beside RLlib's state, before the manifest."""
+
+    def save_to_path(
+        self, path=None, *, state=None, filesystem=None, use_msgpack: bool = False
+    ) -> str:
+        """As RLlib's; a checkpoint at `path` is replaced only once the new one is whole.
+
+        Raises:
+            OSError: no room, say; the checkpoint that was at `path` is as it was.
+        """
+        if path is None:
+            path = Path(tempfile.mkdtemp()) / "checkpoint"
+        filesystem, path = _resolve(path, filesystem)
+        if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+            return self._save_elsewhere(path, filesystem, state=state, use_msgpack=use_msgpack)
+        with written_whole(path) as folder:
+            super().save_to_path(str(folder), state=state, use_msgpack=use_msgpack)
+            self.complete_checkpoint(folder)
+            write_manifest(folder, self._about())
+        return path
+
+    def restore_from_path(self, path, *, component=None, filesystem=None, **kwargs: Any) -> None:
+        """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder.
+
+        Raises:
+            CheckpointError: it is damaged or unknown, and nothing was changed by it.
+        """
+        filesystem, path = _resolve(path, filesystem)
+        is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        if component is None and is_local and path != _checked.get():
+            path = str(newest_usable(path))
+        if component is not None:
+            kwargs["component"] = component
+        self._restore_checked(path, filesystem=filesystem, **kwargs)
+
+    def _restore_checked(self, path: str, **kwargs: Any) -> None:
+        super().restore_from_path(path, **kwargs)
+
+    @classmethod
+    def from_checkpoint(cls, path, filesystem=None, **kwargs: Any):
+        """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder."""
+        if filesystem is not None or not isinstance(path, str | Path) or "://" in str(path):
+            return super().from_checkpoint(path, filesystem, **kwargs)
+        path = str(newest_usable(Path(path).resolve()))
+        token = _checked.set(path)
+        try:
+            return super().from_checkpoint(path, **kwargs)
+        finally:
+            _checked.reset(token)
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Tune's: where the machine died while the checkpoint was written, the trial goes on from
+        the newest usable one before it."""
+        given = Path(checkpoint_dir)
+        of_trial = checkpoints_in(given.parent)
+        older = of_trial[of_trial.index(given) + 1 :] if given in of_trial else []
+        first_error: CheckpointError | None = None
+        for candidate in [given, *older]:
+            try:
+                super().load_checkpoint(str(candidate))
+            except CheckpointError as error:
+                first_error = first_error or error
+                continue
+            if first_error is not None:
+                logger.warning("%s Going on from %s.", first_error, candidate)
+            return
+        assert first_error is not None
+        raise first_error
+
+    def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
+        """As RLlib's, without the samplers."""
+        not_components = [*force_list(not_components), *SAMPLER_PARTS]
+        return super().get_state(components, not_components=not_components, **kwargs)
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """The learner group alone."""
+        parts = super().get_checkpointable_components()
+        return [part for part in parts if part[0] == COMPONENT_LEARNER_GROUP]
+
+    def _about(self) -> dict[str, Any]:
+        import rllib_llm
+
+        return {
+            "rllib_llm_version": rllib_llm.__version__,
+            "ray_version": ray.__version__,
+            "algorithm": type(self).__name__,
+            "training_iteration": self.training_iteration,
+        }
+
+    def _save_elsewhere(self, path: str, filesystem: pyarrow.fs.FileSystem, **kwargs: Any) -> str:
+        folder = Path(tempfile.mkdtemp())
+        try:
+            self.save_to_path(folder, **kwargs)
+            filesystem.create_dir(path, recursive=True)
+            pyarrow.fs.copy_files(str(folder), path, destination_filesystem=filesystem)
+        finally:
+            shutil.rmtree(folder)
+        return path
+
+
+def _resolve(path: Any, filesystem: Any) -> tuple[pyarrow.fs.FileSystem, str]:
+    """File system and path, of a URI as well; relative paths are local ones."""
+    if filesystem is not None:
+        return filesystem, str(path)
+    if "://" in str(path):
+        return pyarrow.fs.FileSystem.from_uri(str(path))
+    return pyarrow.fs.LocalFileSystem(), str(Path(path).resolve())

@@ -1,0 +1,87 @@
+"""The fastest way a model has to take one more token per row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from rllib_llm.engines.cuda_graph import CudaGraph
+from rllib_llm.engines.decode_weights import decode_layout
+from rllib_llm.engines.kv_cache import SharedPromptCache
+from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
+from rllib_llm.engines.static_step import StaticLlamaStep, can_be_recorded
+from rllib_llm.modules.packing.lm_head import take_apart
+
+# tokens [rows] int64, their positions [rows] int64, cache, padding mask [rows, seen + 1] bool or
+# None -> logits [rows, vocab]; the cache holds the tokens afterwards. With a value head the values
+# of the same states are one more column.
+DecodeStep = Callable[[torch.Tensor, torch.Tensor, Cache, torch.Tensor | None], torch.Tensor]
+# As `open_decode_step` with its default settings.
+OpenStep = Callable[[nn.Module, Cache, int, nn.Module | None], AbstractContextManager[DecodeStep]]
+
+
+@contextmanager
+def open_decode_step(
+    model: nn.Module,
+    cache: Cache,
+    steps: int,
+    value_head: nn.Module | None = None,
+    cuda_graphs: bool = True,
+) -> Iterator[DecodeStep]:
+    """A step of the model as it is now, valid inside the context.
+
+    Args:
+        model: causal LM of transformers.
+        cache: the cache the step will be used with.
+        steps: how often the step will be taken at most.
+        value_head: a linear layer of the trunk's last state, as `linear`, whose result is appended.
+        cuda_graphs: whether the step may be recorded and replayed on a CUDA device.
+    """
+    if isinstance(cache, SharedPromptCache) and is_llama_shaped(model):
+        llama_step = LlamaStep(model, steps, value_head)
+        device = llama_step.embedding.device
+        if cuda_graphs and device.type == "cuda" and can_be_recorded(model):
+            yield StaticLlamaStep(llama_step, functools.partial(CudaGraph, device=device))
+        else:
+            yield llama_step
+        return
+
+    def step(
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        padding_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return last_logits(
+            model,
+            value_head,
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=padding_mask,
+            position_ids=positions.unsqueeze(1),
+            past_key_values=cache,
+        )
+
+    with decode_layout(model, steps):
+        yield step
+
+
+def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -> torch.Tensor:
+    """Logits [rows, vocab] behind each row's last token by the model's own forward, which fills the
+    cache; with a value head one column more, the values [rows] of these states.
+
+    With a value head the model must be one that `take_apart` takes apart.
+    """
+    if value_head is None:
+        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+    # Not by `output_hidden_states`: transformers leaves its hooks behind in the model.
+    halves = take_apart(model)
+    assert halves is not None
+    state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
+    logits, values = halves.logits(state), value_head(state)
+    return torch.cat([logits, values.to(logits.dtype).unsqueeze(1)], dim=1)

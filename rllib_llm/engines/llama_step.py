@@ -1,0 +1,233 @@
+"""One decode step of Llama-shaped models in a third of the operations transformers' modules take.
+
+At a few dozen rows a step of a small model is bound by the number of operations, not by their
+arithmetic. The numbers are the model's own (same norms, rotary embedding, activation and weights)
+up to round-off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from rllib_llm.engines.decode_weights import pays, transposed
+from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
+from rllib_llm.modules.packing.llama_shape import is_plain, is_read_whole, is_rms_norm
+
+_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_llama_shaped(model: nn.Module) -> bool:
+    """Whether `LlamaStep` computes what the model computes.
+
+    Exact classes only, with plain float layers: quantised layers, adapters, hooks and replaced
+    forwards are the model's own business.
+    """
+    if type(model) not in _MODELS:
+        return False
+    return is_read_whole(model.model) and all(is_plain(part) for part in model.modules())
+
+
+class _Projection:
+    """x @ matrix + bias for one or several linear layers with the same input, side by side."""
+
+    def __init__(self, linears: Sequence[nn.Linear], steps: int) -> None:
+        weights = [linear.weight for linear in linears]
+        if pays(weights[0], steps):
+            self.matrix = transposed(weights)
+        else:
+            self.matrix = (weights[0] if len(weights) == 1 else torch.cat(weights)).t()
+        self.bias = None
+        if any(linear.bias is not None for linear in linears):
+            self.bias = torch.cat([_bias_of(linear) for linear in linears])
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return torch.mm(inputs, self.matrix)
+        return torch.addmm(self.bias, inputs, self.matrix)
+
+    def add_to(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """residual + x @ matrix + bias."""
+        total = torch.addmm(residual, inputs, self.matrix)
+        return total if self.bias is None else total.add_(self.bias)
+
+
+def _bias_of(linear: nn.Linear) -> torch.Tensor:
+    return linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+
+
+def _norm(module: nn.Module) -> _Norm:
+    """The RMS norm in one operation instead of six, where it is the one of these models."""
+    if not is_rms_norm(module):
+        return module.forward
+
+    def norm(inputs: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        if inputs.dtype != weight.dtype:  # under autocast, where the module promotes
+            return module.forward(inputs)
+        return F.rms_norm(inputs, weight.shape, weight, module.variance_epsilon)
+
+    return norm
+
+
+@dataclass
+class _Rotation:
+    """cos and signed sin of the step's positions, [rows, 1, head_dim]."""
+
+    cos: torch.Tensor
+    signed_sin: torch.Tensor
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotated queries or keys, [rows, num_heads, head_dim] (Su et al. 2021, RoFormer)."""
+        swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+        return torch.addcmul(heads * self.cos, swapped, self.signed_sin)
+
+
+class _Layer:
+    """One decoder layer on [rows, hidden]."""
+
+    def __init__(self, layer: nn.Module, window: int | None, steps: int) -> None:
+        attention = layer.self_attn
+        self.input_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.qkv = _Projection([attention.q_proj, attention.k_proj, attention.v_proj], steps)
+        self.head_norms: tuple[_Norm, _Norm] | None = None  # of queries, of keys
+        if hasattr(attention, "q_norm"):
+            self.head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
+        self.output = _Projection([attention.o_proj], steps)
+        self.gate = _Projection([layer.mlp.gate_proj], steps)
+        self.up = _Projection([layer.mlp.up_proj], steps)
+        self.down = _Projection([layer.mlp.down_proj], steps)
+        self.activation = layer.mlp.act_fn.forward
+        self.scaling = attention.scaling
+        self.window = window
+        self.head_dim = attention.head_dim
+        self.num_key_heads = attention.k_proj.out_features // self.head_dim
+        self.num_query_heads = attention.q_proj.out_features // self.head_dim
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotate: _Rotation,
+        cache: SharedPromptLayer | StaticLayer,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        hidden = self.output.add_to(hidden, self._attend(hidden, rotate, cache, mask))
+        normed = self.mlp_norm(hidden)
+        gated = self.activation(self.gate(normed)).mul_(self.up(normed))
+        return self.down.add_to(hidden, gated)
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        rotate: _Rotation,
+        cache: SharedPromptLayer | StaticLayer,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        heads = self.qkv(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        values = heads[:, self.num_query_heads + self.num_key_heads :]
+        if self.head_norms is None:
+            rotated = rotate(heads[:, : self.num_query_heads + self.num_key_heads])
+            queries = rotated[:, : self.num_query_heads]
+            keys = rotated[:, self.num_query_heads :]
+        else:
+            query_norm, key_norm = self.head_norms
+            queries = rotate(query_norm(heads[:, : self.num_query_heads]))
+            keys = rotate(key_norm(heads[:, self.num_query_heads : -self.num_key_heads]))
+        keys, values = cache.update(keys.unsqueeze(2), values.unsqueeze(2))
+        start = cache.first_in_window(self.window)
+        # Queries that share a key head stand in the place of query positions.
+        attended = F.scaled_dot_product_attention(
+            queries.unflatten(1, (self.num_key_heads, -1)),
+            keys[:, :, start:],
+            values[:, :, start:],
+            attn_mask=None if mask is None else mask[..., start:],
+            scale=self.scaling,
+        )
+        return attended.reshape(len(hidden), -1)
+
+
+class LlamaStep:
+    """Logits behind one new token per row, for models that `is_llama_shaped`.
+
+    Holds copies of the weights where the layout pays: make a new one after they change.
+
+    Args:
+        model: the model.
+        steps: tokens to be decoded.
+        value_head: if given, the value of each state is one more column of the logits.
+    """
+
+    def __init__(self, model: nn.Module, steps: int, value_head: nn.Module | None = None) -> None:
+        trunk = model.model
+        config = model.config
+        self.embedding = trunk.embed_tokens.weight
+        self.rotary = trunk.rotary_emb
+        self.layers = [
+            _Layer(layer, _window(config, i), steps) for i, layer in enumerate(trunk.layers)
+        ]
+        self.norm = _norm(trunk.norm)
+        heads = [model.lm_head] if value_head is None else [model.lm_head, value_head.linear]
+        self.head = _Projection(heads, steps)
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: SharedPromptCache,
+        padding_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Appends the tokens to the cache and returns logits [rows, vocab].
+
+        Args:
+            tokens: [rows] int64.
+            positions: [rows] int64, of these tokens.
+            cache: holds everything before them.
+            padding_mask: [rows, seen + 1] bool, True where a token counts, or None if all do.
+        """
+        mask = None
+        if padding_mask is not None:
+            mask = additive(padding_mask, self.embedding.dtype)
+        return self.logits(tokens, positions, cache.layers, [mask] * len(self.layers))
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[SharedPromptLayer | StaticLayer],
+        masks: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """As `__call__`; of each layer its cache and its mask, added to the attention's logits,
+        [rows, 1, 1, positions of the cache that are looked at]."""
+        hidden = F.embedding(tokens, self.embedding)
+        cos, sin = self.rotary(hidden, positions.unsqueeze(1))
+        half = sin.shape[-1] // 2
+        rotate = _Rotation(cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
+        for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
+            hidden = layer(hidden, rotate, cache, mask)
+        return self.head(self.norm(hidden))
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the mask [rows, positions] is True, else -inf; [rows, 1, 1, positions]."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)[:, None, None]
+
+
+def _window(config, layer_index: int) -> int | None:
+    """Positions a layer looks back, itself among them; None without a limit."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer_index] != "sliding_attention":
+        return None
+    return window

@@ -1,0 +1,150 @@
+"""A decode step of fixed shapes and addresses, recorded on the device and replayed for each token.
+
+A step of a 0.5 B model is some four hundred operations, and to launch them takes a CPU longer than
+to do them takes a GPU. Sampling the token and writing it down stay outside: some thirty operations,
+launched while the GPU is still at the replay before them.
+
+Recording takes as long as several steps launched one by one. A record therefore serves all tokens
+until the cache has grown beyond its positions or most of its rows have ended: rows in excess
+compute what nobody reads, positions in excess are masked out. The bounds below are estimates, not
+yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from rllib_llm.engines.kv_cache import SharedPromptCache, StaticLayer
+from rllib_llm.engines.llama_step import LlamaStep, additive
+
+# Positions of a record end at a multiple of this: the more, the fewer records and the more keys are
+# read in vain.
+_POSITIONS = 128
+# Fewer tokens than this save less than a record costs.
+_MIN_TOKENS = 16
+# Fewer rows do not make a step cheaper: it is bound by reading the weights.
+_FEW_ROWS = 32
+# A new record for fewer rows is made when so small a share of the old one's is in use.
+_ROW_SHARE = 0.25
+
+
+class Recorded(Protocol):
+    """A function of no arguments that can be repeated: `cuda_graph.CudaGraph`."""
+
+    def replay(self) -> torch.Tensor: ...
+
+
+# Function and the record before it, which is not used again -> record.
+Record = Callable[[Callable[[], torch.Tensor], Recorded | None], Recorded]
+
+
+def can_be_recorded(model: nn.Module) -> bool:
+    """Whether a Llama-shaped model's step is free of decisions on the host: dynamic rotary
+    embeddings change with the longest row."""
+    rope_type = model.model.rotary_emb.rope_type
+    return "dynamic" not in rope_type and rope_type != "longrope"
+
+
+class StaticLlamaStep:
+    """Logits behind one new token per row, as `LlamaStep` gives them, for one cache.
+
+    Args:
+        step: the step that is recorded, and taken as it is where too few tokens are left.
+        record: makes a record of a function.
+    """
+
+    def __init__(self, step: LlamaStep, record: Record) -> None:
+        self.step = step
+        self.record = record
+        self.recorded: Recorded | None = None
+        self.num_rows = self.num_positions = 0  # of the record
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: SharedPromptCache,
+        padding_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `LlamaStep.__call__`. Rows are left-padded, so that their positions say what counts
+        and the mask is not read. The logits are overwritten by the next step."""
+        rows, length = len(tokens), cache.length
+        fits = rows <= self.num_rows and length < self.num_positions
+        wasteful = self.num_rows > _FEW_ROWS and rows <= _ROW_SHARE * self.num_rows
+        pays = cache.capacity - length >= _MIN_TOKENS
+        if not fits and not pays:
+            return self.step(tokens, positions, cache, padding_mask)
+        if self.recorded is None:
+            self._allocate(cache)
+        self.tokens[:rows].copy_(tokens)
+        self.positions[:rows].copy_(positions)
+        self.column.fill_(length)
+        recorded = self.recorded
+        if recorded is None or not fits or (wasteful and pays):
+            recorded = self._record(rows, cache)
+        logits = recorded.replay()
+        cache.advance()
+        return logits[:rows]
+
+    def _allocate(self, cache: SharedPromptCache) -> None:
+        """Makes the tensors that each replay reads, for as many rows as the cache has."""
+        keys = cache.layers[0].keys
+        self.tokens = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.column = self.tokens.new_zeros(1)
+        for layer in cache.layers:
+            # What is masked out is multiplied by 0, which is not 0 for any leftover bits.
+            layer.keys[:, :, layer.length :] = 0
+            layer.values[:, :, layer.length :] = 0
+
+    def _record(self, rows: int, cache: SharedPromptCache) -> Recorded:
+        """Records the step for so many rows and the positions to come. The record reads the inputs'
+        tensors, the cache's buffers and the weights; each of them lives as long as this step."""
+        self.num_rows = min(-(-rows // 8) * 8, len(self.tokens))
+        self.num_positions = positions_of_record(cache.length, cache.capacity)
+        tokens, positions = self.tokens[: self.num_rows], self.positions[: self.num_rows]
+        layers = [
+            StaticLayer(layer, self.column, self.num_rows, self.num_positions)
+            for layer in cache.layers
+        ]
+        windows = [layer.window for layer in self.step.layers]
+
+        def run() -> torch.Tensor:
+            masks = {
+                window: additive(
+                    visible(self.column, positions, self.num_positions, window),
+                    self.step.embedding.dtype,
+                )
+                for window in set(windows)
+            }
+            return self.step.logits(tokens, positions, layers, [masks[w] for w in windows])
+
+        self.recorded = recorded = self.record(run, self.recorded)
+        return recorded
+
+
+def positions_of_record(length: int, capacity: int) -> int:
+    """Positions that a record made at `length` looks at, more than `length`: up to the next border,
+    or all `capacity` where too few for another record would be left."""
+    end = (length // _POSITIONS + 1) * _POSITIONS
+    return end if capacity - end >= _MIN_TOKENS else capacity
+
+
+def visible(
+    column: torch.Tensor, positions: torch.Tensor, num_positions: int, window: int | None
+) -> torch.Tensor:
+    """Which columns of the cache a left-padded row looks at, [rows, num_positions] bool.
+
+    Args:
+        column: [1] int64, the column of the rows' newest tokens.
+        positions: [rows] int64, the positions of these tokens: how many of theirs are before them.
+        num_positions: columns.
+        window: columns that it looks back, the newest among them; None without a limit.
+    """
+    age = column - torch.arange(num_positions, device=column.device)
+    seen = (age >= 0) & (age <= positions.unsqueeze(1))
+    return seen if window is None else seen & (age < window)

@@ -1,0 +1,123 @@
+"""Logits to token and log-prob: pure functions of tensors, one exponential per logit for both."""
+
+from __future__ import annotations
+
+import torch
+
+from rllib_llm.engines.params import SamplingParams
+
+# A nucleus is looked for among this many likeliest tokens before the whole vocabulary is sorted.
+_LIKELY_NUCLEUS = 512
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    noise: torch.Tensor | None,
+    params: SamplingParams,
+    forbidden: torch.Tensor | None = None,
+    forbidden_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each row and its log-prob under the untruncated distribution.
+
+    Sampling inverts the distribution function: the token is the first, in vocabulary order, whose
+    cumulative weight passes noise * total. Row i therefore depends on logits[i] and noise[i] only.
+
+    Args:
+        logits: [batch, vocab], any float dtype.
+        noise: [batch] float32 in [0, 1); None when params.greedy.
+        params: temperature, top_k, top_p and greedy are read.
+        forbidden: [k] int64 token ids that must not be chosen, or None.
+        forbidden_rows: [batch] bool, the rows that `forbidden` is about; None: all.
+
+    Returns:
+        tokens [batch] int64; logprobs [batch] float32, log_softmax(logits / temperature) of the
+        token before anything is forbidden or truncated.
+    """
+    logits = logits.float()
+    top = logits.amax(dim=-1, keepdim=True)
+    weights = logits - top
+    if params.temperature != 1.0:
+        weights /= params.temperature
+    weights.exp_()
+    log_total = weights.sum(dim=-1, keepdim=True).log_()
+    if params.greedy:
+        allowed = logits if forbidden is None else logits.clone()
+        if forbidden is not None:
+            _forbid(allowed, forbidden, forbidden_rows, -torch.inf)
+        tokens = allowed.argmax(dim=-1, keepdim=True)
+    else:
+        assert noise is not None, "sampling needs one uniform per row"
+        if forbidden is not None:
+            _forbid(weights, forbidden, forbidden_rows, 0.0)
+        tokens = invert_cdf(truncate(weights, params.top_k, params.top_p), noise)
+    logprobs = (logits.gather(-1, tokens) - top) / params.temperature - log_total
+    return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def _forbid(
+    table: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, value: float
+) -> None:
+    """Writes `value` for the tokens into table [batch, vocab], in `rows` or in all."""
+    if rows is None:
+        table.index_fill_(-1, tokens, value)
+    else:
+        table[:, tokens] = table[:, tokens].masked_fill(rows.unsqueeze(1), value)
+
+
+def invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The token ids at which the cumulative weight passes noise * total weight.
+
+    Args:
+        weights: [batch, vocab] float32, >= 0, not necessarily summing to 1.
+        noise: [batch] float32 in [0, 1).
+
+    Returns:
+        [batch, 1] int64. A token of weight 0 is never chosen: the cumulative weight passes the
+        target only where it grows.
+    """
+    cdf = weights.cumsum(dim=-1)
+    target = noise.unsqueeze(-1) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, target, right=True)
+    # Weights that are not finite give vocab here: kept in range so that the caller can report them.
+    return tokens.clamp_(max=weights.shape[-1] - 1)
+
+
+def truncate(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Weights with everything outside the top-k and then the top-p set put to 0.
+
+    Args:
+        weights: [batch, vocab] float32, >= 0.
+        top_k: tokens kept, 0 = all. Ties with the k-th stay.
+        top_p: the likeliest tokens holding at least this share of what top-k left, 1 = all.
+
+    Returns:
+        [batch, vocab] float32, the same tensor when nothing is cut.
+    """
+    vocab = weights.shape[-1]
+    if 0 < top_k < vocab:
+        kth = weights.topk(top_k, dim=-1).values[:, -1:]
+        weights = weights.where(weights >= kth, 0.0)
+    if top_p < 1.0:
+        wanted = top_p * weights.sum(dim=-1, keepdim=True)
+        ordered, order, cdf = _likeliest(weights, wanted)
+        kept = ordered.where(cdf - ordered < wanted, 0.0)
+        weights = torch.zeros_like(weights).scatter_(-1, order, kept)
+    return weights
+
+
+def _likeliest(
+    weights: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights in falling order, their ids and their cumulative sum, [batch, k] each.
+
+    k is as many as hold the mass `wanted` [batch, 1] in every row, or the vocabulary. Asking
+    whether a few do costs a GPU a synchronisation, so it sorts all.
+    """
+    vocab = weights.shape[-1]
+    if weights.device.type == "cpu" and vocab > 8 * _LIKELY_NUCLEUS:
+        ordered, order = weights.topk(_LIKELY_NUCLEUS, dim=-1)
+        cdf = ordered.cumsum(dim=-1)
+        if bool((cdf[:, -1:] >= wanted).all()):
+            return ordered, order, cdf
+    ordered, order = weights.sort(dim=-1, descending=True)
+    return ordered, order, ordered.cumsum(dim=-1)

@@ -1,0 +1,249 @@
+"""The weighted sum of reward functions over a batch of completions."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+import traceback
+import warnings
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardError, RewardTerm
+
+__all__ = ["RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards"]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Scores of B completions, all tensors [B] on one device.
+
+    scores float32 (the weighted sum, 0 where not valid), valid bool, components float32 by function
+    name before weighting (0 where that function failed), metrics float32 by name (diagnostics of
+    the functions that are no reward; 0 where that function failed).
+    """
+
+    scores: torch.Tensor
+    valid: torch.Tensor
+    components: dict[str, torch.Tensor]
+    metrics: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One function's answer: values and validity [B], metrics, the first failure's traceback."""
+
+    values: torch.Tensor
+    valid: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    failure: str = ""
+
+
+class RewardSum:
+    """The weighted sum of several reward functions, each one's failures costing only its rows.
+
+    A function that raises on the batch is called again row by row; rows on which it still raises,
+    and rows it gives NaN or infinity, are not valid: they are counted in `num_failed`, and the
+    first of each function is shown in a warning. Coroutine functions run concurrently.
+
+    Raises:
+        RewardError: at construction for a wrong setting; when called for an answer of the wrong
+            length or type, or where a function fails on every row of the batch.
+    """
+
+    def __init__(self, functions: Sequence[Any] | Any) -> None:
+        if isinstance(functions, (str, Mapping)) or callable(functions):
+            functions = [functions]
+        self.terms = [
+            f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in functions or ()
+        ]
+        names = [term.name for term in self.terms]
+        if not names or len(set(names)) < len(names):
+            problem = f"the names {names} repeat" if names else "there is none"
+            raise RewardError(
+                f"reward_functions={functions!r} must be one or more functions with names of their "
+                f"own: {problem}. Give each a 'function' and a 'name'."
+            )
+        self.num_failed = dict.fromkeys(names, 0)
+        self._warned: set[str] = set()
+
+    @property
+    def wants_texts(self) -> bool:
+        """True where any function reads texts, so that the batch must be decoded."""
+        return not all(term.wants_tokens for term in self.terms)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises `RewardError` where the data set's columns do not suit every function."""
+        for term in self.terms:
+            term.check_columns(columns)
+
+    def __call__(self, batch: RewardBatch) -> Rewards:
+        """Scores of the batch, on the device of `batch.completion_ids`.
+
+        What a function object reports by a `metrics()` method, one number each for all rows (the
+        drift of a quantised model), is among the metrics under "<function>/<metric>".
+        """
+        results = self._results(batch)
+        device = batch.completion_ids.device
+        scores = torch.zeros(len(batch), device=device)
+        valid = torch.ones(len(batch), dtype=torch.bool, device=device)
+        components, metrics = {}, {}
+        for term, result in zip(self.terms, results, strict=True):
+            self._report(term, result, batch)
+            components[term.name] = result.values
+            scores = scores + term.weight * result.values
+            valid = valid & result.valid
+            for name, values in result.metrics.items():
+                if name in metrics:
+                    raise RewardError(
+                        f"metric={name!r} must come from one reward function: {term.name!r} and "
+                        "another return it. Rename one."
+                    )
+                metrics[name] = values
+            for name, value in term.metrics().items():
+                metrics[name] = torch.full_like(scores, value)
+        scores = torch.where(valid, scores, torch.zeros_like(scores))
+        return Rewards(scores, valid, components, metrics)
+
+    def _results(self, batch: RewardBatch) -> list[_Result]:
+        """Async functions wait together in the background while the others compute."""
+        waiting = {
+            term.name: asyncio.run_coroutine_threadsafe(_judge_async(term, batch), _loop())
+            for term in self.terms
+            if term.is_async
+        }
+        results = {t.name: _judge(t, batch) for t in self.terms if not t.is_async}
+        results.update({name: future.result() for name, future in waiting.items()})
+        return [results[term.name] for term in self.terms]
+
+    def _report(self, term: RewardTerm, result: _Result, batch: RewardBatch) -> None:
+        failed = (~result.valid).nonzero().flatten().tolist()
+        if not failed:
+            return
+        self.num_failed[term.name] += len(failed)
+        reason = result.failure or term.missing_reason() or "the result is NaN or infinite"
+        shown = _shown(batch, failed[0])
+        if len(failed) == len(batch):
+            raise RewardError(
+                f"reward function {term.name!r} must judge at least one completion of a batch: "
+                f"it failed on all {len(batch)}. The first is {shown}. Correct the function, or "
+                f"what it depends on.\n{reason}"
+            )
+        if term.name not in self._warned:
+            self._warned.add(term.name)
+            warnings.warn(
+                f"reward function {term.name!r} failed on {len(failed)} of {len(batch)} "
+                f"completions, which are left out; the first is {shown}. Later failures are only "
+                f"counted (num_failed).\n{reason}",
+                stacklevel=3,
+            )
+
+
+def _judge(term: RewardTerm, batch: RewardBatch) -> _Result:
+    # Whatever a user's function raises costs its rows, hence the breadth of the excepts here.
+    answer, failure = None, ""
+    try:
+        answer = term.call(batch)
+        if inspect.isawaitable(answer):
+            answer = asyncio.run_coroutine_threadsafe(_awaited(answer), _loop()).result()
+    except Exception:
+        failure = traceback.format_exc()
+    if not failure:
+        return _read_answer(term, answer, batch)
+    if len(batch) == 1:
+        return _failed(batch, failure)
+    return _join([_judge(term, batch.row(i)) for i in range(len(batch))])
+
+
+async def _judge_async(term: RewardTerm, batch: RewardBatch) -> _Result:
+    answer, failure = None, ""
+    try:
+        answer = await term.call(batch)
+    except Exception:
+        failure = traceback.format_exc()
+    if not failure:
+        return _read_answer(term, answer, batch)
+    if len(batch) == 1:
+        return _failed(batch, failure)
+    rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
+    return _join(await asyncio.gather(*rows))
+
+
+@functools.lru_cache(maxsize=1)
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for the process, in a thread of its own, so that clients bound to a loop live
+    from batch to batch, and a loop already running in this thread (a notebook's) is no matter."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True).start()
+    return loop
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _failed(batch: RewardBatch, failure: str) -> _Result:
+    device = batch.completion_ids.device
+    values = torch.zeros(len(batch), device=device)
+    return _Result(values, torch.zeros(len(batch), dtype=torch.bool, device=device), {}, failure)
+
+
+def _join(rows: Sequence[_Result]) -> _Result:
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    missing = torch.zeros_like(rows[0].values)
+    return _Result(
+        torch.cat([row.values for row in rows]),
+        torch.cat([row.valid for row in rows]),
+        {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
+        next((row.failure for row in rows if row.failure), ""),
+    )
+
+
+def _read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> _Result:
+    metrics: Mapping[str, Any] = {}
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+        answer, metrics = answer
+    values = _numbers(term.name, "scores", answer, batch)
+    finite = torch.isfinite(values)
+    return _Result(
+        torch.where(finite, values, torch.zeros_like(values)),
+        finite,
+        {
+            str(name): _numbers(term.name, f"metric {name!r}", given, batch)
+            for name, given in metrics.items()
+        },
+    )
+
+
+def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch.Tensor:
+    """The answer as float32 [B]; raises `RewardError` naming the function where it is not."""
+    size = len(batch)
+    if not isinstance(answer, torch.Tensor):
+        try:
+            values = [float(value) for value in answer]
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"{what} of reward function {function!r} must be {size} numbers (a list or a "
+                f"tensor [{size}]): it returned {type(answer).__name__} {str(answer)[:120]!r} "
+                f"({error}) for a batch beginning with {_shown(batch, 0)}. Return one number for "
+                "each completion, float('nan') where there is none."
+            ) from error
+        answer = torch.tensor(values, dtype=torch.float32)
+    if answer.shape != (size,):
+        raise RewardError(
+            f"{what} of reward function {function!r} must have shape [{size}], one number for "
+            f"each completion: it has {list(answer.shape)} for a batch beginning with "
+            f"{_shown(batch, 0)}. Return {size} numbers; squeeze extra dimensions."
+        )
+    return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
+
+
+def _shown(batch: RewardBatch, i: int) -> str:
+    if not batch.completions:
+        return f"token ids {batch.completion_ids[i][batch.completion_mask[i]].tolist()[:40]}"
+    return f"prompt {batch.prompts[i][-200:]!r} completion {batch.completions[i][:200]!r}"

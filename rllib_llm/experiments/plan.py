@@ -1,0 +1,257 @@
+"""What can be known before anything runs: configs, names, resources, disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.config_schema import build_config, suggestion
+from rllib_llm.experiments.algorithms import algorithm_class
+from rllib_llm.experiments.check_sources import check_sources
+from rllib_llm.experiments.yaml_experiments import Experiment, references, substitute
+from rllib_llm.tune.scheduling import make_scheduler, make_searcher
+from rllib_llm.tune.search_space import examples, to_tune
+from rllib_llm.user_errors import UserError
+
+# A checkpoint holds weights and Adam's two moments; a fourth share is for critic and model folder.
+CHECKPOINT_SHARES = 4
+COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials usually stop by
+LEAST_FREE_BYTES = 100 * 1024**2
+
+
+def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
+    """Validate every experiment; return the resources that the hungriest single trial reserves.
+
+    What a later stage takes from an earlier one does not exist yet. For the check, the earlier
+    stage's own `model` stands in for it: the same architecture and tokenizer.
+
+    Raises:
+        ValueError: whatever is wrong, with the experiment's name.
+    """
+    needed = {"CPU": 1.0, "GPU": 0.0}
+    for experiment in with_stand_ins(experiments):
+        for name, amount in check_experiment(experiment).items():
+            needed[name] = max(needed.get(name, 0.0), amount)
+    return needed
+
+
+def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
+    """Return the experiments with `${name.model}` replaced by the model that `name` starts from.
+
+    Raises:
+        UserError: an experiment uses another's result that will not be saved.
+    """
+    by_name = {experiment.name: experiment for experiment in experiments}
+    stand_ins: dict[str, Any] = {}
+    filled = []
+    for experiment in experiments:
+        for name, product in references(vars(experiment)):
+            if by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
+                raise UserError(
+                    f"{name}.checkpoint_config.checkpoint_at_end=False must be true: "
+                    f"{experiment.name!r} uses ${{{name}.{product}}}. Drop the key."
+                )
+        config = substitute(
+            experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
+        )
+        if isinstance(config.get("model"), str):
+            stand_ins[f"{experiment.name}.model"] = config["model"]
+        filled.append(dataclasses.replace(experiment, config=config))
+    return filled
+
+
+def check_experiment(experiment: Experiment) -> dict[str, float]:
+    """Validate one experiment, every point of its grid, and return what one trial reserves.
+
+    Raises:
+        ValueError: whatever is wrong, with the experiment's name.
+    """
+    name = experiment.name
+    try:
+        algo_class = algorithm_class(experiment.run, name)
+        make_scheduler(experiment)
+        make_searcher(experiment)
+        if experiment.restore is not None and "${" not in experiment.restore:
+            restore_source(experiment.restore, algo_class, f"{name}.restore")
+        checkpoint_settings(experiment)
+        if is_ours(experiment.run, algo_class):
+            _check_stop(experiment)
+        needed: dict[str, float] = {}
+        for settings in examples(search_space(experiment)):
+            config = build_config(algo_class, settings, f"{name}.config")
+            check_env(config, algo_class)
+            if is_ours(experiment.run, algo_class):
+                check_sources(settings, f"{name}.config")
+            for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
+                needed[resource] = max(needed.get(resource, 0.0), amount)
+    except ValueError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(name) else f"{name}: {text}") from error
+    return needed
+
+
+def is_ours(run: str, algo_class: type) -> bool:
+    """True for an algorithm of this package, or one built on it: its settings mean what we know."""
+    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+    from rllib_llm.algorithms.registry import ALGORITHMS
+
+    return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
+
+
+def _check_stop(experiment: Experiment) -> None:
+    """Tune refuses a result that is not there, but only after an iteration."""
+    for key in experiment.stop:
+        near = difflib.get_close_matches(key, COUNTERS, n=1, cutoff=0.85)
+        if key not in COUNTERS and near:
+            raise UserError(
+                f"{experiment.name}.stop: unknown result {key!r}. Did you mean {near[0]!r}?"
+            )
+
+
+def checkpoint_settings(experiment: Experiment) -> Any:
+    """Return Tune's `CheckpointConfig`; a checkpoint at the end is on unless switched off.
+
+    Raises:
+        ValueError: a setting that Tune refuses.
+    """
+    from ray.tune import CheckpointConfig
+
+    return CheckpointConfig(**{"checkpoint_at_end": True, **experiment.checkpoint_config})
+
+
+def search_space(experiment: Experiment) -> dict[str, Any]:
+    """Return the experiment's config and environment, search spaces as Tune's objects."""
+    config = dict(experiment.config)
+    if experiment.env is not None:
+        config["env"] = experiment.env
+    return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+
+
+def _mutated(experiment: Experiment) -> dict[str, Any]:
+    """Return the spaces of settings that population-based training changes. A trial draws its first
+    values from them, as Tune would do by itself, later and unchecked."""
+    mutations = experiment.scheduler_config.get("hyperparam_mutations")
+    if not isinstance(mutations, dict):
+        return {}
+    spaces = {
+        key: {"choice": space} if isinstance(space, list) else space
+        for key, space in mutations.items()
+    }
+    return to_tune(spaces, f"{experiment.name}.scheduler_config.hyperparam_mutations")
+
+
+def check_env(config: Any, algo_class: type) -> None:
+    """Check that the config's environment exists and, for ours, that it knows its settings.
+
+    Raises:
+        ValueError: with the nearest names.
+    """
+    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+    from rllib_llm.envs.registry import ENVIRONMENTS, creator
+
+    env = getattr(config, "env", None)
+    if not isinstance(env, str):
+        return
+    if env in ENVIRONMENTS:
+        _check_env_config(env, ENVIRONMENTS[env], config.env_config)
+    elif issubclass(algo_class, LanguageModelAlgorithm):
+        creator(env)
+    else:
+        _check_stock_env(env)
+
+
+def _check_env_config(env: str, path: str, env_config: Mapping[str, Any]) -> None:
+    """Our environments list their settings in `DEFAULTS`, next to the creator."""
+    from rllib_llm.envs.rlhf import with_defaults
+
+    module = importlib.import_module(path.partition(":")[0])
+    if hasattr(module, "DEFAULTS"):
+        with_defaults(env_config, module.DEFAULTS, env_id=env)
+
+
+def _check_stock_env(env: str) -> None:
+    import gymnasium
+    from ray.tune.registry import ENV_CREATOR, _global_registry
+
+    from rllib_llm.dotted import looks_dotted
+
+    known = env in gymnasium.registry or _global_registry.contains(ENV_CREATOR, env)
+    if known or ":" in env or looks_dotted(env):
+        return
+    raise UserError(
+        f"env={env!r} must be a gymnasium id, a registered name or a dotted path: it is none of "
+        f"these. {suggestion(env, gymnasium.registry)}"
+    )
+
+
+def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -> None:
+    """Check that the cluster can hold one trial, which would otherwise wait for ever.
+
+    Raises:
+        UserError: it cannot.
+    """
+    for name, amount in needed.items():
+        if amount > cluster.get(name, 0.0):
+            raise UserError(
+                f"one trial reserves {amount:g} {name}s and must fit into Ray's "
+                f"{cluster.get(name, 0.0):g}: it would wait for ever. Give Ray more (--ray-num-"
+                f"{name.lower()}s, a bigger cluster), or lower num_env_runners, num_learners or "
+                f"num_{name.lower()}s_per_..."
+            )
+
+
+def check_disk(experiments: list[Experiment], folder: Path) -> None:
+    """Check that the disk of `folder` has room for the experiments' checkpoints.
+
+    Models that are not local folders are of unknown size and count as small.
+
+    Raises:
+        UserError: there is too little.
+    """
+    needed = LEAST_FREE_BYTES
+    for experiment in with_stand_ins(experiments):
+        model_bytes = _folder_bytes(experiment.config.get("model"))
+        needed += model_bytes * CHECKPOINT_SHARES * _num_checkpoints(experiment)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"storage_path={str(folder)!r} must have about {_gigabytes(needed)} free for the "
+            f"checkpoints: {_gigabytes(free)} are. Free some, choose another disk with "
+            "--storage-path, or keep fewer with --keep-checkpoints-num."
+        )
+
+
+def _reserved(request: Any) -> dict[str, float]:
+    """Return the sum of a placement group's bundles."""
+    total: dict[str, float] = {}
+    for bundle in request.bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _num_checkpoints(experiment: Experiment) -> int:
+    """Return how many checkpoints one trial keeps, as far as the experiment says."""
+    settings = experiment.checkpoint_config
+    frequency = settings.get("checkpoint_frequency") or 0
+    iterations = experiment.stop.get("training_iteration", 0)
+    made = 1 + (int(iterations) // frequency if frequency else 0)
+    return min(made, settings.get("num_to_keep") or made)
+
+
+def _folder_bytes(model: Any) -> int:
+    if not isinstance(model, str) or not Path(model).expanduser().is_dir():
+        return 0
+    folder = Path(model).expanduser()
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1024**3:.2f} GiB"

@@ -1,0 +1,135 @@
+"""What a finished stage left behind: the best trial, its model, a record for `--resume`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.experiments.yaml_experiments import Experiment
+from rllib_llm.reports.metrics_view import BEST, flatten, number
+
+RECORD = "stage.json"
+
+
+@dataclass
+class StageResult:
+    """What a finished stage left behind. Lists hold one entry per trial, `best` is an index."""
+
+    name: str
+    algorithm: str
+    folder: Path
+    trial_folders: list[Path]
+    labels: list[str]
+    best: int
+    model: Path | None
+    checkpoint: Path | None
+    metrics: dict[str, float]
+
+    @property
+    def best_trial_folder(self) -> Path:
+        """Folder of the trial that `${name.model}` means."""
+        return self.trial_folders[self.best]
+
+    def save(self) -> None:
+        """Write the record, the mark of a finished stage. Its paths are relative to its folder."""
+
+        def text(value: Any) -> str:
+            return str(value.relative_to(self.folder))
+
+        record = dataclasses.asdict(self)
+        del record["folder"]
+        file = self.folder / RECORD
+        file.write_text(json.dumps(record, indent=1, default=text), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> StageResult | None:
+        """Return the finished stage that lies in `folder`, or None."""
+        file = folder / RECORD
+        if not file.is_file():
+            return None
+        record = json.loads(file.read_text(encoding="utf-8"))
+        for key in ("model", "checkpoint"):
+            record[key] = folder / record[key] if record[key] else None
+        record["trial_folders"] = [folder / path for path in record["trial_folders"]]
+        return cls(folder=folder, **record)
+
+
+def collect_result(experiment: Experiment, folder: Path, trials: Sequence[Any]) -> StageResult:
+    """Export every trial's model and return the stage's result, with its record written.
+
+    Args:
+        trials: `ray.tune.Result` of each trial, all finished.
+    """
+    flats = [flatten(trial.metrics or {}) for trial in trials]
+    best = best_trial(experiment, flats)
+    models = [export_model(trial.checkpoint, Path(trial.path)) for trial in trials]
+    checkpoint = trials[best].checkpoint
+    result = StageResult(
+        name=experiment.name,
+        algorithm=short_name(experiment.run),
+        folder=folder,
+        trial_folders=[Path(trial.path) for trial in trials],
+        labels=trial_labels([trial.config or {} for trial in trials]),
+        best=best,
+        model=models[best],
+        checkpoint=Path(checkpoint.path) if checkpoint else None,
+        metrics={k: value for k, v in flats[best].items() if (value := number(v)) is not None},
+    )
+    result.save()
+    return result
+
+
+def best_trial(experiment: Experiment, flats: Sequence[Mapping[str, Any]]) -> int:
+    """Return the index of the trial with the best last result, by the experiment's metric."""
+    ranking: Sequence[tuple[str, str]] = BEST
+    if experiment.metric:
+        ranking = [(experiment.metric, experiment.mode or "max")]
+    for key, mode in ranking:
+        values = {i: number(flat.get(key)) for i, flat in enumerate(flats)}
+        known = {i: value for i, value in values.items() if value is not None}
+        if known:
+            return (max if mode == "max" else min)(known, key=known.__getitem__)
+    return 0
+
+
+def trial_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a label for each trial: the settings in which the trials differ, else its number."""
+    flats = [flatten(config) for config in configs]
+    keys = sorted({key for flat in flats for key in flat})
+    varied = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    labels = [", ".join(setting(key, flat.get(key)) for key in varied) for flat in flats]
+    return [label or f"trial {index + 1}" for index, label in enumerate(labels)]
+
+
+def setting(key: str, value: Any) -> str:
+    """Return "name=value", short: the last part of the key, floats to four digits."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{key.rpartition('/')[2]}={text}"
+
+
+def short_name(run: str) -> str:
+    """Return an algorithm's name without the modules of a dotted path."""
+    return run.rpartition(".")[2].rpartition(":")[2]
+
+
+def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
+    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one;
+    adapters are merged with their base."""
+    if checkpoint is None:
+        return None
+    source = Path(checkpoint.path) / MODEL_IN_CHECKPOINT
+    if not (source / "config.json").is_file():
+        return None
+    target = trial_folder / "model"
+    shutil.rmtree(target, ignore_errors=True)
+    if (source / "adapter_config.json").is_file():
+        from rllib_llm.modules.adapter_folder import merge_folder  # loads transformers
+
+        return merge_folder(source, target)
+    return Path(shutil.copytree(source, target))

@@ -1,0 +1,133 @@
+"""Rows without padding, one behind another, what rows have in common only once.
+
+    [prompt a | prompt b | completion a1 | completion a2 | completion b1 | ...]
+
+Rows with the same prompt share it, wherever in the batch they lie. Tokens that nothing wanted comes
+after (a completion's last) are left out: their states would not be read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rllib_llm.modules.packing.packed_attention import AttentionBlock, AttentionLayout
+from rllib_llm.modules.packing.packing import Rows, WantedTokens
+
+# 64 MiB; without sharing no mask is needed.
+MAX_MASK = 2**24
+
+
+def pack_dense(rows: Rows, max_mask: int = MAX_MASK) -> WantedTokens:
+    """`rows` as tokens [1, tokens] with positions and attention layout; see `packing.pack`.
+
+    At least one token must be wanted. `max_mask`: numbers in the attention mask of shared prompts
+    beyond which each row keeps its own.
+    """
+    read = rows.attended & _before_last_wanted(rows.wanted)
+    prompts, own = read[:, : rows.num_leading], read[:, rows.num_leading :]
+    first, group = _distinct(rows.ids[:, : rows.num_leading], prompts)
+    if len(first) == len(read) or own.numel() * read.shape[1] > max_mask:
+        first, group, own = first[:0], None, read
+    prompt_mask = prompts[first]
+    prompt_lengths, own_lengths = prompt_mask.sum(dim=1), own.sum(dim=1)
+    num_shared = prompt_lengths.new_zeros(len(read)) if group is None else prompt_lengths[group]
+    prompt_starts = prompt_lengths.cumsum(dim=0) - prompt_lengths
+    own_starts = prompt_lengths.sum() + own_lengths.cumsum(dim=0) - own_lengths
+    own_ids = rows.ids[:, rows.ids.shape[1] - own.shape[1] :]
+    input_ids = torch.cat([rows.ids[first, : rows.num_leading][prompt_mask], own_ids[own]])
+    prompt_positions = prompt_mask.cumsum(dim=1) - 1
+    own_positions = num_shared.unsqueeze(1) + own.cumsum(dim=1) - 1
+
+    at_row, at_col = rows.wanted.nonzero(as_tuple=True)
+    # How many tokens of its row come before a wanted one; its predecessor may be the prompt's last.
+    before = rows.attended.cumsum(dim=1)[at_row, at_col] - 1 - num_shared[at_row]
+    predicted_at = own_starts[at_row] + before - 1
+    if group is not None:
+        last_of_prompt = (prompt_starts + prompt_lengths - 1)[group[at_row]]
+        predicted_at = torch.where(before == 0, last_of_prompt, predicted_at)
+    result_length = rows.ids.shape[1] - rows.num_leading
+    return WantedTokens(
+        input_ids=input_ids.unsqueeze(0),
+        targets=rows.ids[at_row, at_col],
+        predicted_at=predicted_at,
+        places=at_row * result_length + at_col - rows.num_leading,
+        shape=(len(rows.ids), result_length),
+        num_padding=0,
+        position_ids=torch.cat([prompt_positions[prompt_mask], own_positions[own]]).unsqueeze(0),
+        layout=_layout(prompt_starts, prompt_lengths, own_starts, own_lengths, group),
+    )
+
+
+def _before_last_wanted(wanted: Tensor) -> Tensor:
+    """True for the columns before each row's last wanted token, [batch, length]."""
+    at_or_before = wanted.flip(1).cumsum(dim=1).flip(1) > 0
+    return torch.cat([at_or_before[:, 1:], torch.zeros_like(wanted[:, :1])], dim=1)
+
+
+def _distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(a row of each different prompt [prompts], the prompt of each row [batch]), int64."""
+    if not ids.shape[1]:
+        every = torch.arange(len(ids), device=ids.device)
+        return every, every
+    content = ids.masked_fill(~mask, -1)
+    # One number for each row, which are much faster to sort.
+    first, group = _unique((content * _multipliers(content)).sum(dim=1))
+    if not torch.equal(content[first[group]], content):  # two numbers are the same by chance
+        first, group = _unique(content)
+    return first, group
+
+
+def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
+    _, group = torch.unique(rows, dim=0, return_inverse=True)
+    places = torch.arange(len(rows), device=rows.device)
+    return places.new_empty(int(group.max()) + 1).index_copy_(0, group, places), group
+
+
+def _multipliers(content: Tensor) -> Tensor:
+    """A pseudo-random int64 for each column; products wrap around."""
+    mixed = torch.arange(1, content.shape[1] + 1, device=content.device) * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
+    return mixed ^ (mixed >> 29)
+
+
+def _layout(
+    prompt_starts: Tensor,
+    prompt_lengths: Tensor,
+    own_starts: Tensor,
+    own_lengths: Tensor,
+    group: Tensor | None,
+) -> AttentionLayout:
+    """Prompts attend to themselves, the tokens of a row to its prompt and to their own past."""
+    own_tokens, own_exists = _token_table(own_starts, own_lengths)
+    if group is None:
+        in_order = bool(own_exists.all())  # rows of one length
+        only = AttentionBlock(own_tokens, own_tokens, None, in_order)
+        return AttentionLayout((only,), _places(own_exists))
+    tokens, exists = _token_table(prompt_starts, prompt_lengths)
+    length = own_tokens.shape[1]
+    past = torch.ones(length, length, dtype=torch.bool, device=exists.device).tril()
+    seen = torch.cat(
+        [exists[group].unsqueeze(1).expand(-1, length, -1), past.expand(len(group), -1, -1)], dim=2
+    )
+    mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+    blocks = (
+        AttentionBlock(tokens, tokens, None),
+        AttentionBlock(
+            own_tokens, torch.cat([tokens[group], own_tokens], dim=1), mask.unsqueeze(1)
+        ),
+    )
+    places = torch.cat([_places(exists), exists.numel() + _places(own_exists)])
+    return AttentionLayout(blocks, places)
+
+
+def _token_table(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of each row [rows, longest], any existing token in the padding, and where they are
+    the row's own."""
+    columns = torch.arange(max(1, int(lengths.max())), device=starts.device)
+    exists = columns < lengths.unsqueeze(1)
+    return (starts.unsqueeze(1) + columns).where(exists, 0), exists
+
+
+def _places(exists: Tensor) -> Tensor:
+    return exists.flatten().nonzero().squeeze(1)

@@ -1,0 +1,118 @@
+"""Trunks of Llama's shape on dense rows, from the fused layers, with gradient or without.
+
+The numbers are those of the model's own forward up to round-off. In the last layer only the tokens
+whose state is wanted go through the second half.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
+from transformers.activations import SiLUActivation
+
+from rllib_llm.modules.packing.fused_layers import gated_mlp, normed_linears, rms_norm, rotate
+from rllib_llm.modules.packing.llama_shape import is_plain, is_plain_tensor, is_read_whole
+from rllib_llm.modules.packing.packed_attention import AttentionLayout, packed_attention
+from rllib_llm.modules.packing.packing import WantedTokens
+
+_TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+_COMMON_PARTS = (nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation)
+
+
+def is_fusible(trunk: nn.Module) -> bool:
+    """Whether `fused_hidden` computes what the trunk computes, and sooner.
+
+    Exact classes only, float32 on a CPU and nothing in between: quantised layers, adapters, hooks,
+    compiled layers, dropout, gradient checkpointing and autocast are the model's own business.
+    """
+    if type(trunk) not in _TRUNKS or torch.is_autocast_enabled("cpu"):
+        return False
+    config = trunk.config
+    if trunk.training and (trunk.gradient_checkpointing or config.attention_dropout):
+        return False
+    attention, mlp = trunk.layers[0].self_attn, trunk.layers[0].mlp
+    return (
+        is_read_whole(trunk)
+        and config.hidden_act == "silu"
+        and mlp.down_proj.bias is None
+        and attention.o_proj.bias is None
+        and all(_is_own(part, trunk) for part in trunk.modules())
+        and all(_is_plain_float32(parameter) for parameter in trunk.parameters())
+    )
+
+
+def _is_own(part: nn.Module, trunk: nn.Module) -> bool:
+    """Whether it is a part that transformers builds such a trunk from, as it was built."""
+    own = type(part) in _COMMON_PARTS or type(part).__module__ == type(trunk).__module__
+    return own and is_plain(part) and part._compiled_call_impl is None
+
+
+def _is_plain_float32(parameter: Tensor) -> bool:
+    float32 = parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+    return float32 and is_plain_tensor(parameter)
+
+
+def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
+    """Last hidden state [wanted tokens, hidden] at the positions that predict the wanted tokens of
+    dense rows; the trunk must be one that `is_fusible`."""
+    assert wanted.layout is not None and wanted.position_ids is not None
+    embedding = trunk.embed_tokens
+    # With the padding's index, whose row gets no gradient: a pad token may be text as well.
+    hidden = F.embedding(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
+    cos, sin = trunk.rotary_emb(hidden, wanted.position_ids)
+    rotation = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    *layers, last = trunk.layers
+    for layer in layers:
+        hidden = _mlp(layer, _attend(layer, hidden, rotation, wanted.layout, None))
+    # Rows that share a prompt want its last state several times: perhaps more states than tokens.
+    few = len(wanted.predicted_at) <= len(hidden)
+    picked = wanted.predicted_at if few else None
+    hidden = _mlp(last, _attend(last, hidden, rotation, wanted.layout, picked))
+    hidden = rms_norm(hidden, trunk.norm.weight, trunk.norm.variance_epsilon)
+    return hidden if few else hidden.index_select(0, wanted.predicted_at)
+
+
+def _attend(
+    layer: nn.Module,
+    hidden: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    layout: AttentionLayout,
+    picked: Tensor | None,
+) -> Tensor:
+    """The layer's first half, [tokens, hidden]; with `picked`, of these tokens alone."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    projected = normed_linears(
+        hidden,
+        norm.weight,
+        norm.variance_epsilon,
+        tuple(linear.weight for linear in linears),
+        tuple(linear.bias for linear in linears),
+    )
+    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
+    if hasattr(attention, "q_norm"):
+        query = rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
+        key = rms_norm(key, attention.k_norm.weight, attention.k_norm.variance_epsilon)
+    query, key = rotate(query, *rotation), rotate(key, *rotation)
+    query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    attended, _ = packed_attention(
+        attention, query, key, value, None, layout, scaling=attention.scaling
+    )
+    attended = attended[0].flatten(1)
+    if picked is not None:
+        attended, hidden = attended.index_select(0, picked), hidden.index_select(0, picked)
+    return torch.addmm(hidden, attended, attention.o_proj.weight.t())
+
+
+def _mlp(layer: nn.Module, hidden: Tensor) -> Tensor:
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    return gated_mlp(
+        hidden,
+        norm.weight,
+        norm.variance_epsilon,
+        mlp.gate_proj.weight,
+        mlp.up_proj.weight,
+        mlp.down_proj.weight,
+    )

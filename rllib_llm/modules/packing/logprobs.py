@@ -1,0 +1,213 @@
+"""Log-probs and entropy of given tokens under a causal language model, with gradient or without.
+
+Padding, wherever it lies, never reaches the model, and a prompt that several rows share is read
+once (`dense_packing.py`; models whose attention cannot be laid out get right-padded rows). The
+head runs only at the positions that predict a wanted token. When there are many such
+positions the head runs in chunks whose logits are computed again in the backward pass, so that no
+[tokens, vocab] tensor is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rllib_llm.modules.packing.lm_head import take_apart
+from rllib_llm.modules.packing.packing import Rows, WantedTokens, completion_rows, text_rows
+from rllib_llm.modules.packing.trunk import wanted_hidden, wanted_tokens
+from rllib_llm.numerics.kl import full_kl
+from rllib_llm.numerics.token_stats import in_chunks, token_stats
+
+# Logits that one chunk may hold when the caller does not say: 2^26 float32 are 256 MiB.
+_CHUNK_LOGITS = 2**26
+
+
+@dataclass
+class CompletionOutputs:
+    """What a policy says about completions; 0 wherever the completion mask is False.
+
+    logprobs [batch, completion_len] float32; entropy [batch, completion_len] float32 in nats, or
+    None; hidden [batch, completion_len, hidden], the trunk's last state at the position that
+    predicts the token (the state that V_t judges), or None; full_kl [batch, completion_len]
+    float32, the exact KL from a reference over the whole vocabulary, nats, or None. num_computed:
+    tokens that went through the trunk, num_padding of them padding.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    hidden: Tensor | None = None
+    full_kl: Tensor | None = None
+    num_computed: int = 0
+    num_padding: int = 0
+
+
+@dataclass(frozen=True)
+class ReferencePolicy:
+    """A frozen policy: a causal LM, and the context in which it is the reference.
+
+    The context is that of adapters switched off where the reference is the policy's own trunk.
+    """
+
+    model: nn.Module
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+def score_completions(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    hidden: bool = False,
+    full_kl_to: ReferencePolicy | None = None,
+    logits_chunk_tokens: int | None = None,
+) -> CompletionOutputs:
+    """Log-probs (entropy, hidden states) of completions under `model`, an `AutoModelForCausalLM`.
+
+    Prompts [batch, prompt_len] are left-padded, completions [batch, completion_len] right-padded,
+    masks bool. Tokens masked out between masked-in ones (tool output) are read but not scored.
+    Logits are divided by `temperature`; log-softmax is float32. `logits_chunk_tokens` is the number
+    of positions whose logits exist at one time, by default as many as make 256 MiB. Dropout is as
+    the model's mode says. Works under grad and no_grad; the result does not depend on padding or
+    chunks beyond rounding. The gradient of `full_kl` flows into `model` only.
+
+    Raises ValueError for a row without a prompt token.
+    """
+    rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    run = _run(model, rows, hidden)
+    wanted = run.wanted
+    logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
+    full = None
+    if full_kl_to is not None:
+        full = wanted.unpack(_full_kl(run, full_kl_to, rows, temperature, logits_chunk_tokens))
+    return CompletionOutputs(
+        logprobs=wanted.unpack(logprobs),
+        entropy=None if entropies is None else wanted.unpack(entropies),
+        hidden=None if run.hidden is None else wanted.unpack(run.hidden),
+        full_kl=full,
+        num_computed=wanted.input_ids.numel(),
+        num_padding=wanted.num_padding,
+    )
+
+
+def text_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    logits_chunk_tokens: int | None = None,
+) -> Tensor:
+    """Log-prob of each token of given texts after those before it, float32 [texts, length].
+
+    `input_ids` [texts, length], padded on either side, `attention_mask` and `loss_mask` bool. 0
+    where the loss mask is False and at each text's first token, which nothing predicts: a mean over
+    targets must not count it.
+    """
+    run = _run(model, text_rows(input_ids, attention_mask, loss_mask), False)
+    logprobs, _ = _stats(run, temperature, False, logits_chunk_tokens)
+    return run.wanted.unpack(logprobs)
+
+
+def completion_hidden(
+    trunk: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+) -> Tensor:
+    """The state of a bare trunk (`AutoModel`) that V_t judges, [batch, completion_len, hidden].
+
+    The same as `score_completions(..., hidden=True).hidden`, for a critic with a trunk of its own.
+    """
+    rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    wanted = wanted_tokens(trunk, rows)
+    return wanted.unpack(wanted_hidden(trunk, wanted))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one pass of a model left at the positions that predict the wanted tokens.
+
+    `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab].
+    """
+
+    wanted: WantedTokens
+    states: Tensor
+    logits_of: Callable[[Tensor], Tensor]
+    hidden: Tensor | None
+    default_chunk_tokens: int
+
+
+def _run(model: Any, rows: Rows, hidden: bool) -> _Run:
+    chunk_tokens = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
+    halves = take_apart(model)
+    wanted = wanted_tokens(None if halves is None else halves.trunk, rows)
+    if halves is not None:
+        states = wanted_hidden(halves.trunk, wanted)
+        return _Run(wanted, states, halves.logits, states if hidden else None, chunk_tokens)
+    output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
+    last = wanted.pick(output.hidden_states[-1]) if hidden else None
+    return _Run(wanted, wanted.pick(output.logits), _unchanged, last, chunk_tokens)
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _stats(
+    run: _Run,
+    temperature: float,
+    entropy: bool,
+    logits_chunk_tokens: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [tokens] and entropies [tokens] or None."""
+    _require_positive_temperature(temperature)
+
+    def stats_of(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        logits = run.logits_of(states)
+        logprobs, entropies = token_stats(logits, targets, temperature, entropy, consume=True)
+        return (logprobs,) if entropies is None else (logprobs, entropies)
+
+    if logits_chunk_tokens is None:
+        logits_chunk_tokens = run.default_chunk_tokens
+    results = in_chunks(stats_of, (run.states, run.wanted.targets), logits_chunk_tokens)
+    return results[0], (results[1] if entropy else None)
+
+
+def _full_kl(
+    run: _Run,
+    reference: ReferencePolicy,
+    rows: Rows,
+    temperature: float,
+    logits_chunk_tokens: int | None,
+) -> Tensor:
+    """Exact KL [tokens] of what `run` computed from the reference; no gradient in the latter."""
+    with torch.no_grad(), reference.context():
+        ref_run = _run(reference.model, rows, False)
+
+    def kl_of(states: Tensor, ref_states: Tensor) -> tuple[Tensor]:
+        with torch.no_grad(), reference.context():
+            ref_logits = ref_run.logits_of(ref_states).float() / temperature
+        return (full_kl(run.logits_of(states).float() / temperature, ref_logits),)
+
+    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
+    (kl,) = in_chunks(kl_of, (run.states, ref_run.states), chunk_tokens)
+    return kl
+
+
+def _require_positive_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature!r} must be above 0: logits are divided by it. "
+            "Use the temperature that the completions were sampled with."
+        )

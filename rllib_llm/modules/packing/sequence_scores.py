@@ -1,0 +1,87 @@
+"""Scores of texts by a sequence classifier, read at each text's last token by its mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rllib_llm.modules.packing.packing import Rows
+from rllib_llm.modules.packing.trunk import wanted_hidden, wanted_tokens
+
+POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
+
+
+def sequence_scores(
+    classifier: PreTrainedModel, ids: Tensor, mask: Tensor, *, label: int | str | None = None
+) -> Tensor:
+    """Score [N] float32 of each right-padded text, `ids` [N, L] int64, `mask` [N, L] bool.
+
+    transformers looks for the last token that is not the pad token, which is wrong where the pad
+    token is the EOS token; the mask knows. Encoders (BERT's kind) pool as they do by themselves.
+    With one output it is the score. With several the score is the log-odds of `label`, for two
+    logit(positive) - logit(negative); see `label_index`.
+
+    Raises:
+        ValueError: an encoder-decoder, or a label that the classifier does not have.
+    """
+    if classifier.config.is_encoder_decoder:
+        raise ValueError(
+            f"model={type(classifier).__name__} must be a decoder or an encoder: this one is both, "
+            "and pools at EOS tokens that a cut completion lacks. Take a reward model of one kind."
+        )
+    head = getattr(classifier, "score", None)
+    if isinstance(head, nn.Module):
+        logits = head(_last_states(classifier.base_model, ids, mask))
+    else:
+        logits = classifier(input_ids=ids, attention_mask=mask.long()).logits
+    logits = logits.float()
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+    index = label_index(classifier.config, label)
+    others = torch.cat([logits[:, :index], logits[:, index + 1 :]], dim=1)
+    return logits[:, index] - others.logsumexp(dim=1)
+
+
+def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """The trunk's state [N, hidden] at each text's last token."""
+    lengths = mask.sum(dim=1)
+    # The state wanted is the one that predicts whatever comes next.
+    place = torch.arange(ids.shape[1] + 1, device=ids.device)
+    rows = Rows(
+        ids=pad(ids, (0, 1)),
+        attended=place <= lengths.unsqueeze(1),
+        wanted=place == lengths.unsqueeze(1),
+    )
+    wanted = wanted_tokens(trunk if bool(lengths.all()) else None, rows)
+    if wanted.layout is not None:
+        return wanted_hidden(trunk, wanted)
+    hidden = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    return hidden[torch.arange(len(ids), device=ids.device), (lengths - 1).clamp(min=0)]
+
+
+def label_index(config: PretrainedConfig, label: int | str | None = None) -> int:
+    """Returns the output whose log-odds are the score, in a classifier with several.
+
+    label: its number or its name in `config.label2id`. None: the one named positive, pos, good or
+    chosen, else of two labels the second, as in most sentiment and preference models.
+
+    Raises:
+        ValueError: no such label, or None with three labels or more and no such name.
+    """
+    names = {index: str(name) for index, name in (config.id2label or {}).items()}
+    if label is None:
+        named = [i for i, name in names.items() if name.lower() in POSITIVE_NAMES]
+        if len(named) == 1 or len(names) == 2:
+            return int(named[0]) if len(named) == 1 else 1
+    elif label in names:
+        return int(label)
+    else:
+        same_name = [i for i, name in names.items() if name.lower() == str(label).lower()]
+        if same_name:
+            return int(same_name[0])
+    raise ValueError(
+        f"label={label!r} must be one of the classifier's labels {names}, by number or name: its "
+        "log-odds are the score. Name the label that good completions should get."
+    )

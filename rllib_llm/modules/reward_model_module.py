@@ -1,0 +1,65 @@
+"""The reward model in training: an RLModule around a sequence classifier with one output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.modules.hugging_face_module import HuggingFaceModule
+from rllib_llm.modules.packing.sequence_scores import sequence_scores
+from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
+
+
+class RewardModelModule(HuggingFaceModule):
+    """`model_config` keys: pretrained_model (a classifier, or a causal LM whose trunk gets a new
+    head), dtype, seed (of the new head)."""
+
+    def load(self) -> None:
+        config = self.model_config
+        self.tokenizer = load_tokenizer(config["pretrained_model"])
+        self.model = load_sequence_classifier(
+            config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
+        )
+        self.save_memory(self.model)
+        outputs = score_head(self.model).out_features
+        if outputs != 1:
+            raise ValueError(
+                f"pretrained_model={config['pretrained_model']!r} has {outputs} outputs and must "
+                "have 1: preference pairs train a single score. Start from a causal LM, or a "
+                "classifier with num_labels=1."
+            )
+
+    def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
+        """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward; or
+        [N] of the texts `input_ids`, where these are given."""
+        if columns.INPUT_IDS in batch:
+            ids, mask = batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK]
+        else:
+            ids, mask = _stack(
+                batch[columns.CHOSEN_IDS],
+                batch[columns.CHOSEN_MASK],
+                batch[columns.REJECTED_IDS],
+                batch[columns.REJECTED_MASK],
+            )
+        with self.autocast():
+            return {columns.SCORES: sequence_scores(self.model, ids, mask).float()}
+
+
+def _stack(
+    chosen: torch.Tensor,
+    chosen_mask: torch.Tensor,
+    rejected: torch.Tensor,
+    rejected_mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded rows of both under each other, as long as the longer."""
+    length = max(chosen.shape[1], rejected.shape[1])
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
+
+    return (
+        torch.cat([widen(chosen), widen(rejected)]),
+        torch.cat([widen(chosen_mask), widen(rejected_mask)]),
+    )

@@ -1,0 +1,210 @@
+"""The table that is alive while a stage runs: one row per trial."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray.tune import Callback
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from rllib_llm.experiments.stage_result import setting
+from rllib_llm.reports.metrics_view import Metric, columns, flatten, number, progress
+
+LINE_INTERVAL_S = 10.0
+BAR_WIDTH = 12
+
+
+class TrialRow:
+    """What the table knows of one trial."""
+
+    def __init__(self, name: str, stop: Mapping[str, Any]) -> None:
+        self.name = name
+        self.stop = stop
+        self.state = "starting"
+        self.result: dict[str, Any] = {}
+        self.share = 0.0
+        self._first: tuple[float, float] | None = None
+        self._last_time = 0.0
+
+    def update(self, result: Mapping[str, Any]) -> None:
+        """Take over a new result of the trial."""
+        self.result = flatten(result)
+        self.share = progress(self.result, self.stop)
+        self.state = "running"
+        self._last_time = time.monotonic()
+        if self._first is None:
+            self._first = (self._last_time, self.share)
+
+    def eta_s(self) -> float | None:
+        """Seconds to the end at the mean pace so far, None before two results."""
+        if self._first is None or self.share <= self._first[1]:
+            return None
+        pace = (self.share - self._first[1]) / (self._last_time - self._first[0])
+        return max(0.0, (1 - self.share) / pace - (time.monotonic() - self._last_time))
+
+
+class LiveTable(Callback):
+    """Shows a stage's trials as Tune reports them: a live table, or plain lines without a terminal.
+
+    Use it as a context manager around `Tuner.fit()`, and give it to the run's callbacks.
+    """
+
+    def __init__(self, title: str, stop: Mapping[str, Any], console: Console) -> None:
+        self._title = title
+        self._stage = title.partition(" ")[0]
+        self._stop = dict(stop)
+        self._console = console
+        self._rows: dict[str, TrialRow] = {}
+        self._started = time.monotonic()
+        self._last_line = -LINE_INTERVAL_S
+        self._live: Live | None = None
+        self._sigint: Any = None
+        self.interrupted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles the run's callbacks next to its state; threads and terminals stay out.
+        return {**vars(self), "_console": None, "_live": None, "_sigint": None}
+
+    def __enter__(self) -> LiveTable:
+        self._started = time.monotonic()
+        self._sigint = signal.getsignal(signal.SIGINT)
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, refresh_per_second=4, get_renderable=self.table
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if _in_main_thread():  # Tune leaves its handler behind
+            signal.signal(signal.SIGINT, self._sigint)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # --- Tune's callbacks ---------------------------------------------------------------------
+
+    def setup(self, *args: Any, **info: Any) -> None:
+        """Note an interruption by the user, which Tune handles without telling anybody."""
+        if not _in_main_thread():
+            return
+        tunes = signal.getsignal(signal.SIGINT)
+
+        def note(signum: int, frame: Any) -> None:
+            self.interrupted = True
+            if callable(tunes):
+                tunes(signum, frame)
+
+        signal.signal(signal.SIGINT, note)
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self._row(trial).name = self._name(trial)
+
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        row = self._row(trial)
+        row.update(result)
+        if not result.get("done"):  # its end has a line of its own
+            self._print_line(row)
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        row.state = "done"
+        self._print_line(row, force=True)
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        row.state = "failed"
+        self._print_line(row, force=True)
+
+    # --- rendering ----------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """Return the table as it stands now. It fits 80 columns for a single trial."""
+        rows = list(self._rows.values()) or [TrialRow(self._stage, self._stop)]
+        metrics = columns([row.result for row in rows])
+        elapsed = _clock(time.monotonic() - self._started)
+        table = Table(
+            title=f"{self._title}, {elapsed}",
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
+        table.add_column("progress", width=BAR_WIDTH)
+        for heading in ("ETA", "iter", *(metric.title for metric in metrics)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            cells = (_cell(row.result, metric) for metric in metrics)
+            table.add_row(row.name, _bar(row), _eta(row), _iteration(row), *cells)
+        return table
+
+    def _row(self, trial: Any) -> TrialRow:
+        if trial.trial_id not in self._rows:
+            self._rows[trial.trial_id] = TrialRow(self._name(trial), self._stop)
+        return self._rows[trial.trial_id]
+
+    def _name(self, trial: Any) -> str:
+        """The settings in which trials differ, as this one has them now: schedulers change them."""
+        now = flatten(trial.config or {})
+        varied = (trial.evaluated_params or {}).items()
+        return ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied) or self._stage
+
+    def _print_line(self, row: TrialRow, force: bool = False) -> None:
+        if self._live is not None:
+            return
+        now = time.monotonic()
+        if not force and now - self._last_line < LINE_INTERVAL_S:
+            return
+        self._last_line = now
+        cells = [f"{m.title} {_cell(row.result, m)}" for m in columns([row.result])]
+        state = row.state if row.state != "running" else f"ETA {_eta(row)}"
+        text = [row.name, f"iteration {_iteration(row)}", *cells, state]
+        self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _in_main_thread() -> bool:
+    """True where Python lets us handle signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _bar(row: TrialRow) -> Any:
+    if row.state in ("failed", "starting"):
+        return f"[red]{row.state}[/red]" if row.state == "failed" else f"[dim]{row.state}[/dim]"
+    share = 1.0 if row.state == "done" else row.share
+    return ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
+
+
+def _eta(row: TrialRow) -> str:
+    if row.state != "running":
+        return ""
+    eta = row.eta_s()
+    return "…" if eta is None else _clock(eta)
+
+
+def _iteration(row: TrialRow) -> str:
+    done = row.result.get("training_iteration", 0)
+    limit = row.stop.get("training_iteration")
+    return f"{done}/{limit}" if limit else str(done)
+
+
+def _cell(result: Mapping[str, Any], metric: Metric) -> str:
+    value = number(result.get(metric.key))
+    return "" if value is None else metric.text(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,72 @@
+"""Weights & Biases: results and a table of sampled texts. Imported only where it is on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ray.air.integrations.wandb import WandbLoggerCallback, _set_api_key, _WandbLoggingActor
+
+from rllib_llm.tune.samples import SAMPLES_FILE
+from rllib_llm.tune.trial_logs import read_json_lines
+from rllib_llm.user_errors import UserError
+
+
+class SamplesLoggingActor(_WandbLoggingActor):
+    """Ray's logging process, which also logs each new evaluation's texts as a table `samples`.
+
+    It works in `trial_folder`, where offline runs stay; Ray's own `logdir` is a temporary folder.
+    """
+
+    def __init__(self, logdir: str, *args: Any, trial_folder: str, **kwargs: Any) -> None:
+        os.makedirs(trial_folder, exist_ok=True)
+        super().__init__(trial_folder, *args, **kwargs)
+        self._samples = Path(trial_folder) / SAMPLES_FILE
+        self._num_logged = 0
+
+    def _handle_result(self, result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        log, config = super()._handle_result(result)
+        rows = read_json_lines(self._samples)
+        new = rows[self._num_logged :]
+        self._num_logged = len(rows)
+        if new:
+            names = list(new[0])
+            data = [[row.get(name) for name in names] for row in new]
+            log["samples"] = self._wandb.Table(columns=names, data=data)
+        return log, config
+
+
+class WandbLogger(WandbLoggerCallback):
+    """Ray's W&B callback with the table of sampled texts."""
+
+    _logger_actor_cls = SamplesLoggingActor
+
+    def _start_logging_actor(self, trial: Any, exclude_results: list[str], **kwargs: Any) -> None:
+        super()._start_logging_actor(trial, exclude_results, trial_folder=trial.path, **kwargs)
+
+
+def check_wandb(key: str | None) -> None:
+    """Check that W&B can be used: a key, a login, or WANDB_MODE=offline.
+
+    Raises:
+        UserError: none of them.
+    """
+    try:
+        _set_api_key(None, key)
+    except ValueError as error:
+        raise UserError(
+            "--wandb-project must come with an account: no API key was found. Give --wandb-key, "
+            "run `wandb login`, or set WANDB_MODE=offline to log without an account."
+        ) from error
+
+
+def wandb_logger(project: str, run_name: str, group: str, key: str | None) -> WandbLogger:
+    """Return the callback for one stage's Tune run.
+
+    Args:
+        run_name: of the W&B run.
+        group: W&B group, the name of our run: its stages stand together.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    return WandbLogger(project=project, group=group, api_key=key, name=run_name)

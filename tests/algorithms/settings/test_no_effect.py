@@ -1,0 +1,107 @@
+"""Settings that do nothing say so; those that do are silent."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tests.algorithms import tiny_runs
+
+
+@pytest.mark.parametrize(
+    "make, settings, name",
+    [
+        (tiny_runs.grpo, {"importance_sampling": "truncate"}, "importance_sampling"),
+        (tiny_runs.ppo, {"importance_sampling_cap": 5.0}, "importance_sampling_cap"),
+        (tiny_runs.ppo, {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        (tiny_runs.ppo, {"ref_kl_in": "loss"}, "ref_kl_in"),
+        (tiny_runs.grpo, {"ref_kl_estimator": "k1"}, "ref_kl_estimator"),
+        (tiny_runs.ppo, {"ref_kl_horizon": 500.0}, "ref_kl_horizon"),
+        (tiny_runs.ppo, {"ref_kl_coeff": 0.0, "ref_kl_target": 6.0}, "ref_kl_target"),
+        (tiny_runs.ppo, {"ref_kl_unbiased": True}, "ref_kl_unbiased"),
+        (tiny_runs.ppo, {"critic_model": "m.f"}, "critic_model"),
+        (tiny_runs.grpo, {"vf_loss_coeff": 1.0}, "vf_loss_coeff"),
+        (tiny_runs.grpo, {"lambda_": 0.9}, "lambda_"),
+        (tiny_runs.rloo, {"scale_by_std": False}, "scale_by_std"),
+        (tiny_runs.ppo, {"drop_zero_variance_groups": True}, "drop_zero_variance_groups"),
+        (tiny_runs.sft, {"lr_num_updates": 10}, "lr_num_updates"),
+        (tiny_runs.sft, {"grad_clip_by": "norm"}, "grad_clip_by"),
+    ],
+)
+def test_a_setting_without_effect_warns(make, settings, name):
+    with pytest.warns(UserWarning, match=rf"^{name}=.* has no effect .*\. .+\.$"):
+        make(**settings).validate()
+
+
+def test_shards_of_one_learner_warn():
+    with pytest.warns(UserWarning, match="learner_strategy='fsdp' has no effect"):
+        tiny_runs.ppo().learners(strategy="fsdp").validate()
+
+
+@pytest.mark.parametrize(
+    "make, settings",
+    [
+        (
+            tiny_runs.ppo,
+            {
+                "importance_sampling": "truncate",
+                "importance_sampling_cap": 5.0,
+                "recompute_old_logprobs": True,
+            },
+        ),
+        (tiny_runs.ppo, {"ref_kl_target": 6.0, "ref_kl_horizon": 500.0}),
+        (tiny_runs.grpo, {"ref_kl_unbiased": True, "scale_by_std": False}),
+        (tiny_runs.grpo, {"ref_kl_unbiased": True, "ref_kl_estimator": "k1"}),
+        (tiny_runs.rloo, {"whiten_advantages": True}),
+        (tiny_runs.sft, {"lr_schedule": "cosine", "lr_num_updates": 10}),
+        (tiny_runs.reward_model, {}),
+    ],
+)
+def test_a_setting_with_effect_is_silent(make, settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(**settings).validate()
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"quantization": "nf4"}, "quantization='nf4' must be 'none' without lora"),
+        ({"quantization": "int3", "lora": {}}, "quantization='int3' must be"),
+        ({"autocast_dtype": "float16"}, "autocast_dtype='float16' must be None or 'bfloat16'"),
+        ({"lora": {"rank": 3}}, "must hold only"),
+    ],
+)
+def test_precision_and_adapters_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        tiny_runs.grpo().language_model(**settings).validate()
+
+
+def test_other_combinations_are_refused():
+    quantised = tiny_runs.grpo().language_model(lora={}, quantization="int8")
+    with pytest.raises(ValueError, match="learner_strategy='fsdp' must be 'ddp'"):
+        quantised.learners(strategy="fsdp", num_learners=2).validate()
+    with pytest.raises(ValueError, match="lora=.* must be None in this stage"):
+        tiny_runs.reward_model().language_model(lora={}).validate()
+    with pytest.raises(ValueError, match="minibatch_tokens=64 must be None while minibatch_size"):
+        config = tiny_runs.ppo(minibatch_tokens=64)
+        config.minibatch_size = 4
+        config.validate()
+
+
+def test_yaml_names_are_the_attributes():
+    config = tiny_runs.ppo().update_from_dict(
+        {
+            "lora": {"r": 2},
+            "quantization": "int8",
+            "autocast_dtype": "bfloat16",
+            "gradient_checkpointing": True,
+            "learner_strategy": "ddp",
+            "reference_in": "policy",
+            "minibatch_tokens": 64,
+        }
+    )
+    config.validate()
+    assert config.lora == {"r": 2} and config.minibatch_size is None
+    assert config.reference_place == "policy"

@@ -1,0 +1,149 @@
+"""A checkpoint is there as a whole or not at all, whenever the process that saves it is killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rllib_llm.checkpoints import folder as folders
+from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError
+
+
+def save(target: Path, text: str = "new", iteration: int = 3) -> Path:
+    with folders.written_whole(target) as folder:
+        (folder / "sub").mkdir()
+        for name in ("a", "sub/b"):
+            (folder / name).write_text(text, encoding="utf-8")
+        folders.write_manifest(folder, {"iteration": iteration})
+    return target
+
+
+def edit_manifest(folder: Path, **changes) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}), encoding="utf-8")
+
+
+def test_the_manifest_lists_every_file(tmp_path):
+    manifest = folders.check(save(tmp_path / "c", "new"))
+    assert manifest["format_version"] == 1
+    assert manifest["iteration"] == 3
+    # `printf new | gzip -c | tail -c8 | head -c4 | od -tx4`
+    assert manifest["files"] == {name: {"bytes": 3, "crc32": 0x6BE34445} for name in ("a", "sub/b")}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_kill_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    script = Path(__file__).with_name("killed_saves.py")
+    out = subprocess.run(
+        [sys.executable, str(script), folders.__file__, str(tmp_path / "c")],
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    afterwards = json.loads(out.stdout)
+    assert set(afterwards) == {"old", "new"}
+    assert afterwards == sorted(afterwards, reverse=True)  # old until a point, then new
+    assert len(afterwards) > 30  # lines that were killed at
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]  # the last save cleared up
+
+
+def test_an_exception_leaves_the_old_checkpoint(tmp_path):
+    target = save(tmp_path / "c", "old")
+    with pytest.raises(OSError, match="full"), folders.written_whole(target) as folder:
+        (folder / "a").write_text("ne", encoding="utf-8")
+        raise OSError("full")
+    folders.check(target)
+    assert (target / "a").read_text(encoding="utf-8") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_given_empty_folder_is_filled_or_left_empty(tmp_path):
+    with pytest.raises(OSError, match="full"), folders.written_whole(tmp_path) as folder:
+        (folder / "a").write_text("ne", encoding="utf-8")
+        (folder / "sub").mkdir()
+        raise OSError("full")
+    assert not any(tmp_path.iterdir())
+    folders.check(save(tmp_path))
+
+
+def test_what_others_put_beside_a_checkpoint_is_kept(tmp_path):
+    target = save(tmp_path / "c", "old")
+    (target / "notes.txt").write_text("mine", encoding="utf-8")
+    (target / "sub" / "b.txt").write_text("mine too", encoding="utf-8")
+    save(target, "new")
+    assert (target / "a").read_text(encoding="utf-8") == "new"
+    assert (target / "notes.txt").read_text(encoding="utf-8") == "mine"
+    assert (target / "sub" / "b.txt").read_text(encoding="utf-8") == "mine too"
+    folders.check(target)
+
+
+def remove(folder):
+    (folder / "sub" / "b").unlink()
+
+
+def cut(folder):
+    (folder / "a").write_text("ne", encoding="utf-8")
+
+
+def flip(folder):
+    (folder / "a").write_text("nfw", encoding="utf-8")
+
+
+def cut_manifest(folder):
+    text = (folder / MANIFEST).read_text(encoding="utf-8")
+    (folder / MANIFEST).write_text(text[:40], encoding="utf-8")
+
+
+DAMAGE = {
+    remove: "must hold sub/b: the file is missing; the checkpoint is damaged. Choose another",
+    cut: "must hold 3 bytes in a: there are 2; the checkpoint is damaged",
+    flip: "must hold a as it was written: its checksum is another",
+    cut_manifest: f"must hold a readable {MANIFEST}: it is cut off",
+    lambda folder: (folder / MANIFEST).unlink(): "not made by rllib_llm, or saving it was interr",
+    shutil.rmtree: "must be a checkpoint folder: there is none",
+    lambda folder: edit_manifest(folder, format_version=9, rllib_llm_version="4.2"):
+    "has format_version=9, which must be 1: rllib_llm 4.2 made it",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_or_unknown_checkpoint_is_refused_with_what_is_wrong(tmp_path, damage):
+    target = save(tmp_path / "c")
+    damage(target)
+    with pytest.raises(CheckpointError) as refused:
+        folders.check(target)
+    assert DAMAGE[damage] in str(refused.value)
+    assert str(target) in str(refused.value)
+
+
+def test_the_newest_usable_checkpoint_of_a_trial(tmp_path):
+    trial = tmp_path / "stage" / "trial_1"
+    for i in range(4):
+        save(trial / f"checkpoint_{i:06d}")
+    assert folders.newest_usable(trial) == trial / "checkpoint_000003"
+    (trial / "checkpoint_000003" / MANIFEST).unlink()  # a copy that ended early
+    flip(trial / "checkpoint_000002")
+    assert folders.newest_usable(trial) == trial / "checkpoint_000001"
+    assert folders.newest_usable(tmp_path / "stage") == trial / "checkpoint_000001"
+    # One that is named is meant.
+    with pytest.raises(CheckpointError, match="saving it was interrupted"):
+        folders.newest_usable(trial / "checkpoint_000003")
+
+
+def test_without_a_usable_one_the_newest_is_explained(tmp_path):
+    for i in range(2):
+        flip(save(tmp_path / f"checkpoint_{i:06d}"))
+    with pytest.raises(CheckpointError, match="checkpoint_000001.* its checksum is another"):
+        folders.newest_usable(tmp_path)
+    with pytest.raises(CheckpointError, match="must hold rllib_llm_checkpoint.json"):
+        folders.newest_usable(tmp_path / "checkpoint_000000" / "sub")
+
+
+def test_of_several_trials_one_has_to_be_chosen(tmp_path):
+    for name in ("one", "two"):
+        save(tmp_path / name / "checkpoint_000000")
+    with pytest.raises(CheckpointError, match="there are 2 trials in it. Choose one of one, two"):
+        folders.newest_usable(tmp_path)

@@ -1,0 +1,85 @@
+"""The short decode step gives the logits of transformers' own modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from rllib_llm.engines.kv_cache import SharedPromptCache
+from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
+from tests.modules.tiny_models import VOCAB, tiny_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
+CASES = {
+    "grouped key heads": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "one head per key": ("llama", {"num_key_value_heads": 2}),
+    "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "scaled rotation": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "tied head, query biases": ("qwen2 (tied)", {}),
+    "some layers slide": (
+        "qwen2 (tied)",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "all layers slide": ("mistral (sliding window)", {}),
+    "normed queries, wide heads": ("qwen3", {}),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("steps", [4, 64])  # 64 pays for transposed weights, 4 does not
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_models(case, steps, padded):
+    family, settings = CASES[case]
+    model = tiny_model(family, **settings)
+    assert is_llama_shaped(model)
+    torch.manual_seed(0)
+    ids = torch.randint(3, VOCAB, (3, 10))
+    prompt_len = 6
+    mask = torch.arange(10) >= torch.tensor([[0], [2], [5]]) * padded
+    positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        cache = SharedPromptCache(len(model.model.layers), 1, capacity=10)
+        model(
+            input_ids=ids[:, :prompt_len],
+            attention_mask=mask[:, :prompt_len],
+            position_ids=positions[:, :prompt_len],
+            past_key_values=cache,
+        )
+        step = LlamaStep(model, steps)
+        for t in range(prompt_len, 10):
+            seen = mask[:, : t + 1] if padded else None
+            logits = step(ids[:, t], positions[:, t], cache, seen)
+            torch.testing.assert_close(logits, expected[:, t], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2 (soft-cap)", "granite (logits scaling)"])
+def test_other_models_are_not_taken_for_llama(family):
+    assert not is_llama_shaped(tiny_model(family))
+
+
+def test_changed_modules_are_left_to_the_model():
+    class Adapted(nn.Linear):
+        pass
+
+    class Derived(LlamaForCausalLM):
+        pass
+
+    assert not is_llama_shaped(Derived(tiny_model("llama").config))
+    adapted = tiny_model("llama")
+    adapted.model.layers[1].mlp.up_proj = Adapted(32, 64)
+    assert not is_llama_shaped(adapted)
+    hooked = tiny_model("llama")
+    hooked.model.norm.register_forward_hook(lambda *_: None)
+    assert not is_llama_shaped(hooked)
+    shortened = tiny_model("llama")
+    shortened.config.num_hidden_layers = 1  # of two: the model leaves the other one out
+    assert not is_llama_shaped(shortened)
+    replaced = tiny_model("llama")
+    replaced.model.norm.forward = lambda hidden: hidden
+    assert not is_llama_shaped(replaced)

@@ -1,0 +1,44 @@
+"""Settings of a generation are checked where they enter."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.engines.params import SamplingParams
+
+
+def test_defaults_sample_the_plain_distribution():
+    params = SamplingParams(pad_token_id=0)
+
+    assert (params.temperature, params.top_p, params.top_k, params.greedy) == (1.0, 1.0, 0, False)
+    assert params.stop_token_ids == ()
+
+
+def test_stop_token_ids_become_a_tuple():
+    assert SamplingParams(pad_token_id=0, stop_token_ids=[2, 5]).stop_token_ids == (2, 5)
+
+
+def test_min_equal_to_max_new_tokens_is_allowed():
+    SamplingParams(pad_token_id=0, min_new_tokens=4, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 must be within 0 and max_new_tokens=64"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "within 0 and max_new_tokens=8"),
+        ({"temperature": 0.0}, "Use greedy=True"),
+        ({"temperature": float("nan")}, "temperature=nan must be a finite number above 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be a finite number above 0"),
+        ({"top_k": -1}, "top_k=-1 must be 0 or more"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"pad_token_id": -1}, "pad_token_id=-1 must be 0 or more"),
+        ({"stop_token_ids": (-2,)}, r"stop_token_ids=\(-2,\) must be ids of 0 or more"),
+        ({"stop_token_ids": (2, 2)}, r"stop_token_ids=\(2, 2\) must be distinct"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_rule(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{"pad_token_id": 0, **settings})

@@ -1,0 +1,161 @@
+"""vLLM as an engine: the tokens and log-probs of the weights it was last given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "vllm", reason="vLLM has an environment of its own: `make test-vllm` installs and tests it"
+)
+
+from rllib_llm.engines.engine import generate  # noqa: E402
+from rllib_llm.engines.noise import row_seeds  # noqa: E402
+from rllib_llm.engines.params import SamplingParams  # noqa: E402
+from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
+from rllib_llm.modules.packing.logprobs import score_completions  # noqa: E402
+from tests.algorithms import tiny_runs as tiny  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+MODEL = f"{__name__}.build_model"
+SETTINGS = {"kv_cache_memory_bytes": 64 * 1024**2, "enforce_eager": True, "max_model_len": 128}
+VOCAB, PAD, STOPS = 64, 0, (2, 3, 4, 5)
+
+
+def build_model(seed: int = 3):
+    """A Llama whose heads are as wide as vLLM's kernels want, and a tokenizer for it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _, tokenizer = tiny.build_model()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+            initializer_range=0.3, tie_word_embeddings=False, pad_token_id=PAD, eos_token_id=2,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval(), tokenizer
+
+
+def weights_of(model):
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = VLLMEngine(MODEL, **SETTINGS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def models():
+    return build_model(3)[0], build_model(4)[0]
+
+
+@pytest.fixture
+def model(engine, models):
+    """What the engine samples from in this test."""
+    engine.load_weights(weights_of(models[0]))
+    return models[0]
+
+
+def prompts():
+    """Three prompts of 70, 3 and 11 tokens: one is longer than a block of vLLM's cache."""
+    torch.manual_seed(5)
+    lengths = torch.tensor([70, 3, 11])
+    mask = torch.arange(70) >= 70 - lengths[:, None]
+    return torch.randint(6, VOCAB, (3, 70)).masked_fill(~mask, PAD), mask
+
+
+def params(**settings) -> SamplingParams:
+    return SamplingParams(PAD, STOPS, **{"max_new_tokens": 20, **settings})
+
+
+def completions(engine, n=4, seed=1, **settings):
+    seeds = row_seeds(seed, range(3 * n))
+    return engine.generate(*prompts(), params(**settings), num_completions=n, seeds=seeds)
+
+
+def assert_equals_ours(engine, model):
+    out = completions(engine, n=1, greedy=True)
+    ours = generate(model, *prompts(), params(greedy=True))
+    assert torch.equal(out.completion_ids, ours.completion_ids)
+    assert torch.equal(out.completion_mask, ours.completion_mask)
+    assert torch.equal(out.finished, ours.finished)
+    torch.testing.assert_close(out.logprobs, ours.logprobs, rtol=0, atol=1e-4)
+
+
+def test_greedy_completions_equal_our_own(engine, model):
+    assert_equals_ours(engine, model)
+
+
+def test_new_weights_are_in_use_at_once(engine, model, models):
+    """Also for prompts whose keys and values the old weights have left in the cache."""
+    before = completions(engine, n=1, greedy=True)
+    engine.load_weights(weights_of(models[1]))
+    assert_equals_ours(engine, models[1])
+    engine.load_weights(weights_of(models[0]))
+    again = completions(engine, n=1, greedy=True)
+    assert torch.equal(again.completion_ids, before.completion_ids)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.9, "min_new_tokens": 3}], ids=str)
+def test_log_probs_are_the_trainer_s_before_truncation(engine, model, settings):
+    n = 4
+    out = completions(engine, n=n, **settings)
+    ids, mask = (t.repeat_interleave(n, dim=0) for t in prompts())
+    with torch.no_grad():
+        own = score_completions(model, ids, mask, out.completion_ids, out.completion_mask)
+    torch.testing.assert_close(out.logprobs, own.logprobs, rtol=0, atol=1e-4)
+    # Stop tokens end completions and are inside the mask.
+    last = out.completion_ids.gather(1, out.completion_mask.sum(1, keepdim=True) - 1).squeeze(1)
+    assert torch.isin(last, torch.tensor(STOPS)).eq(out.finished).all()
+    lengths = out.completion_mask.sum(1)
+    assert int(out.finished.sum()) > 0 and len(lengths.unique()) > 1
+    assert int(lengths.min()) > settings.get("min_new_tokens", 0)
+
+
+def test_a_seed_decides_a_completion_whatever_is_beside_it(engine, model):
+    everything = completions(engine)
+    ids, mask = prompts()
+    alone = engine.generate(
+        ids[1:2], mask[1:2], params(), num_completions=1, seeds=row_seeds(1, [5])
+    )
+    length = alone.completion_ids.shape[1]
+    assert torch.equal(alone.completion_ids[0], everything.completion_ids[5, :length])
+    other = completions(engine, seed=2)
+    assert other.completion_ids.tolist() != everything.completion_ids.tolist()
+
+
+def test_sampling_follows_the_model(engine, model):
+    """First tokens of one prompt, 600 times, against the model's own distribution."""
+    ids, mask = (t[1:2] for t in prompts())
+    count = 600
+    out = engine.generate(
+        ids, mask, params(max_new_tokens=1), num_completions=count, seeds=row_seeds(9, range(count))
+    )
+    with torch.no_grad():
+        probabilities = model(ids[mask].unsqueeze(0)).logits[0, -1].softmax(-1)
+    found = torch.bincount(out.completion_ids[:, 0], minlength=VOCAB)
+    common = probabilities * count >= 5
+    expected = torch.cat([probabilities[common], probabilities[~common].sum()[None]]) * count
+    observed = torch.cat([found[common], found[~common].sum()[None]])
+    chi_square = ((observed - expected) ** 2 / expected.clamp(min=1e-3)).sum()
+    # Mean = degrees of freedom, variance twice that; five deviations.
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_a_run_learns_with_it(ray_session):
+    config = tiny.grpo(recompute_old_logprobs=True, importance_sampling="truncate")
+    config.language_model(model=MODEL)
+    config.env_runners(num_env_runners=1)
+    config.sampling(engine="vllm", engine_settings=SETTINGS, stop_token_ids=list(STOPS))
+    with tiny.built(config) as algorithm:
+        for version in range(2):
+            result = algorithm.train()
+            # Log-probs of the newest weights: the learner's differ by round-off alone.
+            assert result["sampler"]["logprob_gap"] < 1e-4
+            assert result["weights"]["oldest_version"] == version

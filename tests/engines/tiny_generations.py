@@ -1,0 +1,71 @@
+"""Completions of tiny models, ours and those of transformers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rllib_llm.engines.engine import Completions, generate
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
+from tests.modules.tiny_models import FAMILIES, VOCAB
+
+PAD = 0
+STOPS = tuple(range(2, 10))  # about a tenth of the vocabulary: rows end at different lengths
+MODELS = {name: (name, {}) for name in FAMILIES} | {
+    # A head of its own, since a tied one makes these models repeat a single token.
+    "bloom (alibi)": ("bloom (alibi)", {"tie_word_embeddings": False}),
+    "gemma2 (soft-cap)": ("gemma2 (soft-cap)", {"tie_word_embeddings": False}),
+    # Windows shorter than prompt + completion, in some layers and in all.
+    "gemma2 (window)": (
+        "gemma2 (soft-cap)",
+        {"tie_word_embeddings": False, "sliding_window": 6},
+    ),
+    "qwen2 (window)": (
+        "qwen2 (tied)",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "llama (eager)": ("llama", {"attn_implementation": "eager"}),
+}
+
+
+def ragged_prompts(extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Five prompts of 9, 3, 5, 1 and 7 tokens, left-padded, `extra` columns more than needed."""
+    torch.manual_seed(5)
+    lengths = torch.tensor([9, 3, 5, 1, 7])
+    mask = torch.arange(9 + extra) >= 9 + extra - lengths[:, None]
+    ids = torch.randint(3, VOCAB, (5, 9)).masked_fill(~mask[:, extra:], PAD)
+    return torch.cat([torch.full((5, extra), PAD), ids], dim=1), mask
+
+
+def sampled(model, ids, mask, n=1, seed=1, looks=None, **settings) -> Completions:
+    params = SamplingParams(pad_token_id=PAD, **{"max_new_tokens": 30, **settings})
+    noise = uniform_noise(seed, range(len(ids) * n), params.max_new_tokens)
+    return generate(
+        model, ids, mask, params, num_completions=n, noise=noise, steps_between_looks=looks
+    )
+
+
+def greedy(model, ids, mask, n=1, looks=None, **settings) -> Completions:
+    params = SamplingParams(
+        pad_token_id=PAD, greedy=True, **{"max_new_tokens": 30, "stop_token_ids": STOPS} | settings
+    )
+    return generate(model, ids, mask, params, num_completions=n, steps_between_looks=looks)
+
+
+def greedy_of_transformers(model, ids, mask, n=1, max_new_tokens=30, stops=STOPS, **settings):
+    return model.generate(
+        input_ids=ids.repeat_interleave(n, dim=0),
+        attention_mask=mask.long().repeat_interleave(n, dim=0),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stops) or None,
+        pad_token_id=PAD,
+        **settings,
+    )[:, ids.shape[1] :]
+
+
+def seeded(architecture: str, **settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, pad_token_id=PAD, **settings)
+    return AutoModelForCausalLM.from_config(config).eval()

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import gymnasium
+import pytest
+import torch
+from ray.rllib.utils.spaces.repeated import Repeated
+
+from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.checks.check_env import EnvContractError, check_env
+from rllib_llm.envs.judges.rewards import RewardSum
+from rllib_llm.envs.prompts import PromptSource
+from tests.envs.tiny_envs import PROMPTS, num_words
+from tests.envs.tiny_tokenizers import word_tokenizer
+
+
+class GoodEnv(BanditEnv):
+    """What the broken ones are made from, each by changing one answer."""
+
+    def __init__(self, **settings):
+        defaults = {
+            "tokenizer": word_tokenizer(),
+            "prompts": PromptSource(PROMPTS, seed=1),
+            "rewards": RewardSum(num_words),
+            "num_envs": 2,
+            "max_prompt_len": 8,
+            "max_completion_len": 8,
+        }
+        super().__init__(**{**defaults, **settings})
+
+    def change_reset(self, observation, infos):
+        return observation, infos
+
+    def change_step(self, actions, result):
+        return result
+
+    def reset(self, *, seed=None, options=None):
+        return self.change_reset(*super().reset(seed=seed, options=options))
+
+    def step(self, actions):
+        return self.change_step(actions, super().step(actions))
+
+
+class PlainEnv(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+
+class WrongSpaces(GoodEnv):
+    def __init__(self):
+        super().__init__()
+        self.single_action_space = gymnasium.spaces.MultiDiscrete([19] * 8)
+
+
+class OtherVocabulary(GoodEnv):
+    def __init__(self):
+        super().__init__()
+        self.single_action_space = Repeated(gymnasium.spaces.Discrete(7), 8)
+
+
+class NumpyPrompts(GoodEnv):
+    def change_reset(self, observation, infos):
+        return {name: value.numpy() for name, value in observation.items()}, infos
+
+
+class Int32Prompts(GoodEnv):
+    def change_reset(self, observation, infos):
+        return {**observation, "prompt_ids": observation["prompt_ids"].int()}, infos
+
+
+class ListObservation(GoodEnv):
+    def change_reset(self, observation, infos):
+        return observation["prompt_ids"], infos
+
+
+class RightPadded(GoodEnv):
+    def change_reset(self, observation, infos):
+        return {name: value.flip(1) for name, value in observation.items()}, infos
+
+
+class StrangePad(GoodEnv):
+    def change_reset(self, observation, infos):
+        ids = torch.where(observation["prompt_mask"], observation["prompt_ids"], -100)
+        return {**observation, "prompt_ids": ids}, infos
+
+
+class ScatteredGroups(GoodEnv):
+    def change_reset(self, observation, infos):
+        half = len(infos["prompt_index"]) // 2
+        order = torch.arange(2 * half).reshape(2, half).T.flatten()
+        return {name: value[order] for name, value in observation.items()}, infos
+
+
+class ForgetsIndex(GoodEnv):
+    def change_reset(self, observation, infos):
+        return observation, {"position": infos["position"]}
+
+
+class ForgetsPosition(GoodEnv):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed, options={**(options or {}), "position": self.position})
+
+
+class CountsBatches(GoodEnv):
+    def reset(self, *, seed=None, options=None):
+        options = dict(options or {})
+        options["position"] = options.get("position", 0) * 3
+        observation, infos = super().reset(seed=seed, options=options)
+        return observation, {**infos, "position": options["position"] // 3}
+
+
+def _replace(result, place, value):
+    return (*result[:place], value, *result[place + 1 :])
+
+
+class FourResults(GoodEnv):
+    def change_step(self, actions, result):
+        return result[:4]
+
+
+class ColumnRewards(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 1, result[1][:, None])
+
+
+class NanRewards(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 1, result[1] * float("nan"))
+
+
+class GoesOn(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 2, ~result[2])
+
+
+class Truncates(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 3, ~result[3])
+
+
+class WritesIntoActions(GoodEnv):
+    def change_step(self, actions, result):
+        actions["completion_ids"].zero_()
+        return result
+
+
+def _infos_with(result, **changes):
+    return _replace(result, 4, {**result[4], **changes})
+
+
+class NoScores(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 4, {"valid": result[4]["valid"]})
+
+
+class CountsPadding(GoodEnv):
+    def change_step(self, actions, result):
+        counts = torch.full_like(result[4]["num_completion_tokens"], 6)
+        return _infos_with(result, num_completion_tokens=counts)
+
+
+class ScoredThoughInvalid(GoodEnv):
+    def change_step(self, actions, result):
+        return _infos_with(
+            result, valid=torch.zeros_like(result[4]["valid"]), scores=result[4]["scores"] + 1
+        )
+
+
+class ListComponents(GoodEnv):
+    def change_step(self, actions, result):
+        return _infos_with(result, components={"length": [1.0] * len(result[1])})
+
+
+class UnmaskedReference(GoodEnv):
+    def change_step(self, actions, result):
+        return _infos_with(result, ref_logprobs=-torch.ones(actions["completion_ids"].shape))
+
+
+class PositiveReference(GoodEnv):
+    def change_step(self, actions, result):
+        return _infos_with(result, ref_logprobs=actions["completion_mask"].float())
+
+
+class ScoresPadding(GoodEnv):
+    def change_step(self, actions, result):
+        width = actions["completion_ids"].shape[1]
+        return _infos_with(result, scores=result[4]["scores"] + width)
+
+
+class JudgesAnything(GoodEnv):
+    """Judges whatever comes, as long as there is a completion for every prompt."""
+
+    def step(self, actions):
+        ids = actions["completion_ids"].clamp(0, self.vocab_size - 1)
+        mask = torch.arange(ids.shape[1]).expand(ids.shape) < 1
+        given = {"completion_ids": ids, "completion_mask": mask}
+        result = super().step(given)
+        counts = actions.get("completion_mask", mask).sum(-1)
+        return _infos_with(result, num_completion_tokens=counts)
+
+
+def test_nothing_is_found_in_good_environments():
+    assert check_env(GoodEnv) == []
+    assert check_env(GoodEnv(max_completion_len=1)) == []
+    assert check_env(f"{__name__}:GoodEnv", {"num_envs": 5}, num_prompts=7, seed=3) == []
+    assert check_env("rllib_llm/Arithmetic-v0", {"operations": "+-"}, raise_error=True) == []
+
+
+def test_random_scores_are_no_finding():
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(completions):
+        return torch.rand(len(completions), generator=generator)
+
+    assert check_env(GoodEnv(rewards=RewardSum(noise))) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (PlainEnv, "type PlainEnv must be a gymnasium.vector.VectorEnv"),
+        (WrongSpaces, "single_action_space=MultiDiscrete.* must be Repeated"),
+        (OtherVocabulary, r"vocabulary sizes=\[19, 7\] of .* must be the same"),
+        (NumpyPrompts, "prompt_ids of type ndarray must be a torch tensor"),
+        (Int32Prompts, r"prompt_ids of torch.int32, shape \[6, 3\] must be .*torch.int64"),
+        (ListObservation, r"observation=.*Tensor.* must be a dict with \['prompt_ids'"),
+        (RightPadded, r"prompt_mask\[\d\]=\[1, 0, 0\] must be False for padding at the left"),
+        (StrangePad, r"prompt token id=-100 must be in 0\.\.18, padding too"),
+        (ScatteredGroups, r"prompts of rows 0\.\.1=.* must be the same: they are one group"),
+        (ForgetsIndex, r"reset\(\) infos=\['position'\] must be a dict with 'prompt_index'"),
+        (ForgetsPosition, r"infos\['position'\]=0 must be the position asked for, 1"),
+        (ForgetsPosition, "at the same position twice must be the same"),
+        (CountsBatches, r"prompts of reset\(\) at position 2 must be those of position 1 without"),
+        (FourResults, r"step\(\) result of type tuple must be \(observation, rewards"),
+        (ColumnRewards, r"rewards of torch.float32, shape \[6, 1\] must be .*shape \[6\]"),
+        (NanRewards, r"step\(\) rewards=\[nan.* must be finite"),
+        (GoesOn, r"terminations=\[False.* must be all True"),
+        (Truncates, r"truncations=\[True.* must be all False"),
+        (WritesIntoActions, r"actions after step\(\) must be as they were before"),
+        (NoScores, r"infos without \['scores', 'components'"),
+        (CountsPadding, r"num_completion_tokens'\]=\[6.* must be \[1, 2, 3, 4, 5, 6\]"),
+        (ScoredThoughInvalid, r"scores'\] where not valid=.* must be 0"),
+        (ListComponents, r"\['components'\]\['length'\] of type list must be"),
+        (UnmaskedReference, "exactly 0 where completion_mask is False"),
+        (PositiveReference, "ref_logprobs.* must be at most 0"),
+        (ScoresPadding, "two more columns of padding=.* must be as without them"),
+        (JudgesAnything, "given a token id outside the vocabulary must be an error"),
+        (JudgesAnything, "given a mask with a hole must be an error"),
+        (JudgesAnything, "given no completion_mask must be an error"),
+    ],
+)
+def test_each_break_is_found(env, message):
+    problems = check_env(env)
+    with pytest.raises(AssertionError, match=message):  # any one of them
+        raise AssertionError("\n".join(problems))
+
+
+@pytest.mark.parametrize(
+    "env", [Int32Prompts, RightPadded, ScatteredGroups, GoesOn, CountsPadding, ScoresPadding]
+)
+def test_one_break_is_one_finding(env):
+    assert len(check_env(env)) == 1
+
+
+def test_findings_are_raised_together():
+    with pytest.raises(EnvContractError, match=r"3 problem\(s\)") as error:
+        check_env(JudgesAnything, raise_error=True)
+    assert len(error.value.problems) == 3
+
+
+def test_exceptions_of_the_environment_pass_through():
+    class Fails(GoodEnv):
+        def change_step(self, actions, result):
+            raise ZeroDivisionError("in the user's code")
+
+    with pytest.raises(ZeroDivisionError, match="in the user's code"):
+        check_env(Fails())
+
+
+def test_one_prompt_is_too_few_to_see_groups():
+    with pytest.raises(ValueError, match="num_prompts=1, num_completions=2 must be at least 2"):
+        check_env(GoodEnv(), num_prompts=1)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.envs.judges.reward_texts import RewardTextEncoder, same_tokenizer
+from tests import tiny_models as tiny
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+
+
+def decoded(encoder: RewardTextEncoder, *args, **kwargs) -> list[str]:
+    return [encoder.tokenizer.decode(ids) for ids in encoder.encode(*args, **kwargs)]
+
+
+def chat_tokenizer():
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_prompt_and_completion_are_one_text_by_default():
+    encoder = RewardTextEncoder(tiny.byte_tokenizer())
+    assert decoded(encoder, ["How?", "a{b"], [" So.", "}c"]) == ["<s>How? So.", "<s>a{b}c"]
+
+
+def test_eos_ends_finished_completions_where_asked():
+    encoder = RewardTextEncoder(tiny.byte_tokenizer(), append_eos=True)
+    texts = decoded(encoder, ["a", "b"], ["c", "d"], finished=[True, False])
+    assert texts == ["<s>ac</s>", "<s>bd"]
+
+
+def test_template_with_places():
+    encoder = RewardTextEncoder(tiny.byte_tokenizer(), template="Q: {prompt}\nA: {completion}!")
+    assert decoded(encoder, ["why {completion}?"], ["{prompt}"]) == [
+        "<s>Q: why {completion}?\nA: {prompt}!"
+    ]
+
+
+def test_pairs_are_joined_by_the_tokenizer():
+    tokenizer = tiny.byte_tokenizer(tiny.ENCODER_SPECIALS, pad="[PAD]")
+    encoder = RewardTextEncoder(tokenizer, template="pair", max_length=7)
+    assert decoded(encoder, ["ab"], ["cd"]) == ["[CLS]ab[SEP]cd[SEP]"]
+    assert decoded(encoder, ["0123456ab"], ["cd"]) == ["[CLS]ab[SEP]cd[SEP]"]
+    assert encoder.num_truncated == 1
+
+
+def test_chats_go_through_the_reward_models_own_template():
+    encoder = RewardTextEncoder(chat_tokenizer())
+    wanted = ["<system>be kind<user>hi<assistant>hello"]
+    assert decoded(encoder, [CHAT], ["hello"]) == wanted
+    assert decoded(encoder, ["<<policy's rendering>>"], ["hello"], messages=[CHAT]) == wanted
+    assert decoded(encoder, ["hi"], ["hello"]) == ["<s>hihello"]
+    always = RewardTextEncoder(chat_tokenizer(), template="chat")
+    assert decoded(always, ["hi"], ["hello"]) == ["<user>hi<assistant>hello"]
+
+
+def test_chats_without_a_chat_template_are_read_as_text():
+    encoder = RewardTextEncoder(tiny.byte_tokenizer())
+    assert decoded(encoder, [CHAT], ["hello"]) == ["<s>be kind\n\nhi\n\nhello"]
+    assert decoded(encoder, ["rendered "], ["hello"], messages=[CHAT]) == ["<s>rendered hello"]
+
+
+def test_too_long_texts_keep_their_beginning_token_and_their_end():
+    encoder = RewardTextEncoder(tiny.byte_tokenizer(), max_length=4)
+    assert decoded(encoder, ["abc"], ["def"]) == ["<s>def"]
+    assert encoder.num_truncated == 1
+
+
+@pytest.mark.parametrize("template", ["{prompt}", "", "{completion}{completion}"])
+def test_template_without_one_place_for_the_completion(template):
+    with pytest.raises(ValueError, match="must be 'chat', 'pair' or a text with"):
+        RewardTextEncoder(tiny.byte_tokenizer(), template=template)
+
+
+def test_chat_needs_a_chat_template():
+    with pytest.raises(ValueError, match="tokenizer has no chat template"):
+        RewardTextEncoder(tiny.byte_tokenizer(), template="chat")
+
+
+def test_same_tokenizer():
+    ours = tiny.byte_tokenizer()
+    assert same_tokenizer(ours, tiny.byte_tokenizer())
+    assert not same_tokenizer(ours, tiny.byte_tokenizer(reverse=True))
+    assert not same_tokenizer(ours, chat_tokenizer())
+    assert same_tokenizer(chat_tokenizer(), ours)  # no template of its own to obey
+    bare = tiny.byte_tokenizer()
+    bare.backend_tokenizer.post_processor = tiny.processors.ByteLevel()  # no BOS in front
+    assert not same_tokenizer(ours, bare)

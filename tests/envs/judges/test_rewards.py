@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rllib_llm.dotted import DottedPathError
+from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+
+NAN = float("nan")
+
+
+def batch_of(*completions, prompts=None, **columns) -> RewardBatch:
+    """A batch whose completion ids are the lengths of the words, one token for each word."""
+    words = [completion.split() or ["-"] for completion in completions]
+    longest = max(map(len, words))
+    ids = torch.tensor([[len(w) for w in row] + [0] * (longest - len(row)) for row in words])
+    prompts = prompts or ["p"] * len(completions)
+    prompt_ids = torch.ones(len(completions), 1, dtype=torch.int64)
+    return RewardBatch(
+        prompt_ids, prompt_ids.bool(), ids, ids > 0, prompts, list(completions), columns
+    )
+
+
+def length(completions, **columns):
+    return [len(completion) for completion in completions]
+
+
+def count(completions, letter="a"):
+    return torch.tensor([completion.count(letter) for completion in completions])
+
+
+class Matches:
+    """A function object with state, as a class given by dotted path."""
+
+    def __init__(self, bonus=1.0):
+        self.bonus = bonus
+
+    def __call__(self, prompts, completions, answer):
+        return np.array([self.bonus * (c == a) for c, a in zip(completions, answer, strict=True)])
+
+
+def test_the_weighted_sum_and_its_components():
+    rewards = RewardSum(
+        [length, {"function": count, "weight": -0.5, "name": "a_count"}, f"{__name__}:Matches"]
+    )
+    out = rewards(batch_of("aab", "b", "cc", answer=["aab", "x", "cc"]))
+    # length 3, 1, 2; minus half of the a's 2, 0, 0; plus 1 for the two right answers.
+    assert out.components["length"].tolist() == [3, 1, 2]
+    assert out.components["a_count"].tolist() == [2, 0, 0]  # before weighting
+    assert out.components["Matches"].tolist() == [1, 0, 1]
+    assert out.scores.tolist() == [3 - 1 + 1, 1, 2 + 1]
+    assert out.scores.dtype == torch.float32 and out.valid.all() and out.metrics == {}
+
+
+def test_kwargs_make_the_object_or_go_to_the_function():
+    out = RewardSum(
+        [
+            {"function": f"{__name__}.Matches", "kwargs": {"bonus": 5.0}},
+            {"function": count, "kwargs": {"letter": "b"}},
+        ]
+    )(batch_of("ab", "bb", answer=["ab", "-"], letter=["a", "a"]))
+    assert out.components["Matches"].tolist() == [5, 0]
+    assert out.components["count"].tolist() == [1, 2]  # kwargs stand before a column of that name
+
+
+def test_columns_and_token_lists_reach_the_function():
+    seen = {}
+
+    def function(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, ids=completion_ids)
+        return [0.0] * len(prompts)
+
+    RewardSum(function)(batch_of("aa b", "ccc", prompts=["x", "y"], label=[7, 8]))
+    assert seen == {"prompts": ["x", "y"], "ids": [[2, 1], [3]], "label": [7, 8]}
+
+
+def test_functions_that_want_tokens_get_tensors():
+    def function(prompt_ids, prompt_mask, completion_ids, completion_mask):
+        return (completion_ids * completion_mask).sum(-1)
+
+    function.wants_tokens = True
+    rewards = RewardSum(function)
+    assert not rewards.wants_texts
+    out = rewards(batch_of("aa b", "ccc"))
+    assert out.scores.tolist() == [3, 3] and out.scores.dtype == torch.float32
+
+
+def test_an_exception_costs_only_its_row():
+    def fragile(completions):
+        return [1 / completion.count("a") for completion in completions]
+
+    rewards = RewardSum([fragile, length])
+    with pytest.warns(UserWarning, match=r"'fragile' failed on 1 of 3 .*completion 'b'") as caught:
+        out = rewards(batch_of("a", "b", "aa"))
+    assert "ZeroDivisionError" in str(caught[0].message)
+    assert out.valid.tolist() == [True, False, True]
+    # 1/1 + 1; nothing for the failed row, though its length is known; 1/2 + 2.
+    assert out.scores.tolist() == [2.0, 0.0, 2.5]
+    assert out.components["fragile"].tolist() == [1.0, 0.0, 0.5]
+    assert out.components["length"].tolist() == [1, 1, 2]
+    assert rewards.num_failed == {"fragile": 1, "length": 0}
+
+
+def test_later_failures_are_counted_without_a_warning(recwarn):
+    rewards = RewardSum(lambda completions: [NAN if c == "b" else 1 for c in completions])
+    for _ in range(3):
+        rewards(batch_of("a", "b"))
+    assert len(recwarn) == 1
+    assert rewards.num_failed == {"<lambda>": 3}
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
+def test_a_result_that_is_not_finite_is_not_valid(bad):
+    rewards = RewardSum(lambda completions: [bad, 2.0])
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        out = rewards(batch_of("a", "b"))
+    assert out.valid.tolist() == [False, True] and out.scores.tolist() == [0, 2]
+
+
+def test_failing_everywhere_is_an_error_with_the_first_traceback():
+    def broken(completions):
+        raise KeyError("no such key")
+
+    with pytest.raises(RewardError, match=r"(?s)'broken' must judge.*all 2.*'a'.*no such key"):
+        RewardSum(broken)(batch_of("a", "b"))
+    with pytest.raises(RewardError, match="(?s)all 2.*NaN or infinite"):
+        RewardSum(lambda completions: [NAN, NAN])(batch_of("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1.0], r"must have shape \[2\], .* it has \[1\]"),
+        ([[1.0], [2.0]], r"must be 2 numbers .*returned list"),
+        (torch.ones(2, 1), r"must have shape \[2\].* it has \[2, 1\]"),
+        (None, "returned NoneType"),
+        (1.0, "returned float"),
+        (["good", "bad"], "could not convert string to float"),
+        ([1.0, None], "must be 2 numbers"),
+        (([1.0, 2.0], {"metric": [1.0]}), r"metric 'metric' of reward function 'wrong'"),
+    ],
+)
+def test_wrong_answers_name_the_function_and_the_text(answer, message):
+    def wrong(completions):
+        return answer
+
+    with pytest.raises(RewardError, match=message) as error:
+        RewardSum(wrong)(batch_of("first text", "b"))
+    assert "'wrong'" in str(error.value) and "first text" in str(error.value)
+
+
+def test_diagnostics_are_kept_apart_from_the_score():
+    def judge(completions):
+        return length(completions), {"shouting": [c.isupper() for c in completions]}
+
+    out = RewardSum(judge)(batch_of("AB", "cde"))
+    assert out.scores.tolist() == [2, 3]
+    assert out.metrics["shouting"].tolist() == [1.0, 0.0]
+    with pytest.raises(RewardError, match="metric='shouting' must come from one"):
+        RewardSum([judge, {"function": judge, "name": "again"}])(batch_of("AB", "c"))
+
+
+def test_diagnostics_survive_a_failed_row():
+    def judge(completions):
+        if "b" in completions:
+            raise ValueError("b")
+        return [1.0] * len(completions), {"seen": [2.0] * len(completions)}
+
+    with pytest.warns(UserWarning, match="failed on 1 of 2"):
+        out = RewardSum(judge)(batch_of("a", "b"))
+    assert out.metrics["seen"].tolist() == [2.0, 0.0]
+
+
+def test_what_an_object_reports_of_itself_is_among_the_metrics():
+    class Judge:
+        name = "judge"
+
+        def __call__(self, prompts, completions, **columns):
+            return [1.0] * len(prompts)
+
+        def metrics(self):
+            return {"drift/rank_corr": 0.5}
+
+    out = RewardSum(Judge())(batch_of("a", "b"))
+    assert out.metrics["judge/drift/rank_corr"].tolist() == [0.5, 0.5]
+
+
+def test_async_functions_run_at_the_same_time():
+    waiting = 0
+    together = asyncio.Event()
+
+    async def meets(completions):
+        """Returns only once both functions are under way."""
+        nonlocal waiting
+        waiting += 1
+        if waiting == 2:
+            together.set()
+        await asyncio.wait_for(together.wait(), timeout=5)
+        return [1.0] * len(completions)
+
+    out = RewardSum([{"function": meets, "name": "one"}, {"function": meets, "name": "two"}])(
+        batch_of("a", "b")
+    )
+    assert out.scores.tolist() == [2.0, 2.0]
+
+
+def test_async_functions_keep_their_loop_and_lose_only_failing_rows():
+    loops = set()
+
+    class Client:
+        async def __call__(self, prompts, completions, **columns):
+            loops.add(asyncio.get_running_loop())
+            assert threading.current_thread() is not threading.main_thread()
+            if "b" in completions:
+                raise ConnectionError("lost")
+            return [1.0] * len(prompts)
+
+    rewards = RewardSum(Client())
+    with pytest.warns(UserWarning, match="(?s)'Client' failed on 1 of 2.*lost"):
+        out = rewards(batch_of("a", "b"))
+    assert out.scores.tolist() == [1.0, 0.0] and out.valid.tolist() == [True, False]
+    rewards(batch_of("a", "c"))
+    assert len(loops) == 1
+
+
+def test_async_functions_work_below_a_running_loop():
+    async def one(completions):
+        return [1.0] * len(completions)
+
+    async def notebook():
+        return RewardSum(one)(batch_of("a", "b"))
+
+    assert asyncio.run(notebook()).scores.tolist() == [1.0, 1.0]
+
+
+def test_a_function_returning_an_awaitable_is_awaited():
+    async def answer(completions):
+        return [2.0] * len(completions)
+
+    rewards = RewardSum([{"function": lambda completions: answer(completions), "name": "late"}])
+    assert rewards(batch_of("a", "b")).scores.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "one or more functions .*there is none"),
+        (None, "there is none"),
+        ([length, length], r"the names \['length', 'length'\] repeat"),
+        ([{"function": length, "wieght": 2}], r"unknown \['wieght'\]"),
+        ([{"weight": 2}], "no function"),
+        ([{"function": f"{__name__}:NAN"}], "it is float"),
+        ([lambda texts: [0.0]], r"must take 'completions' .* it takes \['texts'\]"),
+    ],
+)
+def test_wrong_settings(functions, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSum(functions)
+
+
+def test_a_dotted_path_that_names_nothing():
+    with pytest.raises(DottedPathError, match="reward_functions=.*Did you mean 'length'"):
+        RewardSum(f"{__name__}:lenth")
+
+
+def test_columns_must_suit_the_functions():
+    with pytest.raises(RewardError, match=r"'Matches' must find its arguments \['answer'\]"):
+        RewardSum(Matches()).check_columns(["label"])
+    with pytest.raises(RewardError, match="column='completions' must have another name"):
+        RewardSum(length).check_columns(["completions"])
+    RewardSum({"function": Matches(), "kwargs": {"answer": ["x"]}}).check_columns([])

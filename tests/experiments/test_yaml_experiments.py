@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rllib_llm.experiments.yaml_experiments import fill, load, references
+from rllib_llm.experiments.yaml_loader import parse
+from rllib_llm.user_errors import UserError
+
+TWO_STAGES = """
+sft:
+  run: SFT
+  stop: {training_iteration: 3}
+  config: {model: some/model}
+ppo:
+  run: PPOPtx
+  env: rllib_llm/Reviews-v0
+  config: {model: "${sft.model}", env_config: {path: "${sft.checkpoint}/x"}}
+"""
+
+
+def experiments(text: str, **kwargs: Any):
+    return load(parse(text, "x.yaml"), "x.yaml", **kwargs)
+
+
+def test_experiments_come_in_file_order_with_references_left_open():
+    sft, ppo = experiments(TWO_STAGES)
+    assert (sft.name, sft.run, sft.stop) == ("sft", "SFT", {"training_iteration": 3})
+    assert (ppo.name, ppo.env, ppo.num_samples) == ("ppo", "rllib_llm/Reviews-v0", 1)
+    assert ppo.config["model"] == "${sft.model}"
+    assert references(vars(ppo)) == {("sft", "model"), ("sft", "checkpoint")}
+
+
+def test_references_are_filled_inside_and_as_whole_values():
+    _, ppo = experiments(TWO_STAGES)
+    filled = fill(ppo, lambda ref, where: {"sft.model": "/m", "sft.checkpoint": "/c"}[ref])
+    assert filled.config == {"model": "/m", "env_config": {"path": "/c/x"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {run: SFT, confg: {}}", "a: unknown key 'confg'. Did you mean 'config'?"),
+        ("a: {run: SFT, checkpoint_freq: 1}", "It is 'checkpoint_config.checkpoint_frequency'"),
+        ("a: {run: SFT, checkpoint_config: {num_too_keep: 1}}", "Did you mean 'num_to_keep'"),
+        ("a: {config: {}}", "a.run is missing"),
+        ("a: {run: SFT, stop: 3}", "a.stop=3 must be a mapping"),
+        ("a: {run: SFT, stop: {episode: many}}", "a.stop.episode='many' must be a number"),
+        ("a: {run: SFT, num_samples: 0}", "a.num_samples=0 must be at least 1"),
+        ("a: {run: SFT, num_samples: 1.5}", "a.num_samples=1.5 must be a whole number"),
+        ("a: {run: SFT, metric: x, mode: up}", "a.mode='up' must be 'max' or 'min'"),
+        ("a: SFT", "a='SFT' must be a mapping"),
+        ("1a: {run: SFT}", "'1a' must be letters"),
+        ("[1, 2]", "x.yaml must hold experiments: it is list"),
+        ("", "x.yaml must hold experiments: it is NoneType"),
+    ],
+)
+def test_what_cannot_be_an_experiment_is_refused(text: str, message: str):
+    with pytest.raises(UserError) as error:
+        experiments(text)
+    assert message in str(error.value)
+
+
+def test_stages_in_the_wrong_order_are_refused_before_anything_runs():
+    text = "ppo: {run: PPOPtx, config: {model: '${sft.model}'}}\nsft: {run: SFT}"
+    with pytest.raises(UserError, match=r"ppo\.config\.model.*a later experiment.*Move 'sft'"):
+        experiments(text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("b.model", "refers to itself"),
+        ("sfd.model", r"refers to nothing in this file\. Known here: a\.model"),
+        ("a.weights", r"must be \$\{a\.model\} or \$\{a\.checkpoint\}"),
+        ("vars.x", r"refers to nothing in this file"),
+    ],
+)
+def test_references_to_nothing_are_refused(reference: str, message: str):
+    text = f"a: {{run: SFT}}\nb: {{run: SFT, config: {{model: '${{{reference}}}'}}}}"
+    with pytest.raises(UserError, match=message):
+        experiments(text)
+
+
+def test_variables_keep_their_type_and_must_have_a_value():
+    text = """
+vars: {data: null, n: 3}
+a: {run: SFT, config: {data: '${vars.data}', max_length: '${vars.n}', seed: 'x${vars.n}'}}
+"""
+    (a,) = experiments(text, overrides=("vars.data=d.jsonl",))
+    assert a.config == {"data": "d.jsonl", "max_length": 3, "seed": "x3"}
+    with pytest.raises(UserError, match=r"a\.config\.data.*has no value yet.*--set vars\.data="):
+        experiments(text)
+
+
+def test_here_is_the_folder_of_the_file():
+    (a,) = experiments("a: {run: SFT, config: {data: '${here}/d.jsonl'}}", here=Path("/some/where"))
+    assert a.config["data"] == "/some/where/d.jsonl"

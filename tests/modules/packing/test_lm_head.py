@@ -1,0 +1,123 @@
+"""Models taken apart only where the parts add up to the model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import LlamaForCausalLM
+
+from rllib_llm.modules.packing.lm_head import LogitTransform, take_apart
+from rllib_llm.modules.packing.logprobs import score_completions
+from tests.modules.packing.test_logprobs import batch, own_stats
+from tests.modules.tiny_models import tiny_model
+
+
+class UndeclaredScale(LlamaForCausalLM):
+    """Does something to its logits that its config does not say."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.7
+        return output
+
+
+class UndeclaredSoftcap(LlamaForCausalLM):
+    """At logits below 1 its soft-cap changes them by less than a ten-thousandth."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 80 * torch.tanh(output.logits / 80)
+        return output
+
+
+@pytest.mark.parametrize(
+    "family, transform",
+    [
+        ("llama", LogitTransform()),
+        ("gemma2 (soft-cap)", LogitTransform(softcap=3.0)),
+        ("cohere (logit scale)", LogitTransform(multiplier=0.3)),
+        ("granite (logits scaling)", LogitTransform(divisor=0.7)),
+        ("phi (head bias)", LogitTransform()),
+    ],
+)
+def test_what_models_do_to_their_logits_is_found(family, transform):
+    assert take_apart(tiny_model(family)).transform == transform
+
+
+def test_a_soft_cap_is_found_on_an_untrained_head_too():
+    # All logits are 0: the model's own numbers would not tell one transform from another.
+    model = tiny_model("granite (logits scaling)")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert take_apart(model).transform == LogitTransform(divisor=0.7)
+
+
+@pytest.mark.parametrize("model_class", [UndeclaredScale, UndeclaredSoftcap])
+def test_a_model_that_does_not_add_up_is_run_whole_with_one_warning(model_class):
+    model = model_class(tiny_model().config).eval()
+    rows = batch()
+    with pytest.warns(UserWarning, match=f"{model_class.__name__} is run whole") as caught:
+        outputs = score_completions(model, **rows, temperature=0.7, entropy=True, hidden=True)
+        chunked = score_completions(
+            model, **rows, temperature=0.7, entropy=True, logits_chunk_tokens=3
+        )
+    assert len([w for w in caught if "run whole" in str(w.message)]) == 1
+    logprobs, entropy = own_stats(model, rows, temperature=0.7)
+    for ours in (outputs, chunked):
+        torch.testing.assert_close(ours.logprobs, logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.entropy, entropy, atol=1e-5, rtol=0)
+    plain = LlamaForCausalLM(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    expected_hidden = score_completions(plain, **rows, hidden=True).hidden
+    torch.testing.assert_close(outputs.hidden, expected_hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_the_check_leaves_no_trace():
+    model = tiny_model("gpt2").train()
+    model.transformer.drop.eval()
+    before = [module.training for module in model.modules()]
+    take_apart(model)
+    assert [module.training for module in model.modules()] == before
+    assert not model.lm_head._forward_hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+    follow = weakref.ref(model)
+    del model
+    gc.collect()
+    assert follow() is None
+
+
+def test_a_head_put_in_later_is_used():
+    model, rows = tiny_model(), batch()
+    score_completions(model, **rows)
+    model.lm_head = torch.nn.Linear(32, 97, bias=True)
+    torch.nn.init.normal_(model.lm_head.bias)
+    logprobs, _ = own_stats(model, rows)
+    torch.testing.assert_close(
+        score_completions(model, **rows).logprobs, logprobs, atol=1e-5, rtol=0
+    )
+
+
+def test_lora_adapters_are_part_of_the_trunk_and_alone_get_gradients():
+    model, rows = tiny_model(), batch()
+    before = score_completions(model, **rows).logprobs.detach()
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    logprobs, _ = own_stats(adapted, rows)
+    outputs = score_completions(adapted, **rows, logits_chunk_tokens=3)
+    torch.testing.assert_close(outputs.logprobs, logprobs, atol=1e-5, rtol=0)
+    assert (outputs.logprobs - before).abs().max() > 1e-3
+    outputs.logprobs.sum().backward()
+    with_grad = {name for name, p in adapted.named_parameters() if p.grad is not None}
+    assert with_grad and all("lora_" in name for name in with_grad)
+    with adapted.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(score_completions(adapted, **rows).logprobs, before)
+
+
+def test_virtual_tokens_are_refused():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = get_peft_model(tiny_model(), config)
+    with pytest.raises(ValueError, match="must not prepend virtual tokens"):
+        take_apart(model)

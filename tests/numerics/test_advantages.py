@@ -1,0 +1,266 @@
+"""Advantages against hand-worked examples, closed forms and TRL 1.16.0."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rllib_llm.numerics.advantages import (
+    gae,
+    group_normalized,
+    last_token_index,
+    leave_one_out,
+    masked_whiten,
+    reinforce_returns,
+    token_rewards,
+    zero_variance_groups,
+)
+
+# Three groups of three: ordinary, all equal, with a negative score.
+SCORES = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0])
+SECOND_INVALID = torch.tensor([True, False] + [True] * 7)
+
+
+def bools(*rows: str) -> torch.Tensor:
+    return torch.tensor([[char == "1" for char in row] for row in rows])
+
+
+# --- token rewards -------------------------------------------------------------------------------
+
+
+def test_score_lands_on_the_last_token_and_kl_on_every_token():
+    rewards = token_rewards(
+        scores=torch.tensor([1.0, -2.0]),
+        kl=torch.tensor([[0.5, 1.0, 9.0], [0.1, 9.0, 0.3]]),
+        mask=bools("110", "101"),
+        kl_coeff=0.1,
+    )
+    # Row 0: -0.05, then 1 - 0.1. Row 1: -0.01, a hole, then -2 - 0.03.
+    expected = torch.tensor([[-0.05, 0.9, 0.0], [-0.01, 0.0, -2.03]])
+    torch.testing.assert_close(rewards, expected)
+
+
+def test_reward_of_a_row_is_the_rlhf_reward():
+    # objective/rlhf_reward = score - kl_coeff * sum_t kl_t.
+    torch.manual_seed(0)
+    kl, mask, scores = torch.randn(4, 6), torch.rand(4, 6) < 0.6, torch.randn(4)
+    mask[:, 0] = True
+    rewards = token_rewards(scores, kl, mask, 0.02)
+    torch.testing.assert_close(rewards.sum(dim=1), scores - 0.02 * (kl * mask).sum(dim=1))
+
+
+def test_row_without_tokens_gets_no_reward():
+    rewards = token_rewards(torch.tensor([5.0]), torch.ones(1, 3), bools("000"), 0.1)
+    assert rewards.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_last_token_index_with_holes_and_without_tokens():
+    assert last_token_index(bools("1100", "1010", "0001", "0000")).tolist() == [1, 2, 3, 0]
+
+
+# --- GAE -----------------------------------------------------------------------------------------
+
+
+def test_gae_hand_worked():
+    # gamma = 0.9, lambda = 0.5, V = (1, 2, 3), r = (0, 0.5, 1), V beyond the end = 0:
+    # delta_2 = 1 - 3 = -2;                 A_2 = -2
+    # delta_1 = 0.5 + 0.9 * 3 - 2 = 1.2;    A_1 = 1.2 + 0.45 * (-2) = 0.3
+    # delta_0 = 0 + 0.9 * 2 - 1 = 0.8;      A_0 = 0.8 + 0.45 * 0.3 = 0.935
+    advantages, returns = gae(
+        rewards=torch.tensor([[0.0, 0.5, 1.0]]),
+        values=torch.tensor([[1.0, 2.0, 3.0]]),
+        mask=bools("111"),
+        gamma=0.9,
+        lambda_=0.5,
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[0.935, 0.3, -2.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[1.935, 2.3, 1.0]]))
+
+
+def test_gae_is_the_discounted_sum_of_td_errors():
+    # Schulman et al. 2016, eq. 16, as a sum over l instead of a recursion.
+    torch.manual_seed(0)
+    rewards, values = torch.randn(3, 7), torch.randn(3, 7)
+    gamma, lambda_ = 0.97, 0.9
+    next_values = torch.cat([values[:, 1:], torch.zeros(3, 1)], dim=1)
+    deltas = rewards + gamma * next_values - values
+    expected = torch.stack(
+        [sum((gamma * lambda_) ** (u - t) * deltas[:, u] for u in range(t, 7)) for t in range(7)],
+        dim=1,
+    )
+    advantages, returns = gae(rewards, values, torch.ones(3, 7).bool(), gamma, lambda_)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, expected + values)
+
+
+def test_gae_limits():
+    # lambda = 1: returns are rewards-to-go whatever V; lambda = 0: one-step TD errors.
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[10.0, -4.0, 0.5]])
+    mask = bools("111")
+    _, returns = gae(rewards, values, mask, gamma=1.0, lambda_=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[6.0, 5.0, 3.0]]))
+    advantages, _ = gae(rewards, values, mask, gamma=1.0, lambda_=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([[-13.0, 6.5, 2.5]]))
+
+
+def test_gae_carries_across_holes():
+    # The same row without its masked-out tokens, whose rewards and values are rubbish.
+    rubbish = math.nan
+    rewards = torch.tensor([[rubbish, 0.0, rubbish, rubbish, 0.5, 1.0, rubbish]])
+    values = torch.tensor([[rubbish, 1.0, rubbish, rubbish, 2.0, 3.0, rubbish]])
+    advantages, returns = gae(rewards, values, bools("0100110"), gamma=0.9, lambda_=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.935, 0.0, 0.0, 0.3, -2.0, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.0, 1.935, 0.0, 0.0, 2.3, 1.0, 0.0]]))
+
+
+def test_reinforce_returns_are_rewards_to_go():
+    rewards = torch.tensor([[1.0, 5.0, 2.0, 4.0]])
+    mask = bools("1011")
+    torch.testing.assert_close(
+        reinforce_returns(rewards, mask), torch.tensor([[7.0, 0.0, 6.0, 4.0]])
+    )
+    # gamma = 0.5: 4; 2 + 0.5 * 4 = 4; 1 + 0.5 * 4 = 3.
+    torch.testing.assert_close(
+        reinforce_returns(rewards, mask, gamma=0.5), torch.tensor([[3.0, 0.0, 4.0, 4.0]])
+    )
+
+
+# --- whitening -----------------------------------------------------------------------------------
+
+
+def test_whitening_hand_worked():
+    # (1, 2, 3): mean 2, population variance 2/3, 1/std = sqrt(1.5); with ddof = 1 variance 1.
+    x, mask = torch.tensor([[1.0, 2.0, 3.0, 99.0]]), bools("1110")
+    root = 1.5**0.5
+    torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([[-root, 0.0, root, 0.0]]))
+    torch.testing.assert_close(
+        masked_whiten(x, mask, shift_mean=False), torch.tensor([[2 - root, 2.0, 2 + root, 0.0]])
+    )
+    torch.testing.assert_close(
+        masked_whiten(x, mask, ddof=1), torch.tensor([[-1.0, 0.0, 1.0, 0.0]])
+    )
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_whitening_one_token_or_equal_tokens_gives_zero_not_nan(ddof):
+    x = torch.tensor([[3.0, 3.0]])
+    assert masked_whiten(x, bools("10"), ddof=ddof).tolist() == [[0.0, 0.0]]
+    assert masked_whiten(x, bools("11"), ddof=ddof).tolist() == [[0.0, 0.0]]
+    assert masked_whiten(x, bools("00"), ddof=ddof).tolist() == [[0.0, 0.0]]
+    assert masked_whiten(x, bools("10"), ddof=ddof, shift_mean=False).tolist() == [[3.0, 0.0]]
+
+
+def test_whitening_keeps_the_spread_beside_a_large_mean():
+    # E[x^2] - E[x]^2 in float32 would lose it: 1e4^2 = 1e8 leaves no digits for a variance of 1.
+    torch.manual_seed(0)
+    noise = torch.randn(1, 4096, dtype=torch.float64)
+    mask = torch.ones(1, 4096).bool()
+    whitened = masked_whiten((noise + 1e4).float(), mask)
+    torch.testing.assert_close(whitened, masked_whiten(noise.float(), mask), atol=2e-3, rtol=0)
+
+
+def test_whitening_over_learners_is_whitening_of_the_whole():
+    # Two learners of unequal shares; each all_reduce answers with the sum of both shares' tensors.
+    torch.manual_seed(0)
+    x, mask = torch.randn(6, 5) + 3, torch.rand(6, 5) < 0.7
+    whole = masked_whiten(x, mask)
+    shares = [slice(0, 2), slice(2, 6)]
+    sent: list[list[torch.Tensor]] = [[], []]
+
+    def replies(rank: int, known_sums: list[torch.Tensor]):
+        def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+            sent[rank].append(tensor)
+            turn = len(sent[rank]) - 1
+            return known_sums[turn] if turn < len(known_sums) else tensor
+
+        return all_reduce
+
+    sums: list[torch.Tensor] = []
+    for _ in range(2):  # one round for the mean, one for the variance
+        sent = [[], []]
+        for rank, rows in enumerate(shares):
+            masked_whiten(x[rows], mask[rows], all_reduce=replies(rank, sums))
+        sums.append(sent[0][len(sums)] + sent[1][len(sums)])
+    for rank, rows in enumerate(shares):
+        sent = [[], []]
+        share = masked_whiten(x[rows], mask[rows], all_reduce=replies(rank, sums))
+        torch.testing.assert_close(share, whole[rows], atol=1e-6, rtol=1e-6)
+
+
+# --- group baselines -----------------------------------------------------------------------------
+
+
+def test_leave_one_out_hand_worked():
+    # (1, 2, 4): 1 - (2 + 4)/2 = -2; 2 - (1 + 4)/2 = -0.5; 4 - (1 + 2)/2 = 2.5.
+    advantages = leave_one_out(torch.tensor([1.0, 2.0, 4.0]), 3)
+    torch.testing.assert_close(advantages, torch.tensor([-2.0, -0.5, 2.5]))
+
+
+def test_leave_one_out_equals_trl():
+    # RLOOTrainer of TRL 1.16.0 on SCORES, and with a NaN in the place of the invalid score.
+    whole = [-2.0, -0.5, 2.5, 0.0, 0.0, 0.0, -2.5, 3.5, -1.0]
+    without_second = [-3.0, 0.0, 3.0, 0.0, 0.0, 0.0, -2.5, 3.5, -1.0]
+    torch.testing.assert_close(leave_one_out(SCORES, 3), torch.tensor(whole))
+    torch.testing.assert_close(
+        leave_one_out(SCORES, 3, SECOND_INVALID), torch.tensor(without_second)
+    )
+
+
+def test_group_normalized_equals_trl():
+    # GRPOTrainer of TRL 1.16.0, scale_rewards "group" and "none", on SCORES.
+    scaled = [-0.87281430, -0.21820354, 1.09101796, 0, 0, 0, -0.80060238, 1.12084329, -0.32024094]
+    centred = [-1.33333325, -0.33333325, 1.66666675, 0, 0, 0, -1.66666675, 2.33333325, -0.66666669]
+    without_second = [-0.70707351, 0, 0.70707351, *scaled[3:]]
+    torch.testing.assert_close(group_normalized(SCORES, 3), torch.tensor(scaled))
+    torch.testing.assert_close(
+        group_normalized(SCORES, 3, scale_by_std=False), torch.tensor(centred)
+    )
+    torch.testing.assert_close(
+        group_normalized(SCORES, 3, valid=SECOND_INVALID), torch.tensor(without_second)
+    )
+
+
+def test_group_normalized_hand_worked():
+    # (0, 2): mean 1, std with ddof = 1 is sqrt(2); 1 / (1.41421356 + 1e-4) = 0.70705678.
+    advantages = group_normalized(torch.tensor([0.0, 2.0]), 2)
+    torch.testing.assert_close(advantages, torch.tensor([-0.70705678, 0.70705678]))
+
+
+def test_equal_scores_that_do_not_add_up_exactly_still_give_zero():
+    # Seven times 0.1, over 7: the float32 mean is not exactly 0.1, and 1/eps would blow that up.
+    scores = torch.full((7,), 0.1)
+    assert group_normalized(scores, 7).tolist() == [0.0] * 7
+    assert leave_one_out(scores, 7).tolist() == [0.0] * 7
+
+
+def test_invalid_scores_may_be_nan_and_lonely_rows_teach_nothing():
+    scores = torch.tensor([math.nan, 3.0, math.nan, math.nan])
+    valid = torch.tensor([False, True, False, False])
+    for advantages in (leave_one_out(scores, 2, valid), group_normalized(scores, 2, valid=valid)):
+        assert advantages.tolist() == [0.0] * 4
+    assert zero_variance_groups(scores, 2, valid).tolist() == [True, True]
+
+
+def test_zero_variance_groups():
+    assert zero_variance_groups(SCORES, 3).tolist() == [False, True, False]
+    only_equal_ones_valid = torch.tensor([True, True, False, False])
+    scores = torch.tensor([1.0, 1.0, 2.0, 3.0])
+    assert zero_variance_groups(scores, 4).tolist() == [False]
+    assert zero_variance_groups(scores, 4, only_equal_ones_valid).tolist() == [True]
+
+
+def test_advantages_do_not_depend_on_other_groups_or_shifts():
+    advantages = group_normalized(SCORES, 3)
+    torch.testing.assert_close(group_normalized(SCORES[6:], 3), advantages[6:])
+    torch.testing.assert_close(group_normalized(SCORES + 100, 3), advantages, atol=1e-4, rtol=0)
+    torch.testing.assert_close(leave_one_out(SCORES + 100, 3), leave_one_out(SCORES, 3))
+
+
+@pytest.mark.parametrize("function", [leave_one_out, group_normalized, zero_variance_groups])
+def test_groups_of_one_and_cut_groups_are_refused(function):
+    with pytest.raises(ValueError, match="num_completions=1 must be at least 2"):
+        function(SCORES, 1)
+    with pytest.raises(ValueError, match=r"scores of shape \(9,\) must be \[groups \* 4\]"):
+        function(SCORES, 4)

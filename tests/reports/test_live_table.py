@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import io
+import pickle
+import signal
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from rllib_llm.reports.live_table import LiveTable, TrialRow
+
+
+def trial(name: str, **params: object) -> SimpleNamespace:
+    return SimpleNamespace(trial_id=name, evaluated_params=params, config=dict(params))
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=110)
+
+
+def result(iteration: int, **values: float) -> dict:
+    return {"training_iteration": iteration, "episode": 10 * iteration, **values}
+
+
+def rendered(table: LiveTable) -> str:
+    out = Console(file=io.StringIO(), width=110)
+    out.print(table.table())
+    return out.file.getvalue()
+
+
+def test_one_row_per_trial_with_the_settings_that_vary():
+    table = LiveTable("ppo · PPOPtx", {"training_iteration": 4}, console(terminal=True))
+    slow, fast = trial("a", lr=1e-5), trial("b", lr=1e-3)
+    table.on_trial_start(0, [], slow)
+    table.on_trial_result(1, [], fast, result(2, objective={"scores": 1.5, "kl": 0.25}))
+    text = rendered(table)
+    assert "lr=1e-05" in text and "lr=0.001" in text and "starting" in text
+    row = next(line for line in text.splitlines() if "lr=0.001" in line)
+    assert "2/4" in row and "20" in row and "1.500" in row and "0.250" in row
+
+
+def test_a_single_trial_carries_the_name_of_its_stage():
+    table = LiveTable("sft · SFT", {}, console(terminal=True))
+    assert "sft" in rendered(table)  # also before the trial starts
+    table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}))
+    assert "2.000" in rendered(table)
+    table.on_trial_error(2, [], trial("a"))
+    assert "failed" in rendered(table)
+
+
+def test_a_full_row_fits_a_terminal_of_80_columns():
+    table = LiveTable("ppo · PPOPtx", {"training_iteration": 100}, console(terminal=True))
+    scores = {"objective": {"scores": -1.5, "kl": 12.25}, "env": {"gold_score": -2.5}}
+    throughput = {"throughput": {"tokens_per_s": 12345.0}}
+    table.on_trial_result(1, [], trial("a"), result(50, **scores, **throughput))
+    out = Console(file=io.StringIO(), width=80)
+    out.print(table.table())
+    text = out.file.getvalue()
+    assert "12,345" in text and "…" not in text.replace(" … ", "")  # … alone is an unknown ETA
+
+
+def test_without_a_terminal_there_are_plain_lines_not_too_many():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 9}, out) as table:
+        for iteration in range(1, 10):
+            table.on_trial_result(iteration, [], trial("a"), result(iteration, loss={"sft": 2.0}))
+        table.on_trial_complete(9, [], trial("a"))
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 2  # the first and the last; those between came within ten seconds
+    assert lines[0].startswith("sft  iteration 1/9  episodes 10  loss 2.000")
+    assert lines[-1].endswith("done")
+
+
+def test_the_end_of_a_trial_is_one_line():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 1}, out) as table:
+        table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}, done=True))
+        table.on_trial_complete(1, [], trial("a"))
+    (line,) = out.file.getvalue().splitlines()
+    assert line.endswith("loss 2.000  done")
+
+
+def test_a_trial_is_named_by_the_settings_it_was_started_with_last():
+    table = LiveTable("pbt · PPOPtx", {}, console(terminal=True))
+    mutated, other = trial("a", lr=1e-5, **{"env_config/x": 1}), trial("b", lr=1e-3)
+    for one in (mutated, other):
+        table.on_trial_start(0, [], one)
+    mutated.config = {"lr": 2e-5, "env_config": {"x": 2}}
+    assert "lr=1e-05, x=1" in rendered(table)
+    table.on_trial_start(1, [], mutated)
+    assert "lr=2e-05, x=2" in rendered(table) and "lr=1e-05" not in rendered(table)
+
+
+def test_tune_can_pickle_it_while_it_is_live():
+    with LiveTable("sft · SFT", {}, console(terminal=True)) as table:
+        assert isinstance(pickle.loads(pickle.dumps(table)), LiveTable)
+
+
+def test_an_interruption_is_noted_and_handed_on():
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append("tune"))
+    try:
+        with LiveTable("sft · SFT", {}, console(terminal=False)) as table:
+            table.setup()  # Tune calls it when its own handler stands
+            signal.raise_signal(signal.SIGINT)
+        assert table.interrupted and heard == ["tune"]
+        signal.raise_signal(signal.SIGINT)
+        assert heard == ["tune", "tune"]  # the handler of before is back
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_time_left_follows_the_pace_since_the_first_result():
+    row = TrialRow("a", {"training_iteration": 10})
+    row.update({"training_iteration": 2})
+    assert row.eta_s() is None
+    row._first = (row._last_time - 4.0, 0.2)  # as if the first result were 4 s old
+    row.update({"training_iteration": 6})
+    # 0.4 of the way in 4 s, 0.4 to go: 4 s more.
+    assert abs(row.eta_s() - 4.0) < 0.5

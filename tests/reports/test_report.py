@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rllib_llm.experiments.stage_result import StageResult
+from rllib_llm.experiments.yaml_experiments import Experiment
+from rllib_llm.reports.report import report
+from tests.cli.said import said
+
+
+def finished_stage(folder: Path, scores: list[float], model_class: str) -> StageResult:
+    """A stage of one trial, as if it had run and reported these scores."""
+    trial = folder / "rl" / "PPOPtx_0"
+    (trial / "model").mkdir(parents=True)
+    (trial / "model" / "config.json").write_text(json.dumps({"architectures": [model_class]}))
+    rows = [
+        {
+            "training_iteration": i + 1,
+            "episode": 10 * (i + 1),
+            "time_total_s": 2.0 * (i + 1),
+            "objective": {"scores": score, "kl": 0.1 * i},
+        }
+        for i, score in enumerate(scores)
+    ]
+    (trial / "result.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return StageResult(
+        name="rl",
+        algorithm="PPOPtx",
+        folder=folder / "rl",
+        trial_folders=[trial],
+        labels=["trial 1"],
+        best=0,
+        model=trial / "model",
+        checkpoint=trial / "checkpoint_000000",
+        metrics={"objective/scores": scores[-1]},
+    )
+
+
+def reported(result: StageResult, folder: Path, **criteria: float) -> tuple[bool, str]:
+    console = Console(file=io.StringIO(), width=120)
+    experiment = Experiment("rl", "PPOPtx", pass_criteria=criteria)
+    passed = report([result], [experiment], folder, console)
+    return passed, said(console.file.getvalue())
+
+
+def test_the_report_says_what_changed_and_where_everything_is(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0, 2.25], "LlamaForCausalLM")
+    passed, text = reported(result, tmp_path)
+    assert passed
+    assert "rl · PPOPtx, 6 s of training" in text
+    assert "reward 0.500 2.250" in text and "episodes 10 30" in text
+    assert "model (Hugging Face) rl/PPOPtx_0/model" in text
+    assert "curves rl/curves.png" in text and (tmp_path / "rl" / "curves.png").is_file()
+    assert f"rllib generate {result.model}" in text
+    assert f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_a_reward_model_is_not_offered_for_conversation(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForSequenceClassification")
+    assert "rllib generate" not in reported(result, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("criteria", "passed", "message"),
+    [
+        ({"objective/scores": 2.0}, True, "passed rl: objective/scores = 2.25, at least 2 wanted"),
+        ({"objective/scores": 2.5}, False, "not passed rl: objective/scores = 2.25"),
+        ({"absent": 0.0}, False, "not passed rl: absent = missing"),
+        ({"objective/scores": 2.0, "absent": 0.0}, False, "absent = missing"),
+    ],
+)
+def test_pass_criteria_decide(tmp_path, criteria: dict, passed: bool, message: str):
+    result = finished_stage(tmp_path, [0.5, 2.25], "LlamaForCausalLM")
+    verdict, text = reported(result, tmp_path, **criteria)
+    assert verdict is passed
+    assert message in text

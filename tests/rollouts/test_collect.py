@@ -1,0 +1,228 @@
+"""Every prompt answered once, in order, whoever dies or hangs; failures come with their reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.openai_client import ServerError
+from rllib_llm.rollouts import collect as module
+from rllib_llm.rollouts.collect import Collector, Part, deal
+from rllib_llm.rollouts.errors import (
+    BrokenSamplerError,
+    NoSamplersError,
+    NoServerError,
+    SamplingError,
+)
+from rllib_llm.rollouts.request import SampleFailure, SampleRequest
+from tests.algorithms import tiny_runs as tiny
+from tests.rollouts.tiny_samplers import (
+    ScriptedGroup,
+    assert_same_batch,
+    build_sampler,
+    publication,
+)
+
+REQUEST = SampleRequest(position=5, num_prompts=7, num_completions=2)
+DIES, HANGS, SERVES = "dies", "hangs", "serves"
+
+
+@pytest.fixture(autouse=True)
+def no_delays(monkeypatch):
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def samplers():
+    return [build_sampler(tiny.grpo(), worker_index=i + 1) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def expected(samplers):
+    return samplers[0].serve(REQUEST, publication())
+
+
+def collector(group, **settings):
+    """A collector whose kills are noted by the group, which has no processes."""
+    made = Collector(group, **settings)
+    made.samplers.kill = group.killed.append
+    made.samplers.last_words = lambda: "no memory"
+    return made
+
+
+def collect(group, request=REQUEST, **settings):
+    return collector(group, **settings).collect(request, publication())
+
+
+@pytest.mark.parametrize("num_samplers, starts", [(1, [0]), (2, [0, 3]), (3, [0, 2, 4])])
+def test_the_prompts_are_cut_into_one_part_per_sampler(samplers, expected, num_samplers, starts):
+    group = ScriptedGroup(samplers[:num_samplers])
+    assert_same_batch(collect(group), expected)
+    assert group.served == [(i + 1, start) for i, start in enumerate(starts)]
+
+
+def test_more_samplers_than_prompts_leaves_some_idle(samplers):
+    group = ScriptedGroup(samplers)
+    batch = collect(group, SampleRequest(0, 2, 2))
+    assert batch.num_rows == 4
+    assert group.served == [(1, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("does", [
+    [DIES],  # the first of two: the other takes its part over
+    [SERVES, DIES],
+    [DIES, DIES],  # both: they come back
+    [DIES, DIES, DIES, SERVES, DIES],
+])  # fmt: skip
+def test_a_death_changes_nothing_in_the_batch(samplers, expected, does):
+    group = ScriptedGroup(samplers[:2], does=does)
+    used = collector(group)
+    assert_same_batch(used.collect(REQUEST, publication()), expected)
+    assert used.faults.requests_retried == does.count(DIES)
+    assert used.faults.seconds_lost >= 0 and used.faults.samplers_hung == 0
+    # Who died last may not have been needed again.
+    assert does.count(DIES) - 1 <= used.faults.sampler_restarts <= does.count(DIES)
+
+
+@pytest.mark.parametrize("does", [
+    [HANGS], [HANGS, HANGS], [SERVES, HANGS, HANGS], [HANGS, DIES, SERVES, HANGS],
+])  # fmt: skip
+def test_a_silent_sampler_is_killed_and_its_part_goes_to_another(samplers, expected, does):
+    group = ScriptedGroup(samplers[:2], does=does)
+    used = collector(group, timeout_s=0.01)
+    assert_same_batch(used.collect(REQUEST, publication()), expected)
+    assert len(group.killed) == used.faults.samplers_hung == does.count(HANGS)
+    assert used.faults.seconds_lost >= 0.01 * does.count(HANGS)
+
+
+def test_without_a_limit_a_silent_sampler_is_waited_for(samplers):
+    group = ScriptedGroup(samplers[:1], does=[HANGS])
+    used = collector(group, timeout_s=None)
+    fetch = group.fetch_ready_async_reqs
+    looks = []
+
+    def wakes_up(**kwargs):
+        looks.append(1)
+        if len(looks) == 50:
+            group.hung.clear()
+        return fetch(**kwargs)
+
+    group.fetch_ready_async_reqs = wakes_up
+    assert used.collect(REQUEST, publication()).num_rows == 14
+    assert not group.killed and len(looks) >= 50
+
+
+def test_the_cut_does_not_depend_on_who_is_alive(samplers, expected):
+    """What is computed together decides the round-off."""
+    group = ScriptedGroup(samplers[:2], revives_after=10**9)
+    group.dead[1] = 0
+    assert_same_batch(collect(group), expected)
+    assert group.served == [(2, 0), (2, 3)]
+    assert deal(7, 3) == [Part(0, 2), Part(2, 2), Part(4, 3)]
+
+
+def test_samplers_have_time_to_come_back(samplers, expected):
+    """A restart takes far longer than a few pings."""
+    group = ScriptedGroup(samplers[:1], does=[DIES], revives_after=50)
+    assert_same_batch(collect(group), expected)
+
+
+def test_samplers_that_die_whenever_they_are_asked_end_the_run(samplers):
+    group = ScriptedGroup(samplers[:2], does=[DIES] * 100)
+    with pytest.raises(SamplingError, match=r"(?s)died or hung, 6 times in a row.*\nno memory"):
+        collect(group)
+
+
+def test_samplers_that_never_come_back_end_the_run(samplers):
+    group = ScriptedGroup(samplers[:2], does=[DIES] * 2, revives_after=10**9)
+    used = collector(group)
+    used.samplers.start_limit = 0.05
+    with pytest.raises(NoSamplersError, match="num_healthy_samplers=0 must be at least 1: none c"):
+        used.collect(REQUEST, publication())
+
+
+def test_a_sampler_that_hangs_while_it_starts_is_started_again(samplers, expected):
+    group = ScriptedGroup(samplers[:2], does=[DIES], revives_after=10**9)
+    used = collector(group)
+    used.samplers.start_limit = 0.0
+    assert_same_batch(used.collect(REQUEST, publication()), expected)
+    while not group.killed:
+        used.collect(REQUEST, publication())
+    assert set(group.killed) == {1}
+    group.revives_after = 1
+    used.samplers.start_limit = 100.0
+    used.samplers.healthy()
+    assert used.samplers.healthy() == [1, 2]
+    assert used.samplers.pop_revived() == [1] and used.samplers.pop_revived() == []
+    assert used.faults.sampler_restarts == 1
+
+
+def no_judge(completions, prompts):
+    raise KeyError("no such judge")
+
+
+def test_an_exception_in_a_sampler_is_raised_with_its_traceback_by_the_first_answer():
+    config = tiny.grpo()
+    config.env_config["reward_functions"] = no_judge
+    group = ScriptedGroup([build_sampler(config, worker_index=i) for i in (1, 2)])
+    with pytest.raises(BrokenSamplerError) as caught:
+        collect(group)
+    message = str(caught.value)
+    assert "RewardError: reward function 'no_judge' must judge at least one" in message
+    assert "Traceback (most recent call last)" in message
+    assert "KeyError: 'no such judge'" in message
+    assert "prompt '" in message and "completion '" in message
+    assert len(group.served) == 2  # nobody is asked again
+
+
+def test_an_exception_in_a_callback_is_raised_with_its_traceback():
+    def note(**_):
+        raise KeyError("no such note")
+
+    config = tiny.grpo().callbacks(on_sample_end=note)
+    group = ScriptedGroup([build_sampler(config, worker_index=1)])
+    with pytest.raises(SamplingError, match="(?s)KeyError: 'no such note'.*Traceback"):
+        collect(group)
+
+
+class Unreachable:
+    """A sampler behind a disk that is gone for the first `num_failures` requests."""
+
+    def __init__(self, sampler, num_failures):
+        self.sampler = sampler
+        self.num_failures = num_failures
+
+    def serve(self, request, published):
+        self.num_failures -= 1
+        if self.num_failures < 0:
+            return self.sampler.serve(request, published)
+        try:
+            raise ConnectionError(f"no prompts, {self.num_failures} more")
+        except ConnectionError as error:
+            return SampleFailure.from_exception(error)
+
+
+def test_what_may_pass_by_itself_is_asked_again(samplers, expected):
+    used = collector(ScriptedGroup([Unreachable(samplers[0], num_failures=2)]))
+    assert_same_batch(used.collect(REQUEST, publication()), expected)
+    assert used.faults.requests_retried == 2
+
+
+class Serverless:
+    """A sampler whose server is gone."""
+
+    def serve(self, request, published):
+        return SampleFailure.from_exception(ServerError("http://h/v1 must answer"))
+
+
+def test_a_server_that_gave_no_answer_was_asked_often_enough():
+    group = ScriptedGroup([Serverless()])
+    with pytest.raises(NoServerError, match="ServerError: http://h/v1 must answer"):
+        collect(group)
+    assert len(group.served) == 1
+
+
+def test_but_not_more_than_three_times(samplers):
+    group = ScriptedGroup([Unreachable(samplers[0], num_failures=9)])
+    with pytest.raises(SamplingError, match="ConnectionError: no prompts, 8 more"):
+        collect(group)
+    assert len(group.served) == 3

@@ -1,0 +1,82 @@
+"""Parts of requests, and batches put together again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
+
+
+def batch(prompts, completions, *, valid=None, scores=None, components=None, timing=1.0):
+    rows = len(prompts)
+    prompt_ids, prompt_mask = torch.tensor(prompts), torch.tensor(prompts) > 0
+    ids = torch.tensor(completions)
+    scores = torch.tensor(scores or [1.0] * rows)
+    return JudgedBatch(
+        columns={
+            columns.PROMPT_IDS: prompt_ids,
+            columns.PROMPT_MASK: prompt_mask,
+            columns.COMPLETION_IDS: ids,
+            columns.COMPLETION_MASK: ids > 0,
+            columns.SCORES: scores,
+            columns.VALID: torch.tensor(valid or [True] * rows),
+            columns.WEIGHTS_VERSION: torch.full((rows,), int(timing)),
+        },
+        rewards=scores,
+        components={name: torch.tensor(values) for name, values in (components or {}).items()},
+        texts={"prompt": [f"p{row[-1]}" for row in prompts]},
+        timings={"generate_seconds": timing},
+        weights={"load_seconds": timing},
+    )
+
+
+def test_a_part_names_its_own_positions():
+    request = SampleRequest(10, 8, 3, explore=False, return_texts=True)
+    assert request.part(5, 2) == SampleRequest(15, 2, 3, explore=False, return_texts=True)
+
+
+def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
+    whole = concatenate([batch([[1], [2]], [[3, 4, 5], [6, 0, 0]]), batch([[0, 7, 8]], [[9]],
+                                                                          timing=3.0)])  # fmt: skip
+    assert whole.columns[columns.PROMPT_IDS].tolist() == [[0, 0, 1], [0, 0, 2], [0, 7, 8]]
+    assert whole.columns[columns.PROMPT_MASK].int().tolist() == [[0, 0, 1], [0, 0, 1], [0, 1, 1]]
+    assert whole.columns[columns.COMPLETION_IDS].tolist() == [[3, 4, 5], [6, 0, 0], [9, 0, 0]]
+    assert whole.columns[columns.COMPLETION_MASK].sum(1).tolist() == [3, 1, 1]
+    assert whole.texts["prompt"] == ["p1", "p2", "p8"]
+    # Samplers work side by side: the slowest was waited for.
+    assert whole.timings == {"generate_seconds": 3.0}
+    assert whole.weights_metrics() == {"load_seconds": 3.0, "oldest_version": 1}
+
+
+def test_one_batch_is_itself():
+    one = batch([[1]], [[2]])
+    assert concatenate([one]) is one
+
+
+def test_means_are_over_the_rows_that_were_judged():
+    rows = batch([[1], [2], [3]], [[4], [4], [5]], valid=[True, False, True],
+                 scores=[1.0, 99.0, 2.0], components={"correct": [1.0, 9.0, 0.0]})  # fmt: skip
+    assert rows.train_metrics() == {"rewards": 1.5, "correct_rewards": 0.5}
+    # Two different completions among three rows.
+    assert rows.env_metrics() == {"distinct": pytest.approx(2 / 3)}
+
+
+def test_a_failure_is_text():
+    try:
+        raise KeyError("missing")
+    except KeyError as error:
+        failure = SampleFailure.from_exception(error)
+    assert failure.error == "KeyError: 'missing'"
+    assert "test_request.py" in failure.traceback
+
+
+def test_a_metric_that_some_rows_lack_is_averaged_over_the_others():
+    first, second = batch([[1], [2]], [[4], [4]], valid=[True, False]), batch([[3]], [[5]])
+    first.metrics = {"length": torch.tensor([1.0, 9.0])}
+    second.metrics = {"length": torch.tensor([2.0]), "latency": torch.tensor([7.0])}
+    whole = concatenate([first, second])
+    assert whole.metrics["latency"].isnan().tolist() == [True, True, False]
+    means = whole.env_metrics()
+    assert (means["length"], means["latency"]) == (1.5, 7.0)

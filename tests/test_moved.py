@@ -1,0 +1,32 @@
+"""Old module names lead to the modules of today."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+
+import pytest
+
+from rllib_llm.moved import NEW_NAMES
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("old", ["rllib_llm.sampling.params", "rllib_llm.envs.arithmetic"])
+def test_an_old_name_is_the_same_module_and_says_the_new_one(old: str):
+    with pytest.warns(DeprecationWarning, match=NEW_NAMES[old]):
+        module = importlib.import_module(old)
+    assert module is importlib.import_module(NEW_NAMES[old])
+
+
+def test_every_new_name_exists():
+    for new in NEW_NAMES.values():
+        assert importlib.util.find_spec(new) is not None
+
+
+def test_what_was_pickled_under_an_old_name_is_read():
+    from rllib_llm.engines.params import SamplingParams
+
+    # Protocol 0 writes a class as module and name, each on a line.
+    old = b"crllib_llm.sampling.params\nSamplingParams\n."
+    assert pickle.loads(old) is SamplingParams

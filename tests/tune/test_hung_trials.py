@@ -1,0 +1,87 @@
+"""A trial that reports nothing for too long is killed, and only that one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rllib_llm.tune import hung_trials as module
+from rllib_llm.tune.hung_trials import RestartHungTrials
+
+
+def trial(name, status="RUNNING", actor="an actor"):
+    state = SimpleNamespace(ray_actor=actor and f"{actor} of {name}")
+    return SimpleNamespace(trial_id=name, status=status, temporary_state=state)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """(clock, actors that were killed)"""
+    clock, killed = Clock(), []
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "ray", SimpleNamespace(kill=killed.append))
+    return clock, killed
+
+
+def test_the_silent_trial_is_killed(world):
+    clock, killed = world
+    callback, trials = RestartHungTrials(timeout_s=10.0), [trial("a"), trial("b")]
+    for one in trials:
+        callback.on_trial_start(0, trials, one)
+    clock.now = 9.0
+    callback.on_trial_result(1, trials, trials[0], {})
+    callback.on_step_end(1, trials)
+    assert killed == []
+    clock.now = 11.0
+    callback.on_step_end(2, trials)
+    assert killed == ["an actor of b"]
+    callback.on_step_end(3, trials)  # it has had no time to come back yet
+    assert killed == ["an actor of b"]
+
+
+def test_auto_follows_the_trial(world):
+    clock, killed = world
+    callback, trials = RestartHungTrials(), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    for clock.now in (100.0, 130.0):  # the first result took longest
+        callback.on_trial_result(0, trials, trials[0], {})
+    clock.now += 1000.0
+    callback.on_step_end(1, trials)
+    assert killed == []
+    clock.now += 1.0
+    callback.on_step_end(2, trials)
+    assert killed == ["an actor of a"]
+
+
+def test_a_trial_that_waits_or_rests_is_left_alone(world):
+    clock, killed = world
+    callback = RestartHungTrials(timeout_s=10.0)
+    trials = [trial("a", "PENDING", actor=None), trial("b", "PAUSED")]
+    callback.on_trial_start(0, trials, trials[1])
+    for clock.now in (100.0, 200.0):
+        callback.on_step_end(0, trials)
+    trials[1].status = "RUNNING"
+    callback.on_step_end(0, trials)
+    assert killed == []
+
+
+def test_a_trial_is_not_blamed_for_time_that_tune_took(world):
+    clock, killed = world
+    callback, trials = RestartHungTrials(timeout_s=10.0), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    callback.on_step_end(0, trials)
+    clock.now = 100.0  # a callback waited for a server
+    callback.on_step_end(1, trials)
+    assert killed == []
+    for clock.now in (104.0, 108.0):  # 5 s of the long step count
+        callback.on_step_end(2, trials)
+    assert killed == ["an actor of a"]

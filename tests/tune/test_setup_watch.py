@@ -1,0 +1,47 @@
+"""A set-up that takes too long ends the process; one that does not is left alone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rllib_llm import SFTConfig
+
+PROGRAM = """
+import os, signal
+from rllib_llm.tune.setup_watch import killed_after
+with killed_after({seconds}):
+    {block}
+print("set up")
+"""
+
+
+def run(seconds, block):
+    program = PROGRAM.format(seconds=seconds, block=block)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_a_stopped_process_is_killed():
+    done = run(1.5, "os.kill(os.getpid(), signal.SIGSTOP)")
+    assert done.returncode == -signal.SIGKILL
+    assert "was not set up in 2 s (setup_timeout_s)" in done.stderr
+
+
+def test_a_set_up_in_time_leaves_nothing_behind():
+    done = run(3600.0, "pass")  # would wait for a watcher that went on: it shares stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "set up\n", "")
+
+
+def test_an_error_passes_through():
+    done = run(3600.0, "raise OSError('no such model')")
+    assert done.returncode == 1 and "no such model" in done.stderr
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "auto", True])
+def test_senseless_limits_are_refused(value):
+    config = SFTConfig().language_model(model="m").fault_tolerance(setup_timeout_s=value)
+    with pytest.raises(ValueError, match=f"setup_timeout_s={value!r} must be above 0 seconds"):
+        config.validate()

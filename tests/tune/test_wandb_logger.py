@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rllib_llm.cli.main import app
+from rllib_llm.experiments.stage_result import StageResult
+from rllib_llm.tune.wandb_logger import check_wandb
+from rllib_llm.user_errors import UserError
+from tests.tune.tiny_trainables import COUNTER
+
+
+def test_wandb_works_offline_without_an_account_and_gets_the_texts(
+    tmp_path, ray_session, monkeypatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump({"a": {"run": COUNTER, "stop": {"training_iteration": 2}}}))
+    result = CliRunner().invoke(
+        app,
+        ["train", "file", str(file), "--storage-path", str(tmp_path), "--experiment-name", "run",
+         "--wandb-project", "trial", "--wandb-run-name", "mine"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    trial = StageResult.load(tmp_path / "run" / "a").best_trial_folder
+    (offline,) = trial.glob("wandb/offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    tables = sorted(offline.glob("files/media/table/samples_*.json"))
+    texts = [row for table in tables for row in json.loads(table.read_text())["data"]]
+    assert {text for row in texts for text in row if isinstance(text, str)} >= {
+        "Say", "number 1", "number 2"
+    }  # fmt: skip
+
+
+def test_without_key_login_or_offline_mode_the_error_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"WANDB_MODE=offline"):
+        check_wandb(None)
