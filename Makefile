@@ -1,5 +1,6 @@
 # make demo    a language model trained with reinforcement learning from feedback, in minutes
 # make test    the test suite          make check   lint, types, tests
+# make test-slow  its long ones: faults by the dozen, whole trainings
 # make lint    ruff                    make types   mypy
 # make bench   the benchmarks          make clean   remove .venv, results and caches
 # make bench-gpu  those for CUDA       make test-vllm  vLLM in .venv-vllm, and its tests
@@ -11,17 +12,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 RESULTS ?= results
+# Processes that run tests side by side, each with a Ray of its own (some 2 GB).
+TEST_WORKERS ?= 2
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm test-nixl check lint types bench bench-gpu clean install
+.PHONY: demo test test-slow test-vllm test-nixl check lint types bench bench-gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 600
+	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow'
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q --timeout 1200 -m slow
 
 test-vllm:
 	PYTHON='$(PYTHON)' PIP_FLAGS='$(PIP_FLAGS)' .ci/vllm
@@ -31,7 +37,7 @@ test-nixl: $(STAMP)
 	  --constraint constraints.txt --editable '.[nixl]'
 	$(BIN)/python -m pytest -q --timeout 600 -m nixl tests
 
-check: lint types test
+check: lint types test test-slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

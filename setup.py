@@ -36,7 +36,7 @@ setup(
     packages=find_packages(include=["rllib_llm", "rllib_llm.*"]),
     cmdclass={"build_py": BuildWithExamples},
     install_requires=[
-        "ray[rllib]>=2.60",
+        "ray[rllib]>=2.60,<2.61",
         "torch>=2.6",
         "transformers>=5",
         "gymnasium>=1.2",
@@ -68,6 +68,7 @@ setup(
             "mypy>=1.13",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.9",
         ],
     },
