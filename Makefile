@@ -2,6 +2,7 @@
 # make test    the test suite          make check   lint, types, tests
 # make test-slow  its long ones: faults by the dozen, whole trainings
 # make lint    ruff                    make types   mypy
+# make docs    the documentation, as a site in site/ (Zensical, into .venv)
 # make bench   the benchmarks          make clean   remove .venv, results and caches
 # make bench-gpu  those for CUDA       make test-vllm  vLLM in .venv-vllm, and its tests
 #                                      make test-nixl  NIXL (0.5 GB) into .venv, and its tests
@@ -18,7 +19,7 @@ PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-vllm test-nixl check lint types bench bench-gpu clean install
+.PHONY: demo test test-slow test-vllm test-nixl check lint types docs bench bench-gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
@@ -45,6 +46,13 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python scripts/house.py
+	$(BIN)/python scripts/reference.py
+	$(BIN)/zensical build --strict
+
 bench: $(STAMP)
 	@for script in $(filter-out benchmarks/gpu.py, $(wildcard benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
@@ -64,4 +72,4 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm $(RESULTS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-vllm $(RESULTS) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

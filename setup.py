@@ -62,6 +62,7 @@ setup(
         "nixl": ["nixl>=1.0"],
         # On CUDA. On a CPU: `.ci/vllm`.
         "vllm": ["vllm>=0.32"],
+        "docs": ["zensical>=0.0.60", "pymdown-extensions>=10"],
         "dev": [
             "httpx>=0.27",
             "hypothesis>=6.100",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# A Ray that a test starts is found by this process alone, not by others that test beside it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

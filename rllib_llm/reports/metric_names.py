@@ -1,0 +1,147 @@
+"""Every result by name, with unit and meaning: the reference page and its test read it here.
+
+A part of a name in angle brackets stands for a name of the user's: a reward, a component, a kind of
+failure. `describes` says whether a name is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result: name as it is joined by `/`, unit, meaning."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Results that belong together."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+def _group(title: str, *rows: tuple[str, str, str]) -> Group:
+    return Group(title, tuple(Row(*row) for row in rows))
+
+
+GROUPS = (
+    _group(
+        "What is learnt towards",
+        ("objective/scores", "score", "what the judges say, before any KL share"),
+        ("objective/kl", "nats per completion", "KL from the reference"),
+        ("objective/entropy", "nats per completion", "−log-prob of the sampled completion"),
+        ("objective/non_score_reward", "score", "−β times the KL, where it is in the reward"),
+        ("objective/rlhf_reward", "score", "processed score plus `non_score_reward`"),
+        ("objective/ref_kl_coeff", "1", "β as it is now"),
+    ),
+    _group(
+        "The update",
+        ("policy/approxkl_avg", "nats²", "½ · mean (log-prob − old log-prob)² per token"),
+        ("policy/clipfrac_avg", "share", "tokens whose ratio the loss held"),
+        ("policy/entropy_avg", "nats per token", "entropy of the next-token distribution"),
+        ("loss/policy_avg", "1", "policy loss"),
+        ("loss/value_avg", "1", "critic's loss"),
+        ("loss/ref_kl_avg", "nats per token", "KL to the reference, where it is in the loss"),
+        ("loss/ptx_avg", "nats per token", "cross-entropy of pretraining text"),
+        ("val/ratio", "1", "mean ratio of new to old probability per token"),
+        ("val/ratio_var", "1", "its variance"),
+        ("val/clipfrac_avg", "share", "tokens whose value the loss held"),
+        ("val/num_eos_tokens", "share", "completions that a stop token ended"),
+        ("sampler/logprob_gap", "nats per token", "mean absolute gap of their log-probs"),
+        ("grad_norm", "1", "global gradient norm before clipping"),
+        ("lr", "1", "learning rate of the last optimiser step"),
+        ("effective/<setting>", "as the setting", "what optimiser and loss really used"),
+    ),
+    _group(
+        "Training data",
+        ("train/rewards", "reward", "mean reward of the rows that were judged"),
+        ("train/<name>_rewards", "reward", "mean of one reward function, before its weight"),
+        ("train/output_length", "tokens", "mean length of a completion, the stop token included"),
+        ("train/num_invalid", "completions", "rows without a score, which are not learnt from"),
+        ("train/truncated_share", "share", "prompts that lost their beginning"),
+        ("train/zero_variance_groups", "share", "groups whose scores are all alike"),
+        ("train/padding_share", "share", "of the tokens that went through the trunk"),
+        ("train/staleness", "updates", "age of the weights that sampled the batch"),
+        ("env/distinct", "share", "completions that no other of the batch equals, once each"),
+        ("env/<name>", "its own", "diagnostics of the environment and its judges"),
+        ("episode", "completions", "learnt from so far"),
+        ("epoch", "passes", "over the data of a supervised stage"),
+        ("eps", "completions per second", "of the whole iteration"),
+    ),
+    _group(
+        "Supervised stages",
+        ("loss/sft", "nats per token", "cross-entropy of the target tokens"),
+        ("loss/reward_model", "nats per pair", "−log σ(chosen − rejected)"),
+        ("loss/dpo", "nats per pair", "loss of the preference objective"),
+        ("train/accuracy", "share", "pairs in the right order"),
+        ("rewards/<name>", "nats", "implicit rewards: chosen, rejected, margins"),
+        ("logps/<name>", "nats per completion", "log-probs of chosen and rejected answers"),
+    ),
+    _group(
+        "Held out",
+        ("eval/scores", "score", "mean over held-out prompts"),
+        ("eval/scores_std", "score", "its standard deviation"),
+        ("eval/output_length", "tokens", "mean length of a completion"),
+        ("eval/finished", "share", "completions that a stop token ended"),
+        ("eval/loss", "nats", "loss on held-out rows of a supervised stage"),
+        ("eval/accuracy", "share", "held-out pairs in the right order"),
+        ("eval/ptx_loss", "nats per token", "on held-out pretraining text"),
+        ("eval/iteration", "iterations", "learnt when it was measured"),
+        ("eval/<name>", "its own", "components and diagnostics"),
+    ),
+    _group(
+        "Weights on their way",
+        ("weights/version", "updates", "published last"),
+        ("weights/oldest_version", "updates", "that sampled a row of the batch"),
+        ("weights/versions_behind", "updates", "that the batch is behind the newest"),
+        ("weights/bytes", "bytes", "of one version"),
+        ("weights/publish_seconds", "s", "that the learner's side took"),
+        ("weights/transfer_seconds", "s", "until they arrived, the slowest sampler"),
+        ("weights/load_seconds", "s", "until they were in use"),
+        ("weights/gb_per_s", "GB/s", "transfer and load"),
+        ("weights/age_seconds", "s", "since the weights in use were published"),
+        ("weights/skips", "versions", "that a sampler passed over"),
+        ("weights/republished", "times", "that lost weights were published again"),
+        ("weights/failures/<kind>", "times", "failed transfers"),
+        ("weights/<name>", "its own", "of the background publisher: snapshots, announcements"),
+    ),
+    _group(
+        "Speed and faults",
+        ("throughput/tokens_per_s", "tokens/s", "sampled tokens over the whole iteration"),
+        ("throughput/samples_per_s", "completions/s", "over the whole iteration"),
+        ("throughput/<name>_seconds", "s", "of the parts of an iteration"),
+        ("faults/<name>", "times, s", "what went wrong among samplers and was mended"),
+    ),
+    _group(
+        "RLlib's and Tune's own",
+        ("training_iteration", "iterations", "so far; `stop:` usually names it"),
+        ("num_env_steps_sampled_lifetime", "completions", "an episode is one step long"),
+        ("env_runners/<name>", "RLlib's", "`episode_return_mean` and the like"),
+        ("evaluation/<name>", "RLlib's", "the held-out results under RLlib's name"),
+        ("learners/<name>", "RLlib's", "of each module"),
+        ("<name>_this_iter", "RLlib's", "counts of this iteration"),
+    ),
+)  # fmt: skip
+
+
+def describes(name: str) -> bool:
+    """Whether a result of this name is in the registry."""
+    return _pattern().fullmatch(name) is not None
+
+
+@functools.cache
+def _pattern() -> re.Pattern[str]:
+    alternatives = []
+    for group in GROUPS:
+        for row in group.rows:
+            parts = re.split(r"<\w+>", row.name)
+            alternatives.append(".+".join(re.escape(part) for part in parts))
+    return re.compile("|".join(alternatives))

@@ -1,0 +1,110 @@
+"""The reference pages that are made from the code: columns, commands, metrics and settings.
+
+python scripts/reference.py            writes them into docs/reference/
+python scripts/reference.py --check    exits with 1 where a page is not what the code says
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+import typer
+
+import rllib_llm
+from rllib_llm.cli.main import app
+from rllib_llm.reports.metric_names import GROUPS
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+_COLUMN = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<meaning>.*)$')
+_SECTION = re.compile(r"^# --- (?P<title>.*?) -+$")
+
+
+def columns_page() -> str:
+    """Every column of a training batch, from the comments of `rllib_llm/columns.py`."""
+    lines = [
+        "# Columns", "",
+        "Shapes: B completions (rows), P prompt tokens (left-padded), T completion tokens "
+        "(right-padded), N texts of L tokens. Masks are bool and True where a token counts.",
+    ]  # fmt: skip
+    source = Path(rllib_llm.__file__).with_name("columns.py").read_text(encoding="utf-8")
+    for line in source.splitlines():
+        if section := _SECTION.match(line):
+            lines += ["", f"## {section['title'].capitalize()}", "", "| column | what it is |"]
+            lines.append("|---|---|")
+        elif column := _COLUMN.match(line):
+            lines.append(f"| `{column['name']}` | {column['meaning']} |")
+    return "\n".join([*lines, ""])
+
+
+def commands_page() -> str:
+    """Every command with its arguments and options, from the command itself."""
+    lines = ["# Commands", "", "`rllib` and `rllib-llm` are the same command."]
+    command = typer.main.get_command(app)
+    for path, entry in _leaves(command, ("rllib",)):
+        summary = (entry.help or "").strip().split("\n\n")[0].replace("\n", " ")
+        lines += ["", f"## `{' '.join(path)}`", "", summary, "", "| | |", "|---|---|"]
+        for parameter in entry.params:
+            if parameter.name in ("help", "install_completion", "show_completion"):
+                continue
+            lines.append(f"| {_usage(parameter)} | {_help(parameter)} |")
+    return "\n".join([*lines, ""])
+
+
+def _leaves(command, path):
+    """The commands that do something, each with the words that lead to it."""
+    children = getattr(command, "commands", {})
+    if not children or getattr(command, "invoke_without_command", False):
+        yield path, command
+    for name in sorted(children):
+        yield from _leaves(children[name], (*path, name))
+
+
+def _usage(parameter: click.Parameter) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{str(parameter.name).upper()}`"
+    return ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+
+
+def _help(parameter: click.Parameter) -> str:
+    text = getattr(parameter, "help", None) or ""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def metrics_page() -> str:
+    """Every result with unit and meaning, from the registry of names."""
+    lines = [
+        "# Metrics", "",
+        "Results are nested by group in Python (`results['objective']['kl']`) and joined by `/` "
+        "in files, in `stop:` and in Weights & Biases. Means are over the tokens or completions "
+        "that count, padding excluded. A name in angle brackets stands for names of yours.",
+    ]  # fmt: skip
+    for group in GROUPS:
+        lines += ["", f"## {group.title}", ""]
+        lines += ["| result | unit | meaning |", "|---|---|---|"]
+        lines += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in group.rows]
+    return "\n".join([*lines, ""])
+
+
+PAGES = {
+    "columns.md": columns_page,
+    "commands.md": commands_page,
+    "metrics.md": metrics_page,
+}
+
+
+def main() -> int:
+    stale = []
+    for name, page in PAGES.items():
+        path, text = FOLDER / name, page()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

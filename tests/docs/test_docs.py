@@ -1,0 +1,135 @@
+"""What the documentation says is so: its code runs, its files are valid, its pages are complete."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from click import Group
+
+from rllib_llm.cli.main import app
+from rllib_llm.experiments.plan import check_experiments
+from rllib_llm.experiments.yaml_experiments import load
+from rllib_llm.experiments.yaml_loader import parse
+from tests.docs.code_blocks import Block, blocks_of, run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Names that stand for what only the reader has; such a file is parsed, its keys are checked.
+PLACEHOLDER = re.compile(r"my-org/")
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_code_blocks_run(page: Path, tmp_path, monkeypatch, ray_session):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    namespace = {"__name__": "__docs__", "folder": str(tmp_path / "results")}
+    for block in blocks_of(page):
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.code, encoding="utf-8")
+        if block.language == "python" and block.runs:
+            if block.title is None:
+                run_python(block, page, namespace)
+            else:
+                compile(block.code, block.title, "exec")
+    for block in blocks_of(page):
+        if block.language == "yaml":
+            check_yaml(block, tmp_path)
+    for name in set(sys.modules) - before:  # the pages' own modules share names
+        module_file = getattr(sys.modules[name], "__file__", None) or ""
+        if module_file.startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def check_yaml(block: Block, folder: Path) -> None:
+    """A block is a file that `rllib train file` would start, or of settings that it would know."""
+    data = parse(block.code, block.title or "the block")
+    assert isinstance(data, dict)
+    if not any(isinstance(spec, dict) and "run" in spec for spec in data.values()):
+        assert block.title is None
+        return
+    experiments = load(data, block.title or "the block", here=folder)
+    if not PLACEHOLDER.search(block.code):
+        check_experiments(experiments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_commands_and_their_options_exist(page: Path):
+    for block in blocks_of(page):
+        if block.language == "sh":
+            for line in block.code.splitlines():
+                words = shlex.split(line, comments=True)
+                if words and words[0] == "rllib":
+                    check_command(words[1:], line)
+
+
+def check_command(words: list[str], line: str) -> None:
+    command = typer.main.get_command(app)
+    while isinstance(command, Group) and words and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
+    assert not unknown, line
+    assert words or not command.params or not any(p.required for p in command.params), line
+
+
+def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w/-]+\.md", text))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text("utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_reference_pages_and_the_drawing_are_those_of_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import house
+    import reference
+
+    for name, page in reference.PAGES.items():
+        written = (reference.FOLDER / name).read_text("utf-8")
+        assert written == page(), "python scripts/reference.py"
+    drawn = house.PAGE.read_text("utf-8")
+    assert drawn == house.with_drawing(drawn), "python scripts/house.py"
+
+
+def test_the_house_has_no_circles(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import house
+
+    assert house.circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert house.circles(house.arrows()) == []
+    assert house.circles(house.module_imports()) == []
+
+
+def test_the_walk_names_at_most_twelve_files_that_exist():
+    page = (ROOT / "docs/explanations/house.md").read_text("utf-8")
+    files = re.findall(r"^\d+\. `([^`]+)`", page, re.MULTILINE)
+    assert 0 < len(files) <= 12
+    assert all((ROOT / "rllib_llm" / file).is_file() for file in files)
+
+
+def test_the_site_has_settings_that_yaml_reads():
+    # MkDocs' own tags are no plain YAML; the rest must be.
+    text = re.sub(r"!!python/name:\S+", "x", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert yaml.safe_load(text)["docs_dir"] == "docs"
