@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from click import Group
 
 from rllib_llm.cli.main import app
 from rllib_llm.experiments.plan import check_experiments
@@ -75,7 +74,7 @@ def test_commands_and_their_options_exist(page: Path):
 
 def check_command(words: list[str], line: str) -> None:
     command = typer.main.get_command(app)
-    while isinstance(command, Group) and words and words[0] in command.commands:
+    while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
     options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
     unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
