@@ -20,7 +20,7 @@ from rllib_llm.modules.model_source import (
     source_kind,
 )
 from rllib_llm.modules.pretrained import load_tokenizer
-from rllib_llm.modules.quantization import check_quantization
+from rllib_llm.modules.quantize import check_quantization
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary

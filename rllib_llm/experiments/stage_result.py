@@ -129,7 +129,7 @@ def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
     target = trial_folder / "model"
     shutil.rmtree(target, ignore_errors=True)
     if (source / "adapter_config.json").is_file():
-        from rllib_llm.modules.adapter_folder import merge_folder  # loads transformers
+        from rllib_llm.modules.pretrained import merge_folder  # loads transformers
 
         return merge_folder(source, target)
     return Path(shutil.copytree(source, target))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rllib_llm.modules.lora import ADAPTER, merge_into
-from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.modules.quantization import load_quantized
-from rllib_llm.modules.tokenizer import load_tokenizer
+from rllib_llm.modules.quantize import quantize
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+LoadModel = Callable[..., PreTrainedModel]
 _PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
 
 
@@ -91,51 +91,30 @@ def read_base(folder: str | Path) -> AdapterBase:
 
 
 def load_merged(
-    folder: str | Path, *, dtype: Any = "float32", device: Any = "cpu"
+    folder: str | Path, load: LoadModel, *, dtype: Any = "float32", device: Any = "cpu"
 ) -> PreTrainedModel:
     """The plain causal language model that base and adapters of `folder` make together.
 
-    A base that was quantised during training is quantised and dequantised again, so that the result
-    is the policy that was trained, not one near it.
+    load: `load_causal_lm`. A base that was quantised during training is quantised and dequantised
+    again, so that the result is the policy that was trained, not one near it.
     """
-    from peft import PeftConfig
-
     folder = Path(folder)
     base = read_base(folder)
-    plain = load_causal_lm(base.model, dtype=dtype, device=device)
-    merge_into(plain, _skeleton(plain, base, PeftConfig.from_pretrained(str(folder)), device),
-               read_adapters(folder))
+    plain = load(base.model, dtype=dtype, device=device)
+    merge_into(plain, _skeleton(plain, folder, base, load, device), read_adapters(folder))
     return plain
 
 
-def merged(
-    model: nn.Module, tensors: dict[str, torch.Tensor], base: AdapterBase
-) -> PreTrainedModel:
-    """A plain model, on the CPU, that computes what `model` with the adapters `tensors` does."""
-    plain = load_causal_lm(base.model, dtype=base.dtype)
-    merge_into(plain, model, tensors)
-    return plain
-
-
-def merge_folder(source: str | Path, target: str | Path) -> Path:
-    """Writes the plain model and tokenizer of the adapter folder `source` to `target`."""
-    load_merged(source, dtype=read_base(source).dtype).save_pretrained(target)
-    load_tokenizer(source).save_pretrained(target)
-    return Path(target)
-
-
-def _skeleton(plain: PreTrainedModel, base: AdapterBase, config: Any, device: Any) -> nn.Module:
+def _skeleton(
+    plain: PreTrainedModel, folder: Path, base: AdapterBase, load: LoadModel, device: Any
+) -> nn.Module:
     """A model with the adapters' layers; it has weights only where they are quantised."""
-    from peft import inject_adapter_in_model
+    from peft import PeftConfig, inject_adapter_in_model
 
+    config = PeftConfig.from_pretrained(str(folder))
     if base.quantization == "none":
         with torch.device("meta"):
             return inject_adapter_in_model(config, type(plain)(plain.config), adapter_name=ADAPTER)
-    network = load_quantized(
-        load_causal_lm,
-        base.model,
-        quantization=base.quantization,
-        dtype=base.dtype,
-        device=device,
-    )
+    network = load(base.model, dtype=base.dtype, device=device)
+    network = quantize(network, base.quantization, device=device).requires_grad_(False)
     return inject_adapter_in_model(config, network, adapter_name=ADAPTER)

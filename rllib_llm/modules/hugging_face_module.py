@@ -24,12 +24,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rllib_llm.modules.adapter_folder import (
     AdapterBase,
-    merged,
     read_adapters,
     save_adapters,
 )
-from rllib_llm.modules.lora import has_adapters, is_adapter
-from rllib_llm.modules.pretrained import quiet_transformers, resolve_dtype
+from rllib_llm.modules.lora import has_adapters, is_adapter, merge_into
+from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers, resolve_dtype
 from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
@@ -111,9 +110,11 @@ class HuggingFaceModule(TorchRLModule):
             ValueError: a parameter of this module is missing from `state` or has another shape.
         """
         own = self.own_tensors()
-        wanted = set(own) if any(not name.startswith(TRUNK) for name in state) else {
-            name for name in own if name.startswith(TRUNK)
-        }
+        wanted = (
+            set(own)
+            if any(not name.startswith(TRUNK) for name in state)
+            else {name for name in own if name.startswith(TRUNK)}
+        )
         missing = sorted(wanted - set(state))
         if missing:
             raise ValueError(
@@ -166,7 +167,9 @@ class HuggingFaceModule(TorchRLModule):
             return
         state = self.get_state(inference_only=True) if state is None else state
         trunk = {n.removeprefix(TRUNK): t for n, t in state.items() if n.startswith(TRUNK)}
-        plain = merged(self.model, trunk, self._adapter_base())
+        base = self._adapter_base()
+        plain = load_causal_lm(base.model, dtype=base.dtype)
+        merge_into(plain, self.model, trunk)
         self._name_pad_token(plain)
         with quiet_transformers():
             plain.save_pretrained(folder)

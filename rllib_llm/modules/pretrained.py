@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from rllib_llm.modules.adapter_folder import is_adapter_folder, load_merged, read_base
 from rllib_llm.modules.model_source import (
     DOTTED,
     FOLDER,
@@ -28,6 +30,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
+from rllib_llm.modules.quantized_layers import keep_unpacked
 from rllib_llm.modules.tokenizer import (
     check_vocabulary,
     ensure_pad_token,
@@ -46,6 +49,7 @@ __all__ = [
     "load_generation_config",
     "load_sequence_classifier",
     "load_tokenizer",
+    "merge_folder",
     "resolve_dtype",
     "score_head",
 ]
@@ -80,8 +84,6 @@ def load_causal_lm(
         network = build_from_dotted(value)[0]
         architectures = [type(network).__name__]
     else:
-        from rllib_llm.modules.adapter_folder import is_adapter_folder, load_merged
-
         if kind == FOLDER and is_adapter_folder(value):
             if quantization_config is not None:
                 raise ModelSourceError(
@@ -90,7 +92,7 @@ def load_causal_lm(
                     "Merge them first: algorithm.export_model(folder), or load_causal_lm(model)"
                     ".save_pretrained(folder)",
                 )
-            return load_merged(value, dtype=dtype, device=device)
+            return load_merged(value, load_causal_lm, dtype=dtype, device=device)
         config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
         architectures = config.architectures or []
     if any(name.endswith(_NO_GENERATOR) for name in architectures):
@@ -103,6 +105,13 @@ def load_causal_lm(
         placement = _placement(config, device, quantization_config)
         network = _from_pretrained(AutoModelForCausalLM, value, kind, dtype=dtype, **placement)
     return _finish(network, dtype, device)
+
+
+def merge_folder(source: str | Path, target: str | Path) -> Path:
+    """Writes the plain model and tokenizer of the adapter folder `source` to `target`."""
+    load_causal_lm(source, dtype=read_base(source).dtype).save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)
+    return Path(target)
 
 
 def load_sequence_classifier(
@@ -253,6 +262,7 @@ def _init_head(head: nn.Linear, seed: int) -> None:
 
 def _finish(network: Any, dtype: torch.dtype, device: Any) -> PreTrainedModel:
     disable_dropout(network)
+    keep_unpacked(network)
     embedding = network.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) in eos_token_ids(network):
         embedding.padding_idx = None  # torch gives the pad token's row no gradient, and EOS has one

@@ -18,10 +18,8 @@ bitsandbytes' LLM.int8 on CUDA; "nf4" is for models that do not fit otherwise, o
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,21 +34,19 @@ from transformers import (
 
 from rllib_llm.modules.model_source import DOTTED, load_with_retries, source_kind
 from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifier, resolve_dtype
-from rllib_llm.modules.quantized_layers import (
-    bitsandbytes_layer,
-    head_names,
-    linear_for_conv1d,
-    model_bytes,
-    quantizable_layers,
-    verify_quantized,
+from rllib_llm.modules.quantize import (
+    calm_bitsandbytes,
+    check_quantization,
+    quantize,
+    refuse_quantized,
+    resolve_backend,
 )
+from rllib_llm.modules.quantized_layers import head_names, model_bytes, verify_quantized
 
 __all__ = ["check_quantization", "load_quantized", "model_bytes", "quantize", "resolve_backend"]
 
 logger = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("none", "bf16", "int8", "nf4")
-BACKENDS = ("auto", "bitsandbytes", "torchao")
 _AUTO_CLASS = {
     load_causal_lm: AutoModelForCausalLM,
     load_sequence_classifier: AutoModelForSequenceClassification,
@@ -87,13 +83,13 @@ def load_quantized(
     nf4_on_cpu = quantization == "nf4" and torch.device(device).type == "cpu"
     if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
         config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
-        _refuse_quantized(config, quantization, model)
+        refuse_quantized(config, quantization, model)
         with torch.device("meta"):
             skeleton = _AUTO_CLASS[load].from_config(config)
         bnb_config = _bitsandbytes_config(quantization, dtype, head_names(skeleton))
         network = load(model, dtype=dtype, device=device, quantization_config=bnb_config)
         verify_quantized(network, quantization)
-        _calm_bitsandbytes()
+        calm_bitsandbytes()
     else:
         network = load(model, dtype=dtype, device=device)
         network = quantize(network, quantization, backend=backend, device=device)
@@ -102,92 +98,6 @@ def load_quantized(
         "%r holds %.1f MB (quantization=%s).", str(model), model_bytes(network) / 1e6, quantization
     )
     return network
-
-
-def quantize(
-    model: Any,
-    quantization: str,
-    *,
-    backend: str = "auto",
-    device: str | torch.device = "cpu",
-) -> PreTrainedModel:
-    """Returns `model` (a PreTrainedModel) with its linear layers quantised in place, on `device`.
-
-    Raises:
-        ValueError: a combination that does not exist, or a model with nothing to quantise.
-        ImportError: the backend is not installed.
-    """
-    chosen = resolve_backend(quantization, backend, device)
-    if quantization == "none":
-        return model.to(device)
-    if quantization == "bf16":
-        return model.to(device=device, dtype=torch.bfloat16)
-    _refuse_quantized(model.config, quantization, type(model).__name__)
-    heads = head_names(model)
-    linear_for_conv1d(model)
-    if chosen == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        inside = {name for name, _ in quantizable_layers(model, heads)}
-        quantize_(
-            model.to(device),
-            Int8WeightOnlyConfig(set_inductor_config=False),
-            filter_fn=lambda _, name: name in inside,
-        )
-    else:
-        for name, layer in list(quantizable_layers(model, heads)):
-            model.set_submodule(name, bitsandbytes_layer(layer, quantization, device))
-        model = model.to(device)
-        _calm_bitsandbytes()
-    verify_quantized(model, quantization)
-    return model
-
-
-def check_quantization(quantization: str, backend: str) -> None:
-    """Raises ValueError for an unknown name, or nf4 through torchao."""
-    for name, given, allowed in (
-        ("quantization", quantization, QUANTIZATIONS),
-        ("backend", backend, BACKENDS),
-    ):
-        if given not in allowed:
-            raise ValueError(
-                f"{name}={given!r} must be one of {', '.join(allowed)}: nothing else is built in. "
-                f"{allowed[0]!r} is the default."
-            )
-    if (quantization, backend) == ("nf4", "torchao"):
-        raise ValueError(
-            "backend='torchao' must be 'bitsandbytes' or 'auto' with quantization='nf4': torchao "
-            "is used for int8 only. Change one of the two."
-        )
-
-
-def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:
-    """Returns the library that quantises: "none", "bitsandbytes" or "torchao".
-
-    "auto": torchao for int8 on a CPU, bitsandbytes for everything else.
-
-    Raises:
-        ValueError: an unknown name, or nf4 through torchao.
-        ImportError: the library is not installed.
-    """
-    check_quantization(quantization, backend)
-    if quantization in ("none", "bf16"):
-        if backend != "auto":
-            warnings.warn(
-                f"backend={backend!r} has no effect with quantization={quantization!r}: torch does "
-                "it alone. Remove it, or choose int8 or nf4.",
-                stacklevel=2,
-            )
-        return "none"
-    if backend == "auto":
-        on_cpu = torch.device(device).type == "cpu"
-        backend = "torchao" if quantization == "int8" and on_cpu else "bitsandbytes"
-    if importlib.util.find_spec(backend) is None:
-        raise ImportError(
-            f"quantization={quantization!r} on {device!s} needs {backend}, which is not installed. "
-            f"Run pip install {backend}, or choose quantization 'bf16' or 'none'."
-        )
-    return backend
 
 
 def _bitsandbytes_config(quantization: str, dtype: torch.dtype, heads: list[str]) -> Any:
@@ -200,16 +110,3 @@ def _bitsandbytes_config(quantization: str, dtype: torch.dtype, heads: list[str]
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=heads,
     )
-
-
-def _refuse_quantized(config: Any, quantization: str, model: object) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"quantization={quantization!r} must be 'none' for model={str(model)!r}: it was saved "
-            "quantised already. Use 'none', or the unquantised model."
-        )
-
-
-def _calm_bitsandbytes() -> None:
-    # It logs a warning for every layer of every forward pass where activations are not float16.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)

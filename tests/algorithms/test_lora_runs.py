@@ -10,9 +10,8 @@ from peft import AutoPeftModelForCausalLM
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.modules.adapter_folder import merge_folder
 from rllib_llm.modules.lora import add_adapters, is_adapter
-from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
+from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer, merge_folder
 from rllib_llm.weights.broadcast import export_module
 from tests.algorithms import tiny_runs
 
