@@ -153,10 +153,28 @@ def merge_into(plain: nn.Module, adapted: nn.Module, tensors: dict[str, torch.Te
         pair = [f"{name}.lora_{half}.{ADAPTER}.weight" for half in "AB"]
         if any(half not in tensors for half in pair):
             continue
-        weight = targets[name].weight
+        target = targets[name.replace(".base_layer", "")]  # one inside another: see _parameter_name
+        weight = getattr(target, _parameter_name(layer))
         a, b = (tensors[half].to(weight.device, torch.float32) for half in pair)
-        delta = layer.scaling[ADAPTER] * (b @ a)
-        weight.copy_(weight.float() + (delta.T if isinstance(targets[name], Conv1D) else delta))
+        delta = layer.scaling[ADAPTER] * _product(a, b, weight)
+        weight.copy_(weight.float() + (delta.T if isinstance(target, Conv1D) else delta))
+
+
+def _parameter_name(layer: nn.Module) -> str:
+    """Which parameter of its base an adapter belongs to. Experts are several weights of one module,
+    around which peft puts a wrapper for each: `experts` is one, `experts.base_layer` the next."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """B A [out, in], or [experts, out, in] for the weights of all experts of a layer.
+
+    Of several experts peft keeps the A one below another, and the columns of their B in turns.
+    """
+    if weight.ndim == 2:
+        return b @ a
+    experts = len(weight)
+    return b.reshape(len(b), -1, experts).permute(2, 0, 1) @ a.reshape(experts, -1, a.shape[-1])
 
 
 def _is_quantized(layer: nn.Module) -> bool:
