@@ -138,12 +138,14 @@ def completion_hidden(
 class _Run:
     """What one pass of a model left at the positions that predict the wanted tokens.
 
-    `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab].
+    `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab], which are
+    nobody else's where `makes_logits`; else the states are logits themselves.
     """
 
     wanted: WantedTokens
     states: Tensor
     logits_of: Callable[[Tensor], Tensor]
+    makes_logits: bool
     hidden: Tensor | None
     default_chunk_tokens: int
 
@@ -154,10 +156,10 @@ def _run(model: Any, rows: Rows, hidden: bool) -> _Run:
     wanted = wanted_tokens(None if halves is None else halves.trunk, rows)
     if halves is not None:
         states = wanted_hidden(halves.trunk, wanted)
-        return _Run(wanted, states, halves.logits, states if hidden else None, chunk_tokens)
+        return _Run(wanted, states, halves.logits, True, states if hidden else None, chunk_tokens)
     output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     last = wanted.pick(output.hidden_states[-1]) if hidden else None
-    return _Run(wanted, wanted.pick(output.logits), _unchanged, last, chunk_tokens)
+    return _Run(wanted, wanted.pick(output.logits), _unchanged, False, last, chunk_tokens)
 
 
 def _unchanged(logits: Tensor) -> Tensor:
@@ -175,7 +177,9 @@ def _stats(
 
     def stats_of(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = run.logits_of(states)
-        logprobs, entropies = token_stats(logits, targets, temperature, entropy, consume=True)
+        logprobs, entropies = token_stats(
+            logits, targets, temperature, entropy, consume=run.makes_logits
+        )
         return (logprobs,) if entropies is None else (logprobs, entropies)
 
     if logits_chunk_tokens is None:

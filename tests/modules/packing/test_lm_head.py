@@ -11,8 +11,9 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from rllib_llm.modules.packing.lm_head import LogitTransform, take_apart
-from rllib_llm.modules.packing.logprobs import score_completions
-from tests.modules.packing.test_logprobs import batch, own_stats
+from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
+from rllib_llm.numerics.kl import full_kl
+from tests.modules.packing.test_logprobs import batch, own_logits, own_stats
 from tests.modules.tiny_models import tiny_model
 
 
@@ -73,6 +74,37 @@ def test_a_model_that_does_not_add_up_is_run_whole_with_one_warning(model_class)
     plain.load_state_dict(model.state_dict())
     expected_hidden = score_completions(plain, **rows, hidden=True).hidden
     torch.testing.assert_close(outputs.hidden, expected_hidden, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run whole")
+@pytest.mark.parametrize("with_kl", [False, True])
+@pytest.mark.parametrize("logits_chunk_tokens", [None, 3])
+def test_gradients_of_a_model_run_whole_are_its_own(logits_chunk_tokens, with_kl):
+    """Its logits belong to several: to other chunks, and to the exact KL."""
+    model, rows = UndeclaredScale(tiny_model().config).eval(), batch()
+    reference = ReferencePolicy(tiny_model(seed=1)) if with_kl else None
+    logprobs, entropy = own_stats(model, rows)
+    loss = logprobs.sum() + 0.3 * entropy.square().sum()
+    if with_kl:
+        kl = [
+            full_kl(own_logits(model, rows, row), own_logits(reference.model, rows, row).detach())
+            for row in range(3)
+        ]
+        loss = loss + (torch.stack(kl) * rows["completion_mask"]).sum()
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    outputs = score_completions(
+        model, **rows, entropy=True, full_kl_to=reference,
+        logits_chunk_tokens=logits_chunk_tokens,
+    )  # fmt: skip
+    loss = outputs.logprobs.sum() + 0.3 * outputs.entropy.square().sum()
+    (loss + (outputs.full_kl.sum() if with_kl else 0.0)).backward()
+    for name, parameter in model.named_parameters():
+        scale = max(1.0, expected[name].abs().max().item())
+        torch.testing.assert_close(
+            parameter.grad, expected[name], atol=1e-5 * scale, rtol=1e-4, msg=name
+        )
 
 
 def test_the_check_leaves_no_trace():
