@@ -1,12 +1,14 @@
 """The policy: an RLModule around any Hugging Face causal language model, with a critic.
 
-forward_exploration(prompts) -> completions sampled, with the sampler's own log-probs
-forward_inference(prompts)   -> the same, greedily
-forward_train(batch)         -> log-probs, entropy and values of the completion tokens only
+forward_exploration(prompts, generate=...) -> completions, with the sampler's own log-probs
+forward_train(batch)                       -> log-probs, entropy and values of completion tokens
+
+How tokens are sampled is an engine's business (`engines/`), whose `generate` is handed in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +17,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
-from rllib_llm.engines.engine import Completions, generate
-from rllib_llm.engines.params import SamplingParams
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.lora import add_adapters
 from rllib_llm.modules.packing.lm_head import take_apart
@@ -79,7 +79,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if not self.has_critic:
             return
         if config["critic"] == "shared":
-            self.value_head = ValueHead(_hidden_size(self.model))
+            self.value_head = ValueHead(_state_size(self.model))
         else:
             self.critic, self.value_head = _separate_critic(config, self.tokenizer)
             self.save_memory(self.critic)
@@ -104,24 +104,20 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         self,
         batch: dict[str, Any],
         *,
-        params: SamplingParams,
-        num_completions: int = 1,
-        noise: torch.Tensor | None = None,
-        max_rows: int | None = None,
-        cuda_graphs: bool = True,
-        **kwargs,
+        generate: Callable[..., Any],
+        **options: Any,
     ) -> dict[str, torch.Tensor]:
+        """The columns of completions of `batch`'s prompts.
+
+        generate: `engines.engine.generate` or what has its arguments; options: its settings.
+        """
         with self.autocast():
-            completions: Completions = generate(
+            completions = generate(
                 self.model,
                 batch[columns.PROMPT_IDS],
                 batch[columns.PROMPT_MASK],
-                params,
-                num_completions=num_completions,
-                noise=noise,
-                max_rows=max_rows,
-                cuda_graphs=cuda_graphs,
                 value_head=self._sampling_value_head(),
+                **options,
             )
         return completions.columns()
 
@@ -219,8 +215,11 @@ def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _hidden_size(model: nn.Module) -> int:
-    return model.config.get_text_config().hidden_size
+def _state_size(model: Any) -> int:
+    """Width of the states that a language model's trunk gives its head, which need not be the
+    width that it computes in: OPT-350m has 512 and 1024."""
+    head = model.get_output_embeddings()
+    return model.config.get_text_config().hidden_size if head is None else head.weight.shape[-1]
 
 
 def _load_policy(config: dict[str, Any]) -> nn.Module:
@@ -249,7 +248,7 @@ def _separate_critic(
     source = config.get("critic_model")
     if source is None:
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
-        return model.base_model, ValueHead(_hidden_size(model))
+        return model.base_model, ValueHead(_state_size(model))
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"critic_model={source!r} must have the vocabulary of "
@@ -257,11 +256,12 @@ def _separate_critic(
             "critic_model out, or train a reward model on the policy's own trunk."
         )
     model = load_sequence_classifier(source, dtype=config["dtype"])
-    value_head = ValueHead(_hidden_size(model))
     head = score_head(model)
+    value_head = ValueHead(head.in_features)
     if head.out_features == 1:
         mean, std = read_score_normalization(source) or (0.0, 1.0)
         with torch.no_grad():
+            bias = 0.0 if head.bias is None else head.bias
             value_head.linear.weight.copy_(head.weight / std)
-            value_head.linear.bias.fill_(-mean / std)
+            value_head.linear.bias.copy_((bias - mean) / std)
     return model.base_model, value_head

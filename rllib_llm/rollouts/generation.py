@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rllib_llm import columns
+from rllib_llm.engines.engine import generate
 from rllib_llm.engines.external_engine import ExternalEngine
 from rllib_llm.engines.noise import row_seeds, uniform_noise
 from rllib_llm.engines.params import SamplingParams
@@ -68,7 +69,7 @@ def generate_completions(
     noise = None if params.greedy else uniform_noise(seed, row_ids, params.max_new_tokens)
     forward = policy.forward_exploration if request.explore else policy.forward_inference
     made = forward(
-        prompts, params=params, num_completions=n, noise=noise,
+        prompts, generate=generate, params=params, num_completions=n, noise=noise,
         max_rows=config.sampling_batch_size, cuda_graphs=config.cuda_graphs,
     )  # fmt: skip
     # A module shared with a learner on a GPU generates there.

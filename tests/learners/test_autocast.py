@@ -35,6 +35,7 @@ def test_weights_moments_and_log_probs_stay_float32_and_near():
 
 
 def test_sampler_and_trainer_use_the_same_arithmetic():
+    from rllib_llm.engines.engine import generate
     from rllib_llm.engines.noise import uniform_noise
     from rllib_llm.engines.params import SamplingParams
 
@@ -42,7 +43,7 @@ def test_sampler_and_trainer_use_the_same_arithmetic():
     batch = tiny.completions([3, 3, 3, 3])
     params = SamplingParams(max_new_tokens=5, stop_token_ids=(2,), pad_token_id=0)
     sampled = tiny.module_of(learner).forward_exploration(
-        batch, params=params, noise=uniform_noise(0, torch.arange(4), 5)
+        batch, generate=generate, params=params, noise=uniform_noise(0, torch.arange(4), 5)
     )
     scored = learner.forward({**batch, **sampled})[columns.LOGPROBS]
     torch.testing.assert_close(scored, sampled[columns.SAMPLER_LOGPROBS], rtol=0, atol=20 * STEP)

@@ -7,13 +7,16 @@ import torch
 from gymnasium.spaces import Discrete
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.spaces.repeated import Repeated
+from transformers import LlamaForSequenceClassification
 
 from rllib_llm import columns
+from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.score_normalization import write_score_normalization
 from tests.algorithms.tiny_runs import MODEL, build_classifier
 from tests.learners.tiny_learners import completions
+from tests.modules.tiny_models import tiny_model
 from tests.tiny_models import byte_tokenizer, llama_classifier, save
 
 SPACE = Repeated(Discrete(18), 8)
@@ -83,6 +86,52 @@ def test_the_shared_critic_reads_the_state_before_each_token():
         torch.testing.assert_close(values[row, : len(expected)], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_a_trunk_that_gives_states_of_another_width_than_it_computes_in_has_a_critic(critic):
+    """As OPT-350m, whose embeddings are half as wide as its layers: here 16 and 32."""
+    module = build(pretrained_model="tests.modules.test_causal_lm.build_opt", critic=critic)
+    assert module.value_head.linear.in_features == 16
+    torch.nn.init.ones_(module.value_head.linear.weight)
+    batch = completions()
+    values = module.forward_train(batch)[columns.VALUES]
+    trunk = module.model.model if critic == "shared" else module.critic
+    for row, (ids, start) in enumerate(whole_rows(batch)):
+        expected = trunk(ids).last_hidden_state[0, start - 1 : -1].sum(-1)
+        torch.testing.assert_close(values[row, : len(expected)], expected, rtol=1e-4, atol=1e-5)
+
+
+def build_opt():
+    return tiny_model("opt (decoder inside the trunk)"), build_classifier()[1]
+
+
+class BiasedForSequenceClassification(LlamaForSequenceClassification):
+    """A reward model whose head has a bias."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = torch.nn.Linear(config.hidden_size, config.num_labels)
+        torch.nn.init.constant_(self.score.bias, 0.75)
+
+
+def build_biased():
+    plain, tokenizer = build_classifier()
+    model = BiasedForSequenceClassification(plain.config).eval()
+    model.load_state_dict(plain.state_dict(), strict=False)
+    return model, tokenizer
+
+
+def test_a_critic_from_a_reward_model_keeps_the_bias_of_its_head():
+    source = "tests.modules.test_causal_lm.build_biased"
+    module = build(critic="separate", critic_model=source)
+    batch = completions()
+    values = module.forward_train(batch)[columns.VALUES]
+    classifier = build_biased()[0]
+    for row, (ids, start) in enumerate(whole_rows(batch)):
+        with torch.no_grad():
+            score = classifier(input_ids=ids[:, :start]).logits[0, 0]
+        assert values[row, 0].item() == pytest.approx(score.item(), rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("normalization", [None, (0.3, 2.0)])
 def test_a_critic_from_a_reward_model_begins_with_its_scores(tmp_path, normalization):
     """V_t is the normalised score of the text up to token t - 1, read at its last token."""
@@ -129,7 +178,9 @@ def test_sampled_logprobs_are_those_of_the_trainer():
     prompts = {name: batch[name] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
     params = SamplingParams(pad_token_id=0, stop_token_ids=(1,), max_new_tokens=6, temperature=0.7)
     noise = torch.rand(12, 6, generator=torch.Generator().manual_seed(0))
-    sampled = module.forward_exploration(prompts, params=params, num_completions=2, noise=noise)
+    sampled = module.forward_exploration(
+        prompts, generate=generate, params=params, num_completions=2, noise=noise
+    )
     assert not sampled[columns.SAMPLER_LOGPROBS].requires_grad
     rows = {
         columns.PROMPT_IDS: prompts[columns.PROMPT_IDS].repeat_interleave(2, 0),
