@@ -34,6 +34,7 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
+from rllib_llm.learners.decay_groups import decay_groups
 from rllib_llm.learners.dropout_seed import seeded_dropout
 from rllib_llm.learners.effective import EffectiveSettings
 from rllib_llm.learners.gradients import sum_gradients_
@@ -142,10 +143,11 @@ class LanguageModelLearner(TorchLearner):
     # --- optimiser ---------------------------------------------------------------------------
 
     def configure_optimizers_for_module(self, module_id, config=None) -> None:
-        """AdamW; its learning rate is set before every step from `lr` and the schedule."""
+        """AdamW; its learning rate is set before every step from `lr` and the schedule. Norms and
+        biases do not decay."""
         params = [p for p in self.get_parameters(self._module[module_id]) if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            params,
+            decay_groups(self._module[module_id], params),
             lr=float(config.lr),
             betas=tuple(config.adam_betas),
             eps=config.adam_epsilon,
@@ -158,14 +160,15 @@ class LanguageModelLearner(TorchLearner):
         return {
             name: {
                 "module_id": self._optimizer_name_to_module[name],
-                "state": whole_state(optimizer),
+                "state": whole_state(optimizer, self._optimizer_parameters[optimizer]),
             }
             for name, optimizer in self._named_optimizers.items()
         }
 
     def _set_optimizer_state(self, state: dict[str, Any]) -> None:
         for name, entry in state.items():
-            load_state(self._named_optimizers[name], entry["state"])
+            optimizer = self._named_optimizers[name]
+            load_state(optimizer, entry["state"], self._optimizer_parameters[optimizer])
 
     @property
     def learning_rate(self) -> float:
