@@ -87,7 +87,7 @@ class LanguageModelConfig(AlgorithmConfig):
             model: a Hugging Face folder, a hub id, or the dotted path of a function that returns
                 (model, tokenizer). It gives tokenizer and weights. In YAML simply `model:`.
             dtype: of the weights being trained: "float32" (default; optimiser steps below about
-                1e-3 of a weight are lost in bfloat16), "bfloat16" or "float16".
+                1e-3 of a weight are lost in bfloat16) or "bfloat16".
             autocast_dtype: "bfloat16" has matrix products done in it, in the sampler as well, while
                 weights, gradients and optimiser stay in `dtype`; None (default): nothing changes.
             gradient_checkpointing: keep only the layers' inputs for the backward pass and compute
@@ -171,10 +171,12 @@ class LanguageModelConfig(AlgorithmConfig):
 
         Args:
             lr_schedule: "constant" (default), "linear" or "cosine" decay to 0, after warm-up.
-            lr_num_warmup_updates: optimiser steps of linear warm-up.
+            lr_num_warmup_updates: n optimiser steps of linear warm-up; step u (from 0) takes
+                (u + 1)/(n + 1) of `lr`, so that none is wasted at 0 as transformers' first is.
             lr_num_updates: optimiser steps at which the decay reaches 0.
             adam_betas, adam_epsilon, weight_decay: of AdamW; epsilon 1e-5 as in the original
-                RLHF code (vwxyzjn, "The N implementation details of RLHF with PPO").
+                RLHF code (vwxyzjn, "The N implementation details of RLHF with PPO"). Norms and
+                biases do not decay, as in transformers' Trainer.
             minibatch_tokens: instead of minibatch_size: tokens (prompt and completion, without
                 padding) of one optimiser step per learner; rows are many where they are short.
             micro_batch_size: rows whose activations are held at a time; gradients are the same.

@@ -56,7 +56,7 @@ class RLHFConfig(LanguageModelConfig):
         self.ref_kl_coeff = 0.05
         self.ref_kl_in = "reward"
         self.ref_kl_estimator = "k1"
-        self.ref_kl_unbiased = False
+        self.ref_kl_unbiased = True
         self.ref_kl_target: float | None = None
         self.ref_kl_horizon = 10_000.0
         self.reference_in: str | None = None
@@ -231,7 +231,10 @@ class RLHFConfig(LanguageModelConfig):
             ref_kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence"), or
                 "full", the exact KL over the vocabulary, which a reference in the environment
                 cannot give.
-            ref_kl_unbiased: weigh the loss's KL by π/π_old when taking several steps per batch.
+            ref_kl_unbiased: the loss's KL is weighed by each token's π/π_old and its gradient, so
+                that the mean gradient is that of the exact KL, on policy too, where the ratio is 1
+                and its gradient is not 0 (DeepSeek-V3.2, 3.1; default, as in TRL since 1.10).
+                False: Shao 2024's, whose gradient for k3 is that of the KL the other way round.
             ref_kl_target: nats per completion that an adaptive β aims at; None: β is fixed.
             ref_kl_horizon: samples over which the adaptive β changes by at most a fifth.
             reference_in: who computes the reference's log-probs: "environment" (a frozen model in

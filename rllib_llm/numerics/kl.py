@@ -56,21 +56,6 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return terms.sum(dim=-1)
 
 
-def approx_kl(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, num_tokens: Tensor | float | None = None
-) -> Tensor:
-    """Mean over tokens of (logprobs - old_logprobs)^2 / 2, a scalar: new policy against old.
-
-    `num_tokens` divides instead of the mask's own count where this is one share of a larger batch,
-    so that the shares add up to the whole. 0 when nothing is masked in.
-    """
-    squares = 0.5 * (logprobs - old_logprobs).square()
-    total = torch.where(mask, squares, torch.zeros_like(squares)).sum()
-    if num_tokens is None:
-        num_tokens = mask.sum().clamp(min=1)
-    return total / num_tokens
-
-
 class FixedKLCoefficient:
     """A KL coefficient that stays what it is."""
 

@@ -19,6 +19,10 @@ REDUCTIONS = {
     "sequence_sum": "sequence_sum",
 }
 
+# A completion's likelihood ratio beyond e^20 = 5e8 is far outside every clip range, and exp() of
+# sums above 88 is infinite in float32 (verl's core_algos holds log-ratios to the same bound).
+_LARGEST_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class PolicyLoss:
@@ -41,8 +45,8 @@ def importance_ratio(
     for each token of a row, its gradient flowing through that token's own log-prob:
     sg[s] exp(logp_t - sg[logp_t]) (GSPO-token, Zheng et al. 2025, eq. 14), which for an advantage
     that is the same for the whole row is the gradient of s itself (GSPO, eq. 7). "product": the
-    same with s = exp(sum_t (logp_t - old_logp_t)), the ratio of the whole completions' likelihoods;
-    the row's mean over tokens has the value and the gradient of s.
+    same with s = exp(sum_t (logp_t - old_logp_t)), the ratio of the whole completions' likelihoods,
+    at most e^20; the row's mean over tokens has the value and the gradient of s.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
     if level == "token":
@@ -58,7 +62,7 @@ def importance_ratio(
     if level == "sequence":
         row_ratio, power = (total / num_tokens).exp(), torch.ones_like(num_tokens)
     else:
-        row_ratio, power = total.exp(), num_tokens
+        row_ratio, power = total.clamp(max=_LARGEST_LOG_RATIO).exp(), num_tokens
     through_token = ((log_ratio - log_ratio.detach()) * power).exp()
     return torch.where(mask, row_ratio * through_token, torch.ones_like(logprobs))
 
@@ -204,16 +208,12 @@ def cross_entropy_tokens(logprobs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, -logprobs, torch.zeros_like(logprobs))
 
 
-def preference_loss(
-    chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def preference_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> tuple[Tensor, Tensor]:
     """Bradley-Terry loss of each pair [pairs], and whether the chosen one scored higher (bool).
 
-    -log sigmoid(chosen - rejected - margin) (Ouyang et al. 2022, eq. 1; the margin is that of
-    Llama 2, eq. 2). The accuracy ignores the margin.
+    -log sigmoid(chosen - rejected) (Ouyang et al. 2022, eq. 1).
     """
-    difference = chosen_scores - rejected_scores
-    per_pair = -F.logsigmoid(difference if margin is None else difference - margin)
+    per_pair = -F.logsigmoid(chosen_scores - rejected_scores)
     return per_pair, chosen_scores.detach() > rejected_scores.detach()
 
 

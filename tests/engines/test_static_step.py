@@ -101,7 +101,9 @@ def test_sampled_rows_that_end_are_dropped(case):
     plain = completions(model, params, 8, open_decode_step)
     assert torch.equal(out.completion_ids, plain.completion_ids)
     assert torch.equal(out.completion_mask, plain.completion_mask)
-    torch.testing.assert_close(out.logprobs, plain.logprobs, atol=1e-5, rtol=0)
+    # Rounding in float32 grows with the numbers: log-probs here go down to -10.
+    largest = max(1.0, plain.logprobs.abs().max().item())
+    torch.testing.assert_close(out.logprobs, plain.logprobs, atol=1e-5 * largest, rtol=0)
     # One for all 40 rows, one more where at most 10 are left while 16 tokens are to come.
     left = out.completion_mask.sum(dim=0)
     assert left[24] < 40 and len(records.made) == 1 + bool(left[24] <= 10)

@@ -10,7 +10,6 @@ import torch
 from rllib_llm.numerics.kl import (
     AdaptiveKLCoefficient,
     FixedKLCoefficient,
-    approx_kl,
     full_kl,
     kl_estimate,
 )
@@ -113,16 +112,6 @@ def test_full_kl_is_the_exact_kl_and_survives_forbidden_tokens():
     logits = torch.tensor([0.0, 0.0, -torch.inf])
     ref_logits = torch.tensor([1.0, 1.0, 2.0]).log()
     assert full_kl(logits, ref_logits).item() == pytest.approx(math.log(2.0))
-
-
-def test_approx_kl_is_half_the_mean_square_over_the_mask():
-    # ((0.2)^2 + (-0.4)^2) / 2 tokens / 2 = 0.05; the masked-out difference of 9 does not count.
-    logprobs = torch.tensor([[-1.0, -1.4, -9.0]])
-    old_logprobs = torch.tensor([[-1.2, -1.0, 0.0]])
-    mask = torch.tensor([[True, True, False]])
-    assert approx_kl(logprobs, old_logprobs, mask).item() == pytest.approx(0.05)
-    assert approx_kl(logprobs, old_logprobs, mask, num_tokens=8).item() == pytest.approx(0.0125)
-    assert approx_kl(logprobs, old_logprobs, torch.zeros_like(mask)).item() == 0.0
 
 
 @pytest.mark.parametrize("estimator", ["k4", "full", "", None])

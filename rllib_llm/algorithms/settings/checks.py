@@ -109,6 +109,12 @@ def check_precision(config: Any) -> None:
         "'ddp' or 'fsdp'", "learners hold the whole model or a share of it", "Use 'ddp'",
     )  # fmt: skip
     require(
+        str(config.dtype).removeprefix("torch.") != "float16", "dtype", config.dtype,
+        "'float32' or 'bfloat16'",
+        "small gradients are 0 in float16 unless losses are scaled, which is not built in",
+        "Use 'float32' with autocast_dtype='bfloat16', or 'bfloat16'",
+    )  # fmt: skip
+    require(
         config.autocast_dtype in (None, "bfloat16"), "autocast_dtype", config.autocast_dtype,
         "None or 'bfloat16'", "float16 needs scaled losses, which are not built in",
         "Use 'bfloat16'",

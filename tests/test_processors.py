@@ -1,0 +1,45 @@
+"""Tests that compare roundings, run again as on lesser processors than this one may be.
+
+oneDNN, MKL and torch choose kernels by what a processor has, once per process: AMX and AVX512-BF16
+multiply bfloat16 otherwise than AVX2, and products of float32 are cut into other blocks. A
+processor cannot be made better than it is, so the tests themselves run on the best there is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMITS = {
+    "AVX2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    },
+    # Not AVX512_CORE: torch asks the processor whether int8 products saturate, not oneDNN.
+    "AVX512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+}
+TESTS = [
+    "tests/learners/test_autocast.py",
+    "tests/learners/test_rlhf_learner.py::test_the_first_mini_batch_is_exactly_on_policy",
+    "tests/modules/test_lora.py",
+    "tests/modules/test_nf4.py",
+    "tests/modules/test_quantization.py",
+    "tests/modules/packing/test_logprobs.py",
+    "tests/engines/test_static_step.py",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", LIMITS)
+def test_roundings_stay_within_their_bounds_on_lesser_processors(limit):
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
+        cwd=ROOT, env={**os.environ, **LIMITS[limit]}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
