@@ -43,8 +43,8 @@ def has_nixl() -> bool:
 
 
 class DirectTransport:
-    """See `Transport`. Puts snapshots of tensors into buffers that stay registered: as many as there
-    are snapshots at a time that somebody refers to.
+    """See `Transport`. Puts snapshots of tensors into buffers that stay registered: as many as
+    there are snapshots at a time that somebody refers to.
 
     A buffer of its own for each snapshot would be taken from NIXL again after it. Readers then
     connect anew, and what they were connected by stays open: a socket on both sides per read.
