@@ -35,7 +35,7 @@ import torch
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsReceiver
 from rllib_llm.weights.coordinator import CoordinatorClient
-from rllib_llm.weights.direct import DirectExporter, has_nixl
+from rllib_llm.weights.direct import DirectTransport, has_nixl
 from rllib_llm.weights.flat_buffer import lay_side_by_side, pack, scatter, verify
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.loading import ModuleLoader
@@ -208,7 +208,7 @@ def direct(num_bytes: int, rounds: int) -> dict:
     """`broadcast` from this process's memory into the receivers', who copy it into place."""
     if not has_nixl():
         return {"skipped": "NIXL is not installed"}
-    return broadcast(num_bytes, rounds, alias=False, export=DirectExporter().put)
+    return broadcast(num_bytes, rounds, alias=False, export=DirectTransport().export)
 
 
 def stall(num_bytes: int, rounds: int) -> dict:

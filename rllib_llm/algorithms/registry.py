@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from rllib_llm.dotted import import_dotted, looks_dotted
+from rllib_llm.ray_compat import register_trainable, rllib_algorithm_class
 
 ALGORITHMS: dict[str, str] = {
     "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",
@@ -33,10 +34,9 @@ def get_algorithm_class(name: str) -> type:
     if looks_dotted(name):
         return import_dotted(name, name="run")
     from ray.rllib.algorithms.registry import ALGORITHMS as RLLIB_ALGORITHMS
-    from ray.rllib.algorithms.registry import _get_algorithm_class
 
     if name in RLLIB_ALGORITHMS:
-        return _get_algorithm_class(name)
+        return rllib_algorithm_class(name)
     known = [*ALGORITHMS, *RLLIB_ALGORITHMS]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
     hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
@@ -57,12 +57,6 @@ class _ByName:
 
 
 def register_algorithms() -> None:
-    """Registers every name with Tune; the class is imported when a trial is made of it.
-
-    `tune.register_trainable` would want the classes now, and RLlib and torch with them.
-    """
-    from ray.tune.registry import TRAINABLE_CLASS, _global_registry
-
+    """Registers every name with Tune; the class is imported when a trial is made of it."""
     for name in ALGORITHMS:
-        if not _global_registry.contains(TRAINABLE_CLASS, name):
-            _global_registry.register(TRAINABLE_CLASS, name, _ByName(name))
+        register_trainable(name, _ByName(name))

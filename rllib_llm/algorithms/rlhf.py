@@ -30,6 +30,7 @@ from ray.rllib.utils.metrics import (
 from rllib_llm import columns
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.ahead import RequestInFlight
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
@@ -86,7 +87,7 @@ class RLHF(LanguageModelAlgorithm):
             transport=self.config.weights_transport,
         )
         if local:
-            module = self.learner_group._learner.module[DEFAULT_MODULE_ID].unwrapped()
+            module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)

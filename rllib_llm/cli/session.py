@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli.options import RayOptions
 from rllib_llm.user_errors import UserError
 
-OBJECT_STORE_BYTES = 512 * 1024**2
+if TYPE_CHECKING:
+    from rllib_llm.experiments.yaml_experiments import Experiment
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
 LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "torchao", "torch.utils._pytree")
 MAX_OBJECT_STORE_SHARE = 0.3  # of the machine's memory, Ray's own default
 
@@ -63,7 +70,9 @@ def quiet_environment(verbosity: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def ray_session(options: RayOptions, needed_cpus: float = 1) -> Iterator[dict[str, Any]]:
+def ray_session(
+    options: RayOptions, needed_cpus: float = 1, weights_bytes: int = 0
+) -> Iterator[dict[str, Any]]:
     """Connect to Ray, or start it here, and yield the cluster's resources.
 
     A Ray that already runs in this process is used and left running.
@@ -72,6 +81,7 @@ def ray_session(options: RayOptions, needed_cpus: float = 1) -> Iterator[dict[st
         options: what the command line says.
         needed_cpus: CPUs that one trial reserves. A local Ray is given at least so many, since they
             are slots for processes, not cores; on fewer cores the processes take turns.
+        weights_bytes: what a local Ray's object store holds of weights at a time.
     """
     import ray
 
@@ -79,7 +89,7 @@ def ray_session(options: RayOptions, needed_cpus: float = 1) -> Iterator[dict[st
         yield ray.cluster_resources()
         return
     try:
-        ray.init(**_init_arguments(options, needed_cpus))
+        ray.init(**_init_arguments(options, needed_cpus, weights_bytes))
     except ConnectionError as error:
         raise UserError(
             f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
@@ -91,7 +101,9 @@ def ray_session(options: RayOptions, needed_cpus: float = 1) -> Iterator[dict[st
         ray.shutdown()
 
 
-def _init_arguments(options: RayOptions, needed_cpus: float) -> dict[str, Any]:
+def _init_arguments(
+    options: RayOptions, needed_cpus: float, weights_bytes: int = 0
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "log_to_driver": options.verbose > 0,
         "logging_level": log_level(options.verbose),
@@ -110,7 +122,8 @@ def _init_arguments(options: RayOptions, needed_cpus: float) -> dict[str, Any]:
         "include_dashboard": False,
         "num_cpus": options.ray_num_cpus or max(os.cpu_count() or 1, math.ceil(needed_cpus)),
         "num_gpus": options.ray_num_gpus,
-        "object_store_memory": options.ray_object_store_memory or _object_store_bytes(),
+        "object_store_memory": options.ray_object_store_memory
+        or _object_store_bytes(weights_bytes),
     }
 
 
@@ -119,9 +132,61 @@ def log_level(verbosity: int) -> int:
     return (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
 
 
-def _object_store_bytes() -> int:
-    """Return the size of a local object store: small, but never more than /dev/shm holds."""
+def _object_store_bytes(weights_bytes: int, available: int | None = None) -> int:
+    """Return the size of a local object store: what is needed, but never more than a share of the
+    `available` memory. What does not fit then goes to disk and back, which is slow: it is said."""
     import psutil
 
-    bound = int(psutil.virtual_memory().available * MAX_OBJECT_STORE_SHARE)
-    return max(80 * 1024**2, min(OBJECT_STORE_BYTES, bound))
+    available = psutil.virtual_memory().available if available is None else available
+    wanted, bound = OBJECT_STORE_BYTES + weights_bytes, int(available * MAX_OBJECT_STORE_SHARE)
+    if weights_bytes and wanted > bound:
+        logger.warning(
+            "The object store is given %.1f GiB, %.0f %% of the free memory; weights and batches "
+            "may take %.1f GiB, and what does not fit goes to disk. Fewer trials at once, a lower "
+            "weights_keep, dtype bfloat16 or --ray-object-store-memory help.",
+            bound / 1024**3, 100 * MAX_OBJECT_STORE_SHARE, wanted / 1024**3,
+        )  # fmt: skip
+    return max(80 * 1024**2, min(wanted, bound))
+
+
+def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> int:
+    """Return the bytes of published weights that a local object store holds at once, of the
+    experiment with the most: `weights_keep` versions and the next, for each trial that runs.
+
+    Models that are no local folders count as nothing, their size not being known yet; so do
+    adapters, which are small.
+    """
+    from rllib_llm.experiments.plan import search_space, with_stand_ins
+    from rllib_llm.tune.search_space import examples
+
+    num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
+    most = 0
+    for experiment in with_stand_ins(experiments):
+        trials = examples(search_space(experiment))
+        at_once = min(
+            num_slots,
+            experiment.max_concurrent_trials or num_slots,
+            experiment.num_samples * len(trials),
+        )
+        most = max(most, at_once * max(_published_bytes(trial) for trial in trials))
+    return most
+
+
+def _published_bytes(settings: Mapping[str, Any]) -> int:
+    """Return the bytes of all versions of one trial's weights."""
+    model = settings.get("model")
+    if not isinstance(model, str) or settings.get("lora"):
+        return 0
+    item_bytes = 4 if settings.get("dtype", "float32") == "float32" else 2
+    files = Path(model).expanduser().glob("*.safetensors")
+    num_elements = sum(_num_elements(file) for file in files)
+    return num_elements * item_bytes * (settings.get("weights_keep", 2) + 1)
+
+
+def _num_elements(file: Path) -> int:
+    """Return how many numbers a safetensors file holds, by its header."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(
+        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+    )

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from rllib_llm.cli.options import RunOptions, takes
-from rllib_llm.cli.session import prepare, ray_session
+from rllib_llm.cli.session import prepare, ray_session, weights_in_store
 from rllib_llm.experiments.yaml_experiments import Experiment, checked, load
 from rllib_llm.experiments.yaml_loader import parse_mapping, read
 from rllib_llm.user_errors import UserError, show, shown_warnings, user_errors
@@ -157,7 +157,9 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
     from rllib_llm.reports.report import report
 
     try:
-        with user_errors(options.verbose), ray_session(options, needed["CPU"]) as cluster:
+        weights_bytes = weights_in_store(experiments, needed["CPU"])
+        session = ray_session(options, needed["CPU"], weights_bytes)
+        with user_errors(options.verbose), session as cluster:
             check_resources(needed, cluster)
             results = run_stages(
                 experiments, folder, console, resume=options.resume, loggers=loggers

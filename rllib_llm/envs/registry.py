@@ -15,6 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.dotted import import_dotted, looks_dotted
+from rllib_llm.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Reviews-v0": "rllib_llm.envs.toys.reviews:create",
@@ -61,7 +62,7 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     if isinstance(env, str):
         if env in ENVIRONMENTS:
             return import_dotted(ENVIRONMENTS[env])
-        registered = _registered_with_rllib(env)
+        registered = registered_env(env)
         if registered is not None:
             return registered
         if not looks_dotted(env):
@@ -98,20 +99,12 @@ def register_envs() -> None:
         if env_id not in gymnasium.registry:
             entry_point = functools.partial(_make_vec, env_id)
             gymnasium.register(env_id, vector_entry_point=entry_point)
-        if _registered_with_rllib(env_id) is None:
+        if registered_env(env_id) is None:
             tune.register_env(env_id, functools.partial(make, env_id))
 
 
 def _make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
     return make(env_id, {"num_envs": num_envs, **env_config})
-
-
-def _registered_with_rllib(env_id: str) -> Callable[[dict[str, Any]], Any] | None:
-    from ray.tune.registry import ENV_CREATOR, _global_registry
-
-    if not _global_registry.contains(ENV_CREATOR, env_id):
-        return None
-    return _global_registry.get(ENV_CREATOR, env_id)
 
 
 def _unknown(env: str) -> str:

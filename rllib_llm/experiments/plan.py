@@ -177,11 +177,11 @@ def _check_env_config(env: str, path: str, env_config: Mapping[str, Any]) -> Non
 
 def _check_stock_env(env: str) -> None:
     import gymnasium
-    from ray.tune.registry import ENV_CREATOR, _global_registry
 
     from rllib_llm.dotted import looks_dotted
+    from rllib_llm.ray_compat import registered_env
 
-    known = env in gymnasium.registry or _global_registry.contains(ENV_CREATOR, env)
+    known = env in gymnasium.registry or registered_env(env) is not None
     if known or ":" in env or looks_dotted(env):
         return
     raise UserError(

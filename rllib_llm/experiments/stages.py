@@ -17,6 +17,7 @@ from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.plan import check_experiment, checkpoint_settings, search_space
 from rllib_llm.experiments.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.experiments.yaml_experiments import Experiment, fill
+from rllib_llm.ray_compat import replace_callbacks, tuner_from_checkpoint
 from rllib_llm.reports.live_table import LiveTable
 from rllib_llm.tune.broken_trials import EndBrokenTrials
 from rllib_llm.tune.hung_trials import RestartHungTrials
@@ -120,17 +121,15 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
         failure_config=tune.FailureConfig(max_failures=experiment.max_failures),
         checkpoint_config=checkpoint_settings(experiment),
     )
-    # Tuner has no public way to start trials from a checkpoint; `tune.run`, which it calls, has.
-    extra = None
+    source = None
     if experiment.restore:
-        source = restore_source(experiment.restore, algo_class, f"{experiment.name}.restore")
-        extra = {"restore": str(source)}
-    return tune.Tuner(
+        source = str(restore_source(experiment.restore, algo_class, f"{experiment.name}.restore"))
+    return tuner_from_checkpoint(
         algo_class,
+        source,
         param_space=_param_space(experiment),
         tune_config=tune_config,
         run_config=run_config,
-        _tuner_kwargs=extra,
     )
 
 
@@ -152,7 +151,7 @@ def _restored_tuner(experiment: Experiment, folder: Path, callbacks: list[Any]) 
         resume_errored=True,
     )
     # The pickled callbacks of the first run belong to a terminal that is gone.
-    tuner._local_tuner._run_config.callbacks = callbacks  # type: ignore[union-attr]
+    replace_callbacks(tuner, callbacks)
     return tuner
 
 

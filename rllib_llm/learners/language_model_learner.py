@@ -50,6 +50,7 @@ from rllib_llm.learners.sharding import (
     shard_module,
 )
 from rllib_llm.modules.pretrained import resolve_dtype
+from rllib_llm.weights.exporter import WeightsExporter
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,6 +71,7 @@ class LanguageModelLearner(TorchLearner):
         self.effective = EffectiveSettings()
         self._sharded: ShardedModule | None = None
         super().build()
+        self.weights_exporter = WeightsExporter(self.module[DEFAULT_MODULE_ID].unwrapped())
         if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
             self.module[DEFAULT_MODULE_ID].unwrapped().compile(self._torch_compile_cfg)
         self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)

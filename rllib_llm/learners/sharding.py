@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from rllib_llm.modules.causal_lm import ValueHead
 from rllib_llm.modules.packing.lm_head import take_apart
 from rllib_llm.modules.packing.trunk import reads_dense
 from rllib_llm.modules.shards import local_data, shard_like
@@ -47,7 +48,7 @@ def shard_module(
     the same weights.
 
     param_dtype: of gathered weights and thereby of the layers' arithmetic; None: their own. Shards,
-        optimiser and the sum of gradients stay as they are, and float32.
+        optimiser and the sum of gradients stay as they are, and float32; so do value heads.
     """
     # These checks run the models, so before all learners have to take part in it.
     for model in module.modules():
@@ -60,6 +61,9 @@ def shard_module(
     precision = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     for layer in _layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32))
+    own_dtype = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+    for head in [part for part in module.modules() if isinstance(part, ValueHead)]:
+        fully_shard(head, mesh=mesh, mp_policy=own_dtype)  # as it is outside autocast
     root = fully_shard(ShardedModule(module), mesh=mesh, mp_policy=precision)
     for part in root.modules():
         if isinstance(part, FSDPModule):

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rllib_llm.ray_compat import sampler_manager
 from rllib_llm.rollouts.errors import BrokenSamplerError
 from rllib_llm.rollouts.faults import Faults
 
@@ -53,13 +54,13 @@ class Samplers:
         """Kills a sampler that does not answer; Ray starts it again."""
         logger.error("Sampler %d is killed and started again: %s.", worker, reason)
         self.faults.samplers_hung += 1
-        self.group._worker_manager.set_actor_state(worker, healthy=False)
+        sampler_manager(self.group).set_actor_state(worker, healthy=False)
         self.kill(worker)
         self._down_since[worker] = time.monotonic()
 
     def kill(self, worker: int) -> None:
         """Ends a sampler's process, a stopped one as well: Ray turns to SIGKILL in the end."""
-        ray.kill(self.group._worker_manager.actors()[worker], no_restart=False)
+        ray.kill(sampler_manager(self.group).actors()[worker], no_restart=False)
 
     def require_built(self) -> None:
         """Raises BrokenSamplerError with the traceback of a sampler whose constructor failed; RLlib
@@ -75,7 +76,7 @@ class Samplers:
     def _errors(self) -> Iterator[tuple[int, RayError]]:
         """What those that are down answer with, by worker."""
         for worker in self._down():
-            actor = self.group._worker_manager.actors()[worker]
+            actor = sampler_manager(self.group).actors()[worker]
             try:
                 ray.get(actor.ping.remote(), timeout=SECONDS_TO_ANSWER)
             except RayError as error:
@@ -95,7 +96,7 @@ class Samplers:
             return
         # Answers to earlier pings first: who answers is healthy again. The group's method of this
         # name would log each ping that a dead one did not answer as an error, every two seconds.
-        group._worker_manager.fetch_ready_async_reqs(
+        sampler_manager(group).fetch_ready_async_reqs(
             tags=PING, timeout_seconds=0.0, mark_healthy=True
         )
         back = dead & set(group.healthy_worker_ids())
@@ -119,4 +120,4 @@ def stop_samplers(group: EnvRunnerGroup) -> None:
         group.foreach_env_runner(
             lambda runner: runner.stop(), local_env_runner=False, timeout_seconds=STOP_SECONDS
         )
-        group._worker_manager.clear()
+        sampler_manager(group).clear()

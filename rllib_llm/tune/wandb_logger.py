@@ -6,14 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ray.air.integrations.wandb import WandbLoggerCallback, _set_api_key, _WandbLoggingActor
+from ray.air.integrations.wandb import WandbLoggerCallback
 
+from rllib_llm.ray_compat import set_wandb_key, wandb_logging_actor
 from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.trial_logs import read_json_lines
 from rllib_llm.user_errors import UserError
 
+_LoggingActor: Any = wandb_logging_actor()
 
-class SamplesLoggingActor(_WandbLoggingActor):
+
+class SamplesLoggingActor(_LoggingActor):
     """Ray's logging process, which also logs each new evaluation's texts as a table `samples`.
 
     It works in `trial_folder`, where offline runs stay; Ray's own `logdir` is a temporary folder.
@@ -53,7 +56,7 @@ def check_wandb(key: str | None) -> None:
         UserError: none of them.
     """
     try:
-        _set_api_key(None, key)
+        set_wandb_key(key)
     except ValueError as error:
         raise UserError(
             "--wandb-project must come with an account: no API key was found. Give --wandb-key, "

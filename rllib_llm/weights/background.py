@@ -98,6 +98,7 @@ class BackgroundPublisher:
 
         Raises:
             FencedError: another publisher has taken over the name.
+            Exception: any other that ended the thread.
         """
         start = time.perf_counter()
         slot = self._withdraw_pending()
@@ -120,12 +121,14 @@ class BackgroundPublisher:
             return self._changed.wait_for(self._is_idle, timeout)
 
     def stop(self) -> None:
-        """Ends the thread, and lets go of the weights."""
+        """Ends the thread, lets go of the weights, and ends the coordinator, which would hold them,
+        unless another publisher has taken over the name."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._thread.join(MAX_SECONDS_TO_STOP)
         self._pending = self._current = None
+        self._client.end_epoch(self._epoch)
 
     def metrics(self) -> dict[str, float]:
         """`announce_skips`, `republished` and `announce_failures/<kind>` so far, and the seconds
@@ -145,7 +148,6 @@ class BackgroundPublisher:
         with self._changed:
             if self._error is not None:
                 raise self._error
-            assert self._thread.is_alive(), "the publishing thread ended; its traceback is logged"
             if self._pending is not None:
                 self._pending = None
                 self.num_skipped += 1
@@ -187,7 +189,7 @@ class BackgroundPublisher:
             except PASSING_ERRORS as error:  # tried again at the next look
                 self.failures[type(error).__name__] += 1
                 logger.warning("Weights %d are not announced yet: %s", job.version, error)
-            except (FencedError, ray.exceptions.RayError) as error:
+            except Exception as error:  # noqa: BLE001  (the border of the thread; raised by submit)
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()

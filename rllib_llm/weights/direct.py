@@ -6,7 +6,7 @@
               parameters
 
 Readers act alone: one that died or hangs stops nobody, and a learner that died is an error that
-passes, to them (`transfer.py`). `ray.put(..., _tensor_transport="nixl")` is of Ray 2.60, alpha:
+passes, to them (`transfer.py`). This transport of Ray's is alpha in 2.60:
 https://docs.ray.io/en/latest/ray-core/direct-transport/direct-transport.html
 """
 
@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
 from ray.experimental import deregister_nixl_memory, register_nixl_memory
 
-from rllib_llm.weights.flat_buffer import FlatBuffer, fill_slots, hash_of, lay_out
+from rllib_llm.ray_compat import put_direct
+from rllib_llm.weights.flat_buffer import FlatBuffer, fill_slots, lay_out
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class DirectSnapshot:
 
     ref: ray.ObjectRef
     num_bytes: int
-    checksum: None = None  # never: it would have to be computed on the host
+    transport: str
 
 
 def has_nixl() -> bool:
@@ -38,24 +42,26 @@ def has_nixl() -> bool:
     return importlib.util.find_spec("nixl") is not None
 
 
-class DirectExporter:
-    """Puts snapshots of tensors into buffers that stay registered: as many as there are snapshots
-    at a time that somebody refers to.
+class DirectTransport:
+    """See `Transport`. Puts snapshots of tensors into buffers that stay registered: as many as
+    there are snapshots at a time that somebody refers to.
 
     A buffer of its own for each snapshot would be taken from NIXL again after it. Readers then
     connect anew, and what they were connected by stays open: a socket on both sides per read.
 
     transport: "nixl", or another that Ray knows and whose readers act alone.
+    get: what stands for `ray.get`.
     """
 
-    def __init__(self, transport: str = "nixl"):
-        self._transport = transport
+    def __init__(self, transport: str = "nixl", *, get: Callable[[ray.ObjectRef], Any] = ray.get):
+        self._transport, self._get = transport, get
         self._buffers: list[_Buffer] = []
         if transport == "nixl":
             weakref.finalize(self, _deregister, self._buffers).atexit = False
 
-    def put(self, tensors: dict[str, torch.Tensor]) -> DirectSnapshot:
-        """A snapshot of `tensors`, which are all on one device.
+    def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> DirectSnapshot:
+        """A snapshot of `tensors`, which are all on one device; valid for as long as somebody
+        refers to it. It has no checksum, which would have to be computed on the host.
 
         Raises:
             ModuleNotFoundError: NIXL is not installed.
@@ -69,8 +75,13 @@ class DirectExporter:
         memory = self._free_memory(end, next(iter(tensors.values())).device)
         fill_slots(memory, tensors, slots, firsts)
         # Ray waits for the device before it hands the memory out.
-        flat = FlatBuffer(memory, slots, hash_of(slots))
-        return DirectSnapshot(ray.put(flat, _tensor_transport=self._transport), end)
+        flat = FlatBuffer(memory, slots)
+        return DirectSnapshot(put_direct(flat, self._transport), end, self._transport)
+
+    @contextmanager
+    def open(self, ticket: DirectSnapshot) -> Iterator[FlatBuffer]:
+        """The buffer, read into memory of this process; it stays valid after the block."""
+        yield self._get(ticket.ref)
 
     def _free_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory that no snapshot refers to, [num_bytes] uint8, as a tensor that nobody has yet."""

@@ -7,10 +7,11 @@ once; bytes are copied as they are, so that bfloat16 arrives bit for bit.
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -40,14 +41,14 @@ class FlatBuffer:
     """`data` [num_bytes] uint8 and the slot of every tensor by name; tied names share a slot.
     In host memory `data` is an array, on a device a tensor.
 
-    `layout_hash` is equal for buffers of equal slots. `checksum` is the CRC-32 of `data` where one
-    was asked for: it takes about as long as two copies.
+    `checksum` is the CRC-32 of `data` where one was asked for: it takes about as long as two
+    copies. In the object store the buffer is its own ticket.
     """
 
     data: np.ndarray | torch.Tensor
     slots: dict[str, Slot]
-    layout_hash: str = ""
     checksum: int | None = None
+    transport: ClassVar[str] = "store"
 
     @property
     def num_bytes(self) -> int:
@@ -65,15 +66,15 @@ class ScatteredBuffer:
 
     parts: list[np.ndarray]
     slots: dict[str, Slot]
-    layout_hash: str = ""
     checksum: int | None = None
+    transport: ClassVar[str] = "store"
 
     @property
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
     def __reduce__(self):
-        return _from_parts, (self.parts, self.slots, self.layout_hash, self.checksum)
+        return _from_parts, (self.parts, self.slots, self.checksum)
 
 
 class StagingBuffer:
@@ -91,18 +92,19 @@ class StagingBuffer:
         slots, firsts, end = lay_out(tensors)
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         size = end + ALIGNMENT
-        if self._memory is None or len(self._memory) != size or (
-            on_gpu and not self._memory.is_pinned()
+        if (
+            self._memory is None
+            or len(self._memory) != size
+            or (on_gpu and not self._memory.is_pinned())
         ):
             self._memory = None  # the old one goes before the new one comes
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         start = -self._memory.data_ptr() % ALIGNMENT
         buffer = self._memory[start : start + end]
         fill_slots(buffer, tensors, slots, firsts)
-        if on_gpu:
-            torch.cuda.synchronize()
+        wait_for(tensor.device for tensor in tensors.values())
         data = buffer.numpy()
-        return FlatBuffer(data, slots, hash_of(slots), _crc32(data) if checksum else None)
+        return FlatBuffer(data, slots, _crc32(data) if checksum else None)
 
 
 def pack(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> FlatBuffer:
@@ -126,7 +128,7 @@ def scatter(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Scat
             parts.append(padded)
     parts = _merge(parts)
     crc = functools.reduce(lambda crc, part: _crc32(part, crc), parts, 0) if checksum else None
-    return ScatteredBuffer(parts, slots, hash_of(slots), crc)
+    return ScatteredBuffer(parts, slots, crc)
 
 
 def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
@@ -218,13 +220,13 @@ def _merge(arrays: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _from_parts(
-    parts: list[np.ndarray], slots: dict[str, Slot], layout_hash: str, checksum: int | None
+    parts: list[np.ndarray], slots: dict[str, Slot], checksum: int | None
 ) -> FlatBuffer:
     """One array of all parts: a view where they lie one behind the other, as the object store has
     them, for each is a multiple of the alignment long; a copy where they do not."""
     merged = _merge(parts)
     data = merged[0] if len(merged) == 1 else np.concatenate([np.empty(0, np.uint8), *merged])
-    return FlatBuffer(data, slots, layout_hash, checksum)
+    return FlatBuffer(data, slots, checksum)
 
 
 def lay_out(
@@ -252,7 +254,7 @@ def fill_slots(
     firsts: list[str],
 ) -> None:
     """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros behind them: equal
-    tensors give equal bytes. Copies from one device to another may still be under way."""
+    tensors give equal bytes. Copies between devices may still be under way (`wait_for`)."""
     for name in firsts:
         slot, tensor = slots[name], tensors[name].detach()
         _view(buffer, slot).copy_(tensor, non_blocking=tensor.is_cuda)
@@ -260,9 +262,13 @@ def fill_slots(
         buffer[slot.offset + slot.num_bytes : slot.offset + padded] = 0
 
 
-def hash_of(slots: dict[str, Slot]) -> str:
-    """The same for equal names, shapes, dtypes and places."""
-    return hashlib.sha256(repr(sorted(slots.items())).encode()).hexdigest()[:16]
+def wait_for(
+    devices: Iterable[torch.device],
+    synchronize: Callable[[torch.device], None] = torch.cuda.synchronize,
+) -> None:
+    """Returns when the copies from and to these devices are done, whichever is the current one."""
+    for device in {device for device in devices if device.type == "cuda"}:
+        synchronize(device)
 
 
 def _view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Following a training run's weights from any process: a replica of a server, say.
 
-    follower = WeightsFollower(CoordinatorClient("my_run"), load)
-    follower.require(timeout=60)      # before the first generation
-    follower.start()                  # fetches newer weights beside the work
-    while serving:
-        follower.swap()               # between batches: loads what has arrived
-        generate(...)
+follower = WeightsFollower(CoordinatorClient("my_run"), load)
+follower.require(timeout=60)      # before the first generation
+follower.start()                  # fetches newer weights beside the work
+while serving:
+    follower.swap()               # between batches: loads what has arrived
+    generate(...)
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayError
-
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.receiver import WeightsReceiver
 from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, WeightsLostError, failure_metrics
 
 
@@ -33,7 +32,8 @@ class WeightsFollower:
     wait_seconds: of one question to the coordinator, and the longest that `stop` takes.
 
     At most two versions are held in the store for it: the one in use, if `load` aliases it, and
-    the one that waits for the next swap.
+    the one that waits for the next swap. What `prepare` gives may use the buffer later: weights
+    that are followed come through the store.
     """
 
     def __init__(
@@ -46,24 +46,26 @@ class WeightsFollower:
         wait_seconds: float = 5.0,
     ):
         self._client, self._load, self._prepare = client, load, prepare
-        self._transfer = transfer or Transfer()
+        self._receiver = WeightsReceiver(transfer)
         self._wait_seconds = wait_seconds
         self._lock = threading.Lock()
         self._arrived: tuple[PublishedWeights, int, Any] | None = None  # with bytes, as prepared
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._error: RayError | None = None  # that ended the thread
-        self.in_use: PublishedWeights | None = None
+        self._error: Exception | None = None  # that ended the thread
         self.newest: PublishedWeights | None = None  # fetched, whether loaded or not
-        self.num_skipped = 0  # versions that were replaced before they were loaded
-        self.load_seconds = 0.0
-        self._num_bytes = 0
+
+    @property
+    def in_use(self) -> PublishedWeights | None:
+        """What the model holds whole: None before the first, and after a load that failed."""
+        return self._receiver.in_use
 
     def require(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:
         """Loads the newest weights, waiting until there are some of at least `min_version`.
 
         Raises:
             TimeoutError: none came in `timeout` seconds.
+            Exception: see `swap`.
         """
         deadline = time.monotonic() + timeout
         while self.in_use is None or self.in_use.version < min_version:
@@ -85,6 +87,7 @@ class WeightsFollower:
     def start(self) -> None:
         """Fetches newer weights in a thread from now on."""
         self._stop.clear()
+        self._error = None
         self._thread = threading.Thread(target=self._run, name="fetch-weights", daemon=True)
         self._thread.start()
 
@@ -92,7 +95,8 @@ class WeightsFollower:
         """Loads weights that have arrived; whether there were any. Call it between batches.
 
         Raises:
-            RayError: fetching ended with an error that does not pass, such as the export's own.
+            Exception: what ended the thread, such as the export's own error or one of `prepare`;
+                `start` begins anew. Or what `load` raised: those weights wait for the next swap.
         """
         if self._error is not None:
             raise self._error
@@ -101,10 +105,12 @@ class WeightsFollower:
         if arrived is None:
             return False
         published, num_bytes, prepared = arrived
-        start = time.perf_counter()
-        self._load(prepared)
-        self.load_seconds = time.perf_counter() - start
-        self.in_use, self._num_bytes = published, num_bytes
+        try:
+            self._receiver.replace(published, num_bytes, lambda: self._load(prepared))
+        except BaseException:
+            with self._lock:
+                self._arrived = self._arrived or arrived
+            raise
         return True
 
     def stop(self) -> None:
@@ -117,22 +123,17 @@ class WeightsFollower:
     def metrics(self) -> dict[str, float]:
         """`version`, `bytes`, `transfer_seconds`, `load_seconds`, `gb_per_s`, `age_seconds`,
         `versions_behind` (of those fetched), `skips` and `failures/<kind>`."""
-        seconds = self._transfer.seconds
-        metrics = {
-            "bytes": float(self._num_bytes),
-            "transfer_seconds": seconds,
-            "load_seconds": self.load_seconds,
-            "gb_per_s": self._num_bytes / 1e9 / max(1e-9, seconds + self.load_seconds),
-            "skips": float(self.num_skipped),
-        }
-        if self.in_use is not None:
-            metrics["version"] = float(self.in_use.version)
-            metrics["age_seconds"] = self.in_use.age_seconds
-            newest, behind = self.newest, 0
-            if newest is not None and newest.epoch == self.in_use.epoch:
-                behind = newest.version - self.in_use.version
+        metrics = self._receiver.metrics()
+        in_use, newest = self.in_use, self.newest
+        if in_use is not None:
+            metrics["version"] = float(in_use.version)
+            behind = 0
+            if newest is not None and newest.epoch == in_use.epoch:
+                behind = newest.version - in_use.version
             metrics["versions_behind"] = float(behind)
-        return metrics | failure_metrics(self._transfer.failures + self._client.failures)
+        else:
+            del metrics["age_seconds"]
+        return metrics | failure_metrics(self._receiver.failures + self._client.failures)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -140,7 +141,7 @@ class WeightsFollower:
                 self._fetch(0, self._wait_seconds)
             except PASSING_ERRORS:  # counted by the client: the coordinator is away for long
                 self._stop.wait(self._wait_seconds)
-            except RayError as error:
+            except Exception as error:  # noqa: BLE001  (the border of the thread; raised by swap)
                 self._error = error
                 return
 
@@ -156,14 +157,13 @@ class WeightsFollower:
                 raise WeightsLostError("nothing was published in place of weights that are lost")
             return found
 
+        def report(lost: PublishedWeights) -> None:
+            self._client.report_lost(lost.key)
+
         try:
-            published, flat = self._transfer.fetch(
-                latest, lambda lost: self._client.report_lost(lost.key)
-            )
+            with self._receiver.open(latest, report) as (published, flat):
+                prepared = self._prepare(flat)
         except WeightsLostError:
             return  # reported; asked again in the next round
-        prepared = self._prepare(flat)
         with self._lock:
-            if self._arrived is not None:
-                self.num_skipped += 1
             self._arrived, self.newest = (published, flat.num_bytes, prepared), published

@@ -1,8 +1,8 @@
 """Weights that stay on one CUDA device, on their way to processes that work on the same one.
 
-    learner   tensors ── copy ──▶ one of two buffers on the device   (`DeviceExporter`)
+    learner   tensors ── copy ──▶ one of two buffers on the device
     store     where the buffer is, and what lies in it: a few kB     (`DeviceSnapshot`)
-    sampler   the same buffer, mapped once by CUDA IPC ── copy ──▶ parameters   (`DeviceReader`)
+    sampler   the same buffer, mapped once by CUDA IPC ── copy ──▶ parameters
 
 Nobody waits for readers: a buffer is written again at the second publication after its own. The
 number of the snapshot stands behind the bytes, and is no longer there as soon as others are written
@@ -16,18 +16,19 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, fill_slots, hash_of, lay_out
+from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, fill_slots, lay_out, wait_for
+from rllib_llm.weights.transport import TicketError
 
 _STAMP_BYTES = 8
 _BEING_WRITTEN = -1
 
 
-class DeviceWeightsError(RuntimeError):
+class DeviceWeightsError(TicketError):
     """Weights on a device cannot be read by this process, or not any more."""
 
 
@@ -68,7 +69,16 @@ class CudaMemory:
 
 
 def allocate_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaMemory]:
-    """New memory of a CUDA device, [num_bytes] uint8, and what finds it in other processes."""
+    """New memory of a CUDA device, [num_bytes] uint8, and what finds it in other processes.
+
+    Raises:
+        ValueError: it is no CUDA device.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            "weights_transport='cuda_ipc' must have the learner's weights on a CUDA device, not on "
+            f"{[device.type]}. Set num_gpus_per_learner, or weights_transport='store'."
+        )
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _, arguments = reduce_tensor(memory)
     return memory, CudaMemory(uuid.uuid4().hex, _uuid(memory.device.index), arguments)
@@ -86,12 +96,12 @@ class DeviceSnapshot:
     number: int
     num_bytes: int
     slots: dict[str, Slot]
-    layout_hash: str
-    checksum: None = None  # never: it would have to be computed on the host
+    transport: ClassVar[str] = "cuda_ipc"
 
 
-class DeviceExporter:
-    """Packs tensors of one device into two buffers there, in turns.
+class CudaIpcTransport:
+    """See `Transport`. Packs tensors of one device into two buffers there, in turns; or maps each
+    such buffer of one other process once, and reads it.
 
     allocate: `allocate_cuda` or what stands for it.
     """
@@ -102,9 +112,11 @@ class DeviceExporter:
         self._allocate = allocate
         self._buffers: list[tuple[torch.Tensor, Memory] | None] = [None, None]
         self._number = 0
+        self._attached: dict[str, torch.Tensor] = {}  # of the other process
 
-    def pack(self, tensors: dict[str, torch.Tensor]) -> DeviceSnapshot:
-        """A snapshot of `tensors`; that of the call before the last one is gone."""
+    def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> DeviceSnapshot:
+        """A snapshot of `tensors`; that of the call before the last one is gone. It has no
+        checksum, which would have to be computed on the host."""
         slots, firsts, end = lay_out(tensors)
         device = next(iter(tensors.values())).device
         self._number += 1
@@ -113,8 +125,8 @@ class DeviceExporter:
         stamp.fill_(_BEING_WRITTEN)
         fill_slots(memory, tensors, slots, firsts)
         stamp.fill_(self._number)
-        _wait(memory)
-        return DeviceSnapshot(handle, self._number, end, slots, hash_of(slots))
+        wait_for([memory.device, device])
+        return DeviceSnapshot(handle, self._number, end, slots)
 
     def _buffer(
         self, turn: int, num_bytes: int, device: torch.device
@@ -125,26 +137,19 @@ class DeviceExporter:
             self._buffers[turn] = buffer = self._allocate(num_bytes, device)
         return buffer
 
-
-class DeviceReader:
-    """Reads snapshots of one exporter; each of its buffers is mapped once."""
-
-    def __init__(self) -> None:
-        self._attached: dict[str, torch.Tensor] = {}
-
     @contextmanager
-    def reading(self, snapshot: DeviceSnapshot) -> Iterator[FlatBuffer]:
+    def open(self, ticket: DeviceSnapshot) -> Iterator[FlatBuffer]:
         """The weights as a flat buffer on the device, to be copied from within the block.
 
         Raises:
             DeviceWeightsError: this process cannot read them; or, at the end of the block, they
                 were written over: what was copied may be of two versions.
         """
-        memory = self._attach(snapshot.memory)
-        _require_number(memory, snapshot)
-        yield FlatBuffer(memory[: snapshot.num_bytes], snapshot.slots, snapshot.layout_hash)
-        _wait(memory)
-        _require_number(memory, snapshot)
+        memory = self._attach(ticket.memory)
+        _require_number(memory, ticket)
+        yield FlatBuffer(memory[: ticket.num_bytes], ticket.slots)
+        wait_for([memory.device])
+        _require_number(memory, ticket)
 
     def _attach(self, memory: Memory) -> torch.Tensor:
         if memory.key not in self._attached:
@@ -162,8 +167,3 @@ def _require_number(memory: torch.Tensor, snapshot: DeviceSnapshot) -> None:
             f"snapshot {snapshot.number} was written over: its buffer holds {what}, for two "
             "publications came after it"
         )
-
-
-def _wait(memory: torch.Tensor) -> None:
-    if memory.is_cuda:
-        torch.cuda.synchronize(memory.device)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import logging
 import mmap
 import os
 import queue
@@ -23,6 +24,8 @@ import weakref
 from collections.abc import Callable
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 _PROT_READ, _MREMAP_MAYMOVE = 0x1, 0x1
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -75,7 +78,8 @@ def _map_again(start: int, length: int) -> int:
 
 def later(function: Callable[..., object], *arguments: object) -> None:
     """Calls it in a thread of this process, in turn: for what frees memory, which takes tens of
-    milliseconds per GB that nobody has to wait for."""
+    milliseconds per GB that nobody has to wait for. An error is logged: nobody is there to be told.
+    """
     _jobs().put((function, arguments))
 
 
@@ -89,7 +93,10 @@ def _jobs() -> queue.SimpleQueue:
 def _work(jobs: queue.SimpleQueue) -> None:
     while True:
         function, arguments = jobs.get()
-        function(*arguments)
+        try:
+            function(*arguments)
+        except Exception:  # noqa: BLE001  (the border of the thread, which others count on)
+            logger.exception("Memory of weights was not freed")
         del function, arguments  # they own memory
 
 

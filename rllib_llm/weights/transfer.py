@@ -1,4 +1,4 @@
-"""One transfer out of the object store: always with a timeout, tried again when it fails."""
+"""One transfer to a receiver: always with a timeout, tried again when it fails."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayS
 from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.transport import TicketError
 from rllib_llm.weights.waves import wait_for_turn
 
 # What passes: a node or an owner went, the store was full or slow, bytes were damaged on the way.
@@ -66,12 +67,15 @@ class Transfer:
         self,
         latest: Callable[[], PublishedWeights],
         report: Callable[[PublishedWeights], None] = lambda published: None,
+        *,
+        open_ticket: Callable[[Any], FlatBuffer] = lambda ticket: ticket,
     ) -> tuple[PublishedWeights, FlatBuffer]:
         """The weights that `latest` names, asked again at each attempt, and their bytes, checked
-        where they carry a checksum. `report` is told of weights whose bytes are gone or damaged.
+        where they carry a checksum. `report` is told of weights whose bytes are gone or damaged;
+        `open_ticket` makes the bytes of what lies in the store.
 
         Raises:
-            WeightsLostError: every attempt failed.
+            WeightsLostError: every attempt failed, or the ticket cannot be opened by this process.
         """
         start = time.perf_counter()
         for attempt in range(self._max_attempts):
@@ -79,8 +83,10 @@ class Transfer:
             try:
                 if len(published.nodes) > 1:
                     self._wait_for_turn(published)
-                flat = self._get(published.ref[0], timeout=self._timeout_seconds)
+                flat = open_ticket(self.get(published.ref[0]))
                 verify(flat)
+            except TicketError as error:
+                raise self.unreadable(published, error) from error
             except PASSING_ERRORS as error:
                 self.failures[type(error).__name__] += 1
                 if isinstance(error, LOST_ERRORS):
@@ -95,3 +101,15 @@ class Transfer:
             f"weights_version={published.version} must be in the object store: {self._max_attempts}"
             f" attempts failed, the last with {type(last).__name__}: {last}. Publish again."
         ) from last
+
+    def get(self, ref: ray.ObjectRef) -> Any:
+        """The object, if it comes within the timeout of one attempt."""
+        return self._get(ref, timeout=self._timeout_seconds)
+
+    def unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:
+        """What is raised where these bytes will never be read here: trying again is of no use."""
+        self.failures[type(error).__name__] += 1
+        return WeightsLostError(
+            f"weights_version={published.version} must be readable where they were left: {error}. "
+            "Publish again, through the object store."
+        )

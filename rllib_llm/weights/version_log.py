@@ -47,6 +47,10 @@ class VersionLog:
         self._given = max(self._given + 1, self._epoch + 1, self._clock() // 1000)
         return self._given
 
+    def is_last_epoch(self, epoch: int) -> bool:
+        """Whether no publisher has begun, or published in, a later one."""
+        return epoch >= max(self._given, self._epoch)
+
     def announce(self, published: PublishedWeights) -> Verdict:
         """Takes `published` as the newest, if it is. Saying it twice does no harm."""
         if published.epoch < self._epoch:

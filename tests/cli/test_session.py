@@ -4,9 +4,17 @@ import os
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.cli.session import _init_arguments, prepare
+from rllib_llm.cli.session import (
+    _init_arguments,
+    _object_store_bytes,
+    prepare,
+    weights_in_store,
+)
+from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.user_errors import UserError
 
 
@@ -17,6 +25,36 @@ def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():
     assert 80 * 1024**2 <= arguments["object_store_memory"] <= 512 * 1024**2
     asked = _init_arguments(RayOptions(ray_num_cpus=3, ray_num_gpus=1, verbose=1), needed_cpus=9)
     assert (asked["num_cpus"], asked["num_gpus"], asked["log_to_driver"]) == (3, 1, True)
+
+
+def test_the_object_store_has_room_for_weights_as_far_as_memory_goes(caplog):
+    gib = 1024**3
+    assert _object_store_bytes(0, available=16 * gib) == gib // 2
+    assert _object_store_bytes(3 * gib, available=16 * gib) == 3.5 * gib
+    assert not caplog.records
+    assert _object_store_bytes(6 * gib, available=10 * gib) == 3 * gib  # 30 % of it
+    assert "given 3.0 GiB, 30 % of the free memory; weights and batches may take 6.5" in caplog.text
+    assert _object_store_bytes(0, available=gib // 8) == 80 * 1024**2  # Ray's least
+
+
+def test_weights_in_the_store_are_counted_by_version_and_by_trial(tmp_path):
+    save_file({"a": torch.zeros(10, 5), "b": torch.zeros(7).half()}, tmp_path / "model.safetensors")
+    config = {"model": str(tmp_path), "train_batch_size_per_learner": 4}
+    two_kept = 57 * 4 * 3  # numbers, bytes, versions
+
+    def of(needed_cpus=1000.0, num_samples=1, **settings):
+        experiment = Experiment("a", "GRPO", config={**config, **settings}, num_samples=num_samples)
+        return weights_in_store([experiment], needed_cpus)
+
+    assert of() == two_kept
+    assert of(weights_keep=4) == 57 * 4 * 5
+    assert of(dtype="bfloat16") == two_kept / 2
+    assert of(lora={"r": 4}) == 0
+    assert of(model="hub/model") == 0
+    assert of(dtype={"grid_search": ["bfloat16", "float32"]}) == two_kept  # one after the other
+    half = (os.cpu_count() or 1) / 2  # of all slots
+    assert of(needed_cpus=half, num_samples=8) == 2 * two_kept
+    assert of(needed_cpus=half, dtype={"grid_search": ["bfloat16", "float32"]}) == 2 * two_kept
 
 
 def test_a_running_cluster_keeps_its_resources():

@@ -133,3 +133,26 @@ def test_half_precision_layers_keep_float32_shards(group):
         for after in (ours, exact)
     ]
     assert torch.cosine_similarity(*steps, dim=0) > 0.99
+
+
+def test_half_precision_layers_keep_a_float32_value_head(group):
+    config = two.ppo_ptx(ptx_coeff=0.0).language_model(autocast_dtype="bfloat16")
+    batch = tiny.judged(tiny.build(two.alone(config)))
+
+    def values_of_a_third(learner, config, batch):
+        new = config.build_learner(spaces=two.SPACES)
+        state = {name: t.clone() for name, t in new.module.get_state()[DEFAULT_MODULE_ID].items()}
+        if state:  # the first learner has the whole state
+            state["value_head.linear.bias"].fill_(1 / 3)
+        import torch.distributed
+
+        states = [state]
+        torch.distributed.broadcast_object_list(states)
+        new.module[DEFAULT_MODULE_ID].unwrapped().set_state(states[0])
+        with torch.no_grad():
+            return new.forward(batch)[columns.VALUES]
+
+    values = two.in_both(group, values_of_a_third, two.paired(config, "fsdp"), batch)
+    third = torch.tensor(1 / 3)  # in bfloat16 it would be 0.333984375
+    mask = batch[columns.COMPLETION_MASK]
+    assert torch.equal(values[mask], third.expand(int(mask.sum())))

@@ -18,7 +18,7 @@ from ray.experimental.rdt import (
 )
 
 from rllib_llm.weights.broadcast import WeightsReceiver
-from rllib_llm.weights.direct import DirectExporter
+from rllib_llm.weights.direct import DirectTransport
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.transfer import Transfer
@@ -88,10 +88,12 @@ class Learner:
     def __init__(self, transport: str):
         if transport == "in_metadata":
             register_tensor_transport(transport, ["cpu"], InMetadata, torch.Tensor)
-        self._exporter = DirectExporter(transport)
+        self._transport = DirectTransport(transport)
 
     def put(self, version: int) -> PublishedWeights:
-        return PublishedWeights(version, ref=(ray.put(self._exporter.put(tensors_of(version))),))
+        return PublishedWeights(
+            version, ref=(ray.put(self._transport.export(tensors_of(version))),)
+        )
 
     def num_buffers(self) -> tuple[int, int]:
         """How many there are, and how many of them somebody refers to."""

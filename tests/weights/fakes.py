@@ -45,6 +45,7 @@ class Coordinator:
         self.errors = []
         self.failures: Counter[str] = Counter()
         self.announced = []
+        self.is_ended = False
 
     def restart(self):
         """As Ray does: empty."""
@@ -52,6 +53,9 @@ class Coordinator:
 
     def begin_epoch(self):
         return self.log.begin_epoch()
+
+    def end_epoch(self, epoch):
+        self.is_ended = self.log.is_last_epoch(epoch)
 
     def announce(self, published):
         if self.errors:

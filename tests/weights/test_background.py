@@ -101,6 +101,28 @@ def test_another_publisher_of_that_name_ends_this_one(parts):
     assert coordinator.latest() == other
 
 
+def test_an_error_that_ends_the_thread_is_raised_by_the_next_submit(parts):
+    publisher, _, store = parts
+
+    def put(value):
+        raise MemoryError("no room")
+
+    publisher._put = put
+    publisher.submit(weights(1), 1)
+    assert publisher.wait(LONG)
+    with pytest.raises(MemoryError, match="no room"):
+        publisher.submit(weights(2), 2)
+
+
+def test_who_stops_ends_the_coordinator_unless_another_has_begun():
+    coordinator = Coordinator()
+    first, second = (BackgroundPublisher(coordinator, put=Store().put) for _ in range(2))
+    first.stop()
+    assert not coordinator.is_ended
+    second.stop()
+    assert coordinator.is_ended
+
+
 def test_a_version_that_does_not_grow_begins_an_epoch(parts):
     publisher, coordinator, _ = parts
     for version, value in ((7, 70), (3, 30)):  # restored

@@ -79,6 +79,23 @@ def test_a_load_that_fails_is_tried_again(ray_session):
     assert module.loaded == [10]
 
 
+def test_after_half_a_load_no_version_is_in_use(ray_session):
+    receiver, module = WeightsReceiver(), Module()
+    first = published(1, 10)
+    receiver.ensure(first, module.load)
+
+    def load_half(flat):
+        module.loaded.append("half of 11")
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        receiver.ensure(published(2, 11), load_half)
+    assert receiver.version == -1 and receiver.in_use is None
+    receiver.ensure(first, module.load)  # it is not what the module holds
+    assert module.loaded == [10, "half of 11", 10]
+    assert receiver.version == 1
+
+
 class LocalGroup:
     """A learner group with its learner in this process."""
 

@@ -12,7 +12,7 @@ import ray
 import torch
 
 from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.coordinator import NAMESPACE, CoordinatorClient
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.published import PublishedWeights
@@ -101,6 +101,38 @@ def test_the_publisher_has_a_stopped_coordinator_started_again(name):
     assert client.latest().version == 1
     assert client.failures == {"GetTimeoutError": 3}
     publisher.stop()
+
+
+def has_ended(name):
+    try:
+        ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return True
+    return False
+
+
+def test_the_coordinator_ends_with_its_last_publisher(ray_session):
+    name = f"run_{uuid.uuid4().hex}"
+    first, second = (BackgroundPublisher(CoordinatorClient(name)) for _ in range(2))
+    first.stop()
+    assert not has_ended(name)
+    second.submit(weights(10), 1)
+    assert second.wait(LONG)
+    second.stop()
+    deadline = time.monotonic() + LONG
+    while not has_ended(name):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_coordinator_that_nobody_calls_ends(ray_session):
+    name = f"run_{uuid.uuid4().hex}"
+    client = CoordinatorClient(name, idle_seconds=0.2)
+    assert client.latest() is None
+    deadline = time.monotonic() + LONG
+    while not has_ended(name):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_client_makes_a_new_coordinator_when_somebody_closed_it(name):

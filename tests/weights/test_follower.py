@@ -28,7 +28,11 @@ class Run:
             self.coordinator, self.load, transfer=self.transfer, wait_seconds=0.05
         )
 
+    load_error = None
+
     def load(self, flat):
+        if self.load_error is not None:
+            raise self.load_error
         self.loaded.append(float(unpack(flat)["x"][0]))
 
     def publish(self, version, epoch=None):
@@ -100,6 +104,36 @@ def test_what_was_prepared_is_loaded_at_the_swap(run):
     assert len(prepared) == 2 and run.loaded == [1]
     assert follower.swap() and run.loaded == [1, 2]
     assert follower.metrics()["bytes"] == 64
+
+
+def test_an_error_while_weights_are_prepared_is_raised_at_the_next_swap(run):
+    def prepare(flat):
+        raise OSError("mremap: no memory")
+
+    run.follower = WeightsFollower(
+        run.coordinator, run.load, prepare=prepare, transfer=run.transfer, wait_seconds=0.05
+    )
+    run.follower.start()
+    run.publish(1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no memory"):
+            run.follower.require(timeout=LONG)
+    assert run.follower.in_use is None
+
+
+def test_after_half_a_load_no_version_is_in_use_and_the_next_swap_tries_again(run):
+    run.publish(1)
+    run.follower.require(timeout=LONG)
+    run.follower.start()
+    run.publish(2)
+    assert run.arrives(2)
+    run.load_error = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        run.follower.swap()
+    assert run.follower.in_use is None
+    run.load_error = None
+    assert run.follower.swap() and run.follower.in_use.version == 2
+    assert run.loaded == [1, 2]
 
 
 def test_a_restored_run_goes_back_and_its_predecessor_is_not_listened_to(run):

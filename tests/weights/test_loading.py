@@ -6,6 +6,7 @@ import mmap
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -115,6 +116,17 @@ def test_read_only_memory_is_the_shared_memory_and_is_unmapped_with_its_last_vie
     while alive() is not None:  # the thread that unmaps
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_the_thread_that_frees_memory_outlives_an_error():
+    done = threading.Event()
+
+    def fail():
+        raise OSError("munmap")
+
+    module_under_test.later(fail)
+    module_under_test.later(done.set)
+    assert done.wait(60)
 
 
 @needs_protection

@@ -20,9 +20,8 @@ from rllib_llm.weights.broadcast import WeightsPublisher, WeightsReceiver
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.on_device import (
+    CudaIpcTransport,
     CudaMemory,
-    DeviceExporter,
-    DeviceReader,
     DeviceWeightsError,
 )
 from rllib_llm.weights.published import PublishedWeights
@@ -105,10 +104,10 @@ def get_itself(snapshot, timeout):
 
 
 def test_another_process_reads_every_version_where_it_lies(ray_session):
-    exporter = DeviceExporter(allocate)
+    exporter = CudaIpcTransport(allocate)
     sampler = ray.remote(Sampler).options(num_cpus=0).remote()
     for version in range(4):
-        snapshot = exporter.pack(tensors_of(version))
+        snapshot = exporter.export(tensors_of(version))
         assert snapshot.num_bytes == 128  # 48 bytes and 10, tied ones once, aligned
         weights = PublishedWeights(version, ref=(ray.put(snapshot),))
         total, head = ray.get(sampler.receive.remote(weights))
@@ -116,55 +115,55 @@ def test_another_process_reads_every_version_where_it_lies(ray_session):
 
 
 def test_each_buffer_is_mapped_once_and_only_two_are_kept():
-    exporter, reader = DeviceExporter(allocate), DeviceReader()
+    exporter, reader = CudaIpcTransport(allocate), CudaIpcTransport(allocate)
     for version in range(6):
-        with reader.reading(exporter.pack(tensors_of(version))) as flat:
+        with reader.open(exporter.export(tensors_of(version))) as flat:
             assert isinstance(flat, FlatBuffer)
             assert float(unpack(flat)["weight"][0, 0]) == version
     assert len(memories) == 4  # two by either side
     larger = {"weight": torch.ones(100)}
     for _ in range(2):
-        with reader.reading(exporter.pack(larger)) as flat:
+        with reader.open(exporter.export(larger)) as flat:
             assert float(unpack(flat)["weight"].sum()) == 100
     assert len(memories) == 8
     assert len(reader._attached) == 2
 
 
 def test_a_snapshot_is_gone_after_two_more():
-    exporter, sampler = DeviceExporter(allocate), Sampler(get_itself)
-    first = exporter.pack(tensors_of(1))
-    exporter.pack(tensors_of(2))
+    exporter, sampler = CudaIpcTransport(allocate), Sampler(get_itself)
+    first = exporter.export(tensors_of(1))
+    exporter.export(tensors_of(2))
     assert sampler.receive(published(1, first)) == (12.0, 5 * [2.0])
-    exporter.pack(tensors_of(3))
+    exporter.export(tensors_of(3))
     with pytest.raises(WeightsLostError, match="weights_version=7 .* holds snapshot 3"):
         sampler.receive(published(7, first))
     assert sampler.receiver.metrics()["failures/DeviceWeightsError"] == 1
 
 
 def test_weights_written_over_while_they_are_copied_are_loaded_again():
-    exporter, sampler = DeviceExporter(allocate), Sampler(get_itself)
-    weights = published(1, exporter.pack(tensors_of(1)))
+    exporter, sampler = CudaIpcTransport(allocate), Sampler(get_itself)
+    weights = published(1, exporter.export(tensors_of(1)))
     assert sampler.receive(weights) == (12.0, 5 * [2.0])
-    torn = published(2, exporter.pack(tensors_of(2)))
+    torn = published(2, exporter.export(tensors_of(2)))
 
     def load_slowly(flat):
         sampler.loader.load(sampler.module, flat)
-        exporter.pack(tensors_of(3))
-        exporter.pack(tensors_of(4))
+        exporter.export(tensors_of(3))
+        exporter.export(tensors_of(4))
 
     with pytest.raises(WeightsLostError, match="snapshot 2 was written over"):
         sampler.receiver.ensure(torn, load_slowly)
     assert sampler.receiver.version == -1  # what it holds counts for nothing
-    newest = published(3, exporter.pack(tensors_of(5)))
+    newest = published(3, exporter.export(tensors_of(5)))
     assert sampler.receive(newest) == (60.0, 5 * [6.0])
 
 
 def test_what_was_published_can_be_compared_with():
-    exporter, sampler = DeviceExporter(allocate), Sampler(get_itself)
-    sampler.receive(published(1, exporter.pack(tensors_of(1))))
+    exporter, sampler = CudaIpcTransport(allocate), Sampler(get_itself)
+    sampler.receive(published(1, exporter.export(tensors_of(1))))
     copy = sampler.receiver.published_bytes()
-    exporter.pack(tensors_of(2))
-    exporter.pack(tensors_of(3))
+    exporter.export(tensors_of(2))
+    exporter.export(tensors_of(3))
     assert float(unpack(copy)["weight"].sum()) == 12.0
 
 
@@ -201,11 +200,11 @@ def test_another_process_on_the_same_gpu_reads_bit_for_bit():
     here, there = context.Pipe()
     process = context.Process(target=_read_on_cuda, args=(there,), daemon=True)
     process.start()
-    exporter = DeviceExporter()
+    exporter = CudaIpcTransport()
     torch.manual_seed(0)
     for version in range(5):
         weight = torch.randn(1000, 7, device="cuda").bfloat16()
-        snapshot = exporter.pack({"x": weight, "tied": weight.detach(), "y": weight.float() * 2})
+        snapshot = exporter.export({"x": weight, "tied": weight.detach(), "y": weight.float() * 2})
         here.send(published(version, snapshot))
         assert here.poll(120), "the other process ended or hangs"
         found = here.recv()

@@ -18,6 +18,7 @@ from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.flat_buffer import FlatBuffer, pack
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.transfer import Transfer, WeightsLostError
+from rllib_llm.weights.transport import TicketError
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))
 FLAT = pack({"x": torch.arange(3.0)}, checksum=True)
@@ -87,9 +88,7 @@ def test_damaged_bytes_are_fetched_again():
     damaged = np.array(FLAT.data)
     damaged[5] ^= 1
     reported = []
-    fetching, _ = transfer(
-        Store(FlatBuffer(damaged, FLAT.slots, FLAT.layout_hash, FLAT.checksum), FLAT)
-    )
+    fetching, _ = transfer(Store(FlatBuffer(damaged, FLAT.slots, FLAT.checksum), FLAT))
     assert fetching.fetch(lambda: PUBLISHED, reported.append)[1] is FLAT
     assert fetching.failures == {"ChecksumError": 1}
     assert reported == [PUBLISHED]
@@ -100,6 +99,16 @@ def test_after_the_last_attempt_the_weights_are_lost():
     with pytest.raises(WeightsLostError, match="weights_version=3 .* OwnerDiedError"):
         fetching.fetch(lambda: PUBLISHED)
     assert slept == [0.05]  # not after the last
+
+
+def test_a_ticket_that_cannot_be_opened_here_is_lost_at_once():
+    def refuse(ticket):
+        raise TicketError("another device")
+
+    fetching, slept = transfer(Store(FLAT))
+    with pytest.raises(WeightsLostError, match="weights_version=3 must be readable .* another"):
+        fetching.fetch(lambda: PUBLISHED, open_ticket=refuse)
+    assert slept == [] and fetching.failures == {"TicketError": 1}
 
 
 def test_an_error_of_the_learner_is_not_tried_again():

@@ -10,6 +10,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_current_placement_group
 
+from rllib_llm.ray_compat import free_by_node
+
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left
@@ -68,7 +70,7 @@ def processes(config: Any) -> list[dict[str, float]]:
 
 def _wait_for_others(bundles: Sequence[Mapping[str, float]]) -> None:
     start = time.monotonic()
-    while not fits(bundles, free := list(_free_by_node())):
+    while not fits(bundles, free := free_by_node()):
         if time.monotonic() - start > MAX_SECONDS_OCCUPIED:
             raise NoPlaceError(
                 f"{_ask(bundles)} must fit into what others have left of the cluster, {_sum(free)}"
@@ -76,12 +78,6 @@ def _wait_for_others(bundles: Sequence[Mapping[str, float]]) -> None:
                 "for other jobs, or run under tune.Tuner, which waits."
             )
         time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def _free_by_node() -> list[dict[str, float]]:
-    from ray._private.state import available_resources_per_node
-
-    return list(available_resources_per_node().values())
 
 
 def fits(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:

@@ -1,0 +1,255 @@
+"""Every name of Ray that is not public and that this package touches, in one place.
+
+What is reached into goes through a function here. What our classes inherit from Ray's, use or
+override, stands in `PRIVATE_NAMES`, and so does what the functions need. A test compares all of
+them with the installed Ray by name and parameters, and finds uses that are not named here.
+
+This package was tried with Ray 2.60. With another version, importing it looks every name up, and
+says which are gone or take other arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+TRIED = "2.60"
+REQUIREMENT = "ray[rllib]>=2.60,<2.61"
+
+# --- what is reached into ----------------------------------------------------------------------
+
+
+def local_learner(learner_group: Any) -> Any:
+    """The learner of a group that has it in this process."""
+    return learner_group._learner
+
+
+def sampler_manager(env_runner_group: Any) -> Any:
+    """The manager of a group's remote samplers, a `FaultTolerantActorManager`."""
+    return env_runner_group._worker_manager
+
+
+def put_direct(value: Any, transport: str) -> ray.ObjectRef:
+    """`ray.put` that leaves tensors where they are, for readers to fetch by `transport`."""
+    return ray.put(value, _tensor_transport=transport)
+
+
+def free_by_node() -> list[dict[str, float]]:
+    """The resources of each live node that nobody has taken."""
+    from ray._private.state import available_resources_per_node
+
+    return list(available_resources_per_node().values())
+
+
+def rllib_algorithm_class(name: str) -> type:
+    """The class of one of RLlib's own algorithms."""
+    from ray.rllib.algorithms.registry import _get_algorithm_class
+
+    return _get_algorithm_class(name)
+
+
+def registered_env(name: str) -> Callable[..., Any] | None:
+    """The creator registered with `tune.register_env`, if there is one."""
+    from ray.tune.registry import ENV_CREATOR, _global_registry
+
+    if not _global_registry.contains(ENV_CREATOR, name):
+        return None
+    return _global_registry.get(ENV_CREATOR, name)
+
+
+def register_trainable(name: str, value: Any) -> None:
+    """Registers what unpickles to a Trainable's class, unless the name is taken.
+    `tune.register_trainable` would want the class itself, and with it RLlib and torch."""
+    from ray.tune.registry import TRAINABLE_CLASS, _global_registry
+
+    if not _global_registry.contains(TRAINABLE_CLASS, name):
+        _global_registry.register(TRAINABLE_CLASS, name, value)
+
+
+def tuner_from_checkpoint(trainable: Any, checkpoint: str | None, **arguments: Any) -> Any:
+    """A Tuner whose trials start from `checkpoint`, None: from nothing. `tune.run`, which it calls,
+    can do so, but it has no public way to say so."""
+    from ray import tune
+
+    extra = None if checkpoint is None else {"restore": checkpoint}
+    return tune.Tuner(trainable, _tuner_kwargs=extra, **arguments)
+
+
+def replace_callbacks(tuner: Any, callbacks: list[Any]) -> None:
+    """Gives a restored Tuner these callbacks in the place of those that were pickled with it."""
+    tuner._local_tuner._run_config.callbacks = callbacks
+
+
+def wandb_logging_actor() -> Any:
+    """The class of the process that logs a trial to W&B."""
+    from ray.air.integrations.wandb import _WandbLoggingActor
+
+    return _WandbLoggingActor
+
+
+def set_wandb_key(key: str | None) -> None:
+    """Tells W&B its key, or makes sure that it has one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from ray.air.integrations.wandb import _set_api_key
+
+    _set_api_key(None, key)
+
+
+# --- names, and whether they are there -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name of Ray: its owner as `module` or `module:class`, and, of a function, its parameters.
+    None: an attribute of the owner, or one that its methods assign."""
+
+    owner: str
+    name: str
+    parameters: str | None = None
+
+    def problem(self) -> str | None:
+        """What is wrong with it in the installed Ray, None where it is as it was tried."""
+        module, _, cls = self.owner.partition(":")
+        try:
+            owner = importlib.import_module(module)
+            owner = getattr(owner, cls) if cls else owner
+        except (ImportError, AttributeError):
+            return f"{self.owner} is gone"
+        found = getattr(owner, self.name, None)
+        if found is None and not self._is_assigned(owner):
+            return f"{self.owner} has no {self.name}"
+        if self.parameters is None:
+            return None
+        parameters = " ".join(inspect.signature(found).parameters)  # type: ignore[arg-type]
+        if parameters != self.parameters:
+            return f"{self.owner}.{self.name} takes ({parameters}), not ({self.parameters})"
+        return None
+
+    def _is_assigned(self, owner: Any) -> bool:
+        """Whether the owner has it, or a method of this class gives it to its instances."""
+        if hasattr(owner, self.name):
+            return True
+        assigned = rf"self\.{self.name}\b\s*(:[^=\n]*)?=[^=]"
+        return inspect.isclass(owner) and bool(re.search(assigned, inspect.getsource(owner)))
+
+
+def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName, ...]:
+    return (
+        *(PrivateName(owner, name) for name in attributes),
+        *(PrivateName(owner, name, parameters) for name, parameters in functions.items()),
+    )
+
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    *_names("ray", put="value _owner _tensor_transport"),
+    *_names("ray._private.state", available_resources_per_node=""),
+    *_names(
+        "ray.rllib.algorithms.algorithm:Algorithm",
+        _should_create_evaluation_env_runners="eval_config",
+    ),
+    *_names(
+        "ray.rllib.algorithms.algorithm_config:AlgorithmConfig",
+        "_is_online", "_model_config_auto_includes", "_learner_class", "_model_config",
+        "_rl_module_spec", "_train_batch_size_per_learner",
+    ),
+    *_names("ray.rllib.algorithms.registry", _get_algorithm_class="alg"),
+    *_names(
+        "ray.rllib.core.learner.learner:Learner",
+        "_named_optimizers", "_optimizer_name_to_module", "_params", "_weights_seq_no",
+        _check_is_built="self error",
+    ),
+    *_names(
+        "ray.rllib.core.learner.learner_group:LearnerGroup",
+        "_learner", "_worker_manager", "_workers",
+        _get_results="self results",
+    ),
+    *_names(
+        "ray.rllib.core.learner.torch.torch_learner:TorchLearner",
+        "_device", "_module", "_torch_compile_cfg",
+        _get_optimizer_state="self",
+        _log_trainable_parameters="self",
+        _make_modules_ddp_if_necessary="self",
+        _map_module_to_device="self module",
+        _set_optimizer_lr="optimizer lr",
+        _set_optimizer_state="self state",
+    ),
+    *_names("ray.rllib.core.rl_module.rl_module:RLModule", _forward_train="self batch kwargs"),
+    *_names(
+        "ray.rllib.core.rl_module.torch.torch_rl_module:TorchRLModule",
+        _forward_exploration="self batch kwargs",
+        _forward_inference="self batch kwargs",
+    ),
+    *_names("ray.rllib.env.env_runner_group:EnvRunnerGroup", "_worker_manager"),
+    *_names(
+        "ray.rllib.utils.actor_manager:FaultTolerantActorManager",
+        _call_actors="self func kwargs remote_actor_ids",
+    ),
+    *_names(
+        "ray.rllib.utils.checkpoints:Checkpointable",
+        _check_component="self name components not_components",
+        _get_subcomponents="self name components",
+    ),
+    *_names(
+        "ray.tune.logger.csv:CSVLoggerCallback", "_trial_continue", "_trial_csv", "_trial_files"
+    ),
+    *_names("ray.tune.logger.json:JsonLoggerCallback", "_trial_files"),
+    *_names("ray.tune.registry", "ENV_CREATOR", "TRAINABLE_CLASS", "_global_registry"),
+    *_names(
+        "ray.tune.registry:_Registry",
+        contains="self category key",
+        get="self category key",
+        register="self category key value",
+    ),
+    *_names(
+        "ray.tune.schedulers.pbt:PopulationBasedTraining",
+        "_next_perturbation_sync", "_perturbation_interval", "_synch", "_time_attr",
+        "_trial_state",
+    ),
+    *_names("ray.tune.trainable.trainable:Trainable", "_storage"),
+    *_names("ray.tune.tuner:Tuner", "_local_tuner"),
+    *_names("ray.tune.impl.tuner_internal:TunerInternal", "_run_config"),
+)  # fmt: skip
+
+# Looked up only where W&B is used: importing Ray's integration imports W&B.
+WANDB_NAMES: tuple[PrivateName, ...] = (
+    *_names("ray.air.integrations.wandb", _set_api_key="api_key_file api_key"),
+    *_names(
+        "ray.air.integrations.wandb:WandbLoggerCallback",
+        "_logger_actor_cls",
+        _start_logging_actor="self trial exclude_results wandb_init_kwargs",
+    ),
+    *_names(
+        "ray.air.integrations.wandb:_WandbLoggingActor", "_wandb", _handle_result="self result"
+    ),
+)
+
+
+def check_ray(version: str = ray.__version__, names: Iterable[PrivateName] = PRIVATE_NAMES) -> None:
+    """Warns of a version of Ray that was not tried, where all names are as they were.
+
+    Raises:
+        ImportError: they are not.
+    """
+    if version.startswith(f"{TRIED}."):
+        return
+    problems = [problem for name in names if (problem := name.problem())]
+    if problems:
+        raise ImportError(
+            f"ray={version!r} must be {TRIED}, which this package was tried with: "
+            f"{'; '.join(problems)}. Install {REQUIREMENT!r}."
+        )
+    warnings.warn(
+        f"ray={version!r} was not tried with this package, {TRIED} was: all of Ray's internals "
+        f"that it needs are there, but what they do may have changed. Install {REQUIREMENT!r}.",
+        stacklevel=3,
+    )
