@@ -12,6 +12,7 @@ from typing import Any
 from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
 from rllib_llm.moved import forward_old_names
+from rllib_llm.quiet import quiet_libraries
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+quiet_libraries()
 forward_old_names()
 register_envs()
 register_algorithms()

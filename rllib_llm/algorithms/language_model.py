@@ -208,6 +208,17 @@ class LanguageModelConfig(AlgorithmConfig):
             config_dict.setdefault("minibatch_size", None)
         return super().update_from_dict(config_dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As RLlib's, without what is so by default: Tune, which takes a config as this dict,
+        prints, logs and stores what was set, as it does with the settings of a YAML file."""
+        settings = super().to_dict()
+        defaults = AlgorithmConfig.to_dict(type(self)())
+        return {
+            key: value
+            for key, value in settings.items()
+            if key not in defaults or not _same(value, defaults[key])
+        }
+
     def module_class(self) -> type:
         """The RLModule class that this stage trains."""
         raise NotImplementedError(f"{type(self).__name__} must define module_class.")
@@ -260,6 +271,11 @@ class LanguageModelConfig(AlgorithmConfig):
         )
 
 
+def _same(value: Any, other: Any) -> bool:
+    """Whether two settings are equal; what cannot be compared is not."""
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
 class LanguageModelAlgorithm(WholeCheckpoints):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
@@ -268,7 +284,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         settings = self.get_default_config() if config is None else config
         seconds = None
         if is_trial():
-            seconds = settings.get("setup_timeout_s")
+            default = self.get_default_config().setup_timeout_s
+            seconds = settings.get("setup_timeout_s", default)
             # Relative paths in settings mean the folder in which Ray's processes start, the
             # script's, in samplers too; Tune would move this one elsewhere.
             os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")

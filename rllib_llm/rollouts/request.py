@@ -79,7 +79,9 @@ class JudgedBatch:
         valid = self.columns[columns.VALID]
         means = {"rewards": _mean(self.rewards, valid)}
         for name, column in self.components.items():
-            means[f"{name}_rewards"] = _mean(column, valid)
+            means[f"{name}_rewards"] = _mean(column.nan_to_num(), valid & ~column.isnan())
+        if columns.PROMPT_TRUNCATED in self.metrics:
+            means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].mean())
         return means
 
     def env_metrics(self) -> dict[str, float]:
@@ -87,8 +89,14 @@ class JudgedBatch:
         no other row of the batch has, counted once each."""
         valid = self.columns[columns.VALID]
         means = {
-            name: _mean(column.nan_to_num(), valid & ~column.isnan())
+            name: _mean(
+                column.nan_to_num(),
+                torch.ones_like(valid)
+                if name.endswith(columns.FAILED)
+                else valid & ~column.isnan(),
+            )
             for name, column in self.metrics.items()
+            if name != columns.PROMPT_TRUNCATED
         }
         # Pad ids behind the end are all alike: equal rows are equal completions.
         ids = self.columns[columns.COMPLETION_IDS]
