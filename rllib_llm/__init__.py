@@ -27,6 +27,7 @@ _PUBLIC = {
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
+    "Progress": "rllib_llm.reports.live_table",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -20,7 +20,12 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
-from rllib_llm.envs.checked_completions import BanditEnvError, check_actions, decode_completions
+from rllib_llm.envs.checked_completions import (
+    BanditEnvError,
+    check_actions,
+    decode_completions,
+    pad_completions,
+)
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, pad_left
 
@@ -137,17 +142,18 @@ class BanditEnv(VectorEnv):
 
         Args:
             actions: {completion_ids [B, T] int64 right-padded, completion_mask [B, T] bool, and
-                optionally sampler_logprobs [B, T] float32}.
+                optionally sampler_logprobs [B, T] float32}; or B lists of ids, as
+                `action_space.sample()` gives them.
 
         Returns:
             The next observation (`num_envs` prompts), rewards [B] float32, terminations [B] all
             True, truncations [B] all False, and infos of the judged batch: scores [B] float32,
             valid [B] bool (False: a reward function failed there; do not learn from the row),
             components and metrics {name: [B] float32; 1 under "<function>_failed" where it did, and
-            under "prompt_truncated" where the prompt lost its beginning}, num_completion_tokens [B] int64,
-            prompt_index [B]; with a reference ref_logprobs [B, T] and, given sampler_logprobs,
-            kl [B] = sum_t sampler_logprobs - ref_logprobs [nats]; texts when asked for; and of the
-            next prompts next_prompt_index and next_position.
+            under "prompt_truncated" where the prompt lost its beginning}, num_completion_tokens [B]
+            int64, prompt_index [B]; with a reference ref_logprobs [B, T] and, given
+            sampler_logprobs, kl [B] = sum_t sampler_logprobs - ref_logprobs [nats]; texts when
+            asked for; and of the next prompts next_prompt_index and next_position.
 
         Raises:
             BanditEnvError: no prompts handed out, or actions that do not fit them.
@@ -257,6 +263,8 @@ class BanditEnv(VectorEnv):
             raise BanditEnvError(
                 "step() must follow reset(): no prompts are handed out yet. Call reset() first."
             )
+        if isinstance(actions, (list, tuple)):
+            actions = pad_completions(actions, self.pad_token_id)
         return check_actions(
             actions,
             batch_size=len(self._rows),

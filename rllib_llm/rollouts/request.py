@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -10,7 +9,9 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm import columns
+from rllib_llm.listening import Message
 from rllib_llm.openai_client import ServerError
+from rllib_llm.tracebacks import short_traceback
 from rllib_llm.weights.transfer import WeightsLostError
 
 Column: TypeAlias = torch.Tensor
@@ -45,6 +46,7 @@ class JudgedBatch:
     components, metrics: [B] float32 by name; what the score is made of, and what it is not. A
         metric is NaN in rows of which nobody reported it.
     node: id of the node that made it.
+    messages: what was said in the process that made it.
     texts: {"prompt": [...], "completion": [...]} when asked for.
     """
 
@@ -56,6 +58,7 @@ class JudgedBatch:
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     node: str = ""
+    messages: list[Message] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +72,7 @@ class JudgedBatch:
 
         return JudgedBatch(
             move(self.columns), self.rewards.to(device), move(self.components),
-            move(self.metrics), self.texts, self.timings, self.weights, self.node,
+            move(self.metrics), self.texts, self.timings, self.weights, self.node, self.messages,
         )  # fmt: skip
 
     # --- summaries ---------------------------------------------------------------------------
@@ -129,10 +132,9 @@ class SampleFailure:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
-        lines = "".join(traceback.format_exception(error))
         return cls(
             f"{type(error).__name__}: {error}",
-            lines,
+            short_traceback(error),
             may_pass=_may_pass(error),
             weights_lost=isinstance(error, WeightsLostError),
             no_server=isinstance(error, ServerError),
@@ -167,6 +169,7 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
             name: max(b.weights.get(name, 0.0) for b in batches)
             for name in {name: None for b in batches for name in b.weights}
         },
+        messages=[message for b in batches for message in b.messages],
     )
 
 

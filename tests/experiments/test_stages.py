@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from rllib_llm.experiments.stages import stopped_text
 
+
 def test_who_stops_a_stage_is_told_what_it_goes_on_from():
     def trial(*iterations: int) -> SimpleNamespace:
         saved = [(object(), {"training_iteration": iteration}) for iteration in iterations]

@@ -32,8 +32,8 @@ DEATH = """The actor died unexpectedly before finishing this task.
         pid: 13648
 The actor is dead because its worker process has died. Worker exits with an exit code 3.
 """
-IN_SETUP = """ray::GRPO.__init__() (pid=1, repr=<rllib_llm.algorithms.critic_free._modify_class.<locals>\
-.Class object at 0x7f00>)
+IN_SETUP = """ray::GRPO.__init__() (pid=1, \
+repr=<rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x7f00>)
   File "/home/me/env.py", line 3, in create
 KeyError: 'prompts' in <rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x1>
 """

@@ -74,14 +74,14 @@ class RewardTerm:
     padding) and the data set's other columns, all lists of B; what it does not take is not passed.
     Prompts and completions are texts, or, where the prompts are chats, lists of messages, so that a
     completion's text is `completion[0]["content"]`; with a parameter `messages`, which gets the
-    chats, or an attribute `wants_texts = True` they are texts then, too. A parameter `trainer_state` gets
-    transformers.TrainerState with global_step and epoch. Where the function has an attribute
-    `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask, completion_ids,
-    completion_mask)` with tensors. It may be a coroutine function. It returns B numbers (list,
-    NumPy array or tensor [B]; None in a list: not judged by this function), or a pair of them and
-    {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward functions, extended.)
-    Function objects may have methods: `metrics()`, numbers by name, and `missing_reason()`, why
-    rows of the last batch have no score.
+    chats, or an attribute `wants_texts = True` they are texts then, too. A parameter
+    `trainer_state` gets transformers.TrainerState with global_step and epoch. Where the function
+    has an attribute `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask,
+    completion_ids, completion_mask)` with tensors. It may be a coroutine function. It returns B
+    numbers (list, NumPy array or tensor [B]; None in a list: not judged by this function), or a
+    pair of them and {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward
+    functions, extended.) Function objects may have methods: `metrics()`, numbers by name, and
+    `missing_reason()`, why rows of the last batch have no score.
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
