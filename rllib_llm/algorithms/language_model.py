@@ -30,8 +30,8 @@ from rllib_llm.algorithms.settings.placement import require_places
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
 from rllib_llm.reports.headline import HEADLINE, with_headline
-from rllib_llm.tune.messages import MessageLog
 from rllib_llm.tracebacks import explains_itself
+from rllib_llm.tune.messages import MessageLog
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
@@ -327,7 +327,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         except ValueError as error:
             if not explains_itself(error):
                 raise
-            raise error.with_traceback(None)  # places in Ray and here would bury the sentence
+            # Places in Ray and here would bury the sentence.
+            raise error.with_traceback(None) from error.__cause__
         finally:
             self.tell(self._listener.take())
 
