@@ -29,8 +29,8 @@ from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.settings.placement import require_places
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
-from rllib_llm.reports.headline import HEADLINE, with_headline
 from rllib_llm.tracebacks import explains_itself
+from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
