@@ -56,7 +56,7 @@ class TrialRow:
             return ""
         activity = self.ear.activity() if self.ear is not None else None
         if activity is None:
-            return f"starting its process, for {_clock(silent)}" if not self._last_time else ""
+            return f"waiting for its process, for {_clock(silent)}" if not self._last_time else ""
         text, since = activity
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
 

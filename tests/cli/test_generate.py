@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
@@ -169,12 +170,14 @@ def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(chat_model):
 
 
 def test_a_long_chat_loses_its_oldest_exchanges_but_not_the_system_message(chat_model):
-    # "<role> text " is two tokens for a text of one word, "<assistant>" at the end one.
-    completer = Completer(str(chat_model), Sampling(system="good", max_prompt_len=9))
+    completer = Completer(str(chat_model), Sampling(system="good"))
     chat = [{"role": "system", "content": "good"}]
     for question, answer in (("cat", "sat"), ("dog", "ran")):
         chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     chat.append({"role": "user", "content": "mat"})
+    assert completer.shortened(chat) == chat
+    room = completer._num_tokens([chat[0], *chat[3:]])  # without the first exchange
+    completer.sampling = dataclasses.replace(completer.sampling, max_prompt_len=room)
     kept = completer.shortened(chat)
     assert [message["content"] for message in kept] == ["good", "dog", "ran", "mat"]
     assert completer.shortened(kept[-1:]) == kept[-1:]

@@ -58,9 +58,9 @@ def check_env(
             f"num_prompts={num_prompts!r}, num_completions={num_completions!r} must be at least 2: "
             "with one, order and groups cannot be seen. Raise them."
         )
-    ours = isinstance(env, str) and env in ENVIRONMENTS  # they take a reference
+    made_from = None
     if inspect.isclass(env) or not hasattr(env, "step"):
-        env = make(env, env_config)
+        made_from, env = env, make(env, env_config)
     options = {
         "position": 1,
         "num_prompts": num_prompts,
@@ -70,11 +70,22 @@ def check_env(
     checker = PromptChecker(findings, options)
     if checker.check_spaces() and checker.check_reset():
         JudgingChecker(findings, options, seed).run()
-    for note in () if ours else findings.notes[:1]:
-        warnings.warn(note, stacklevel=2)
+    silent = findings.problems or not findings.notes
+    if not silent and not _takes_reference(made_from, dict(env_config or {})):
+        warnings.warn(findings.notes[0], stacklevel=2)
     if raise_error and findings.problems:
         raise EnvContractError(findings.problems)
     return findings.problems
+
+
+def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
+    """Whether an environment has a reference once it is given the setting that samplers add."""
+    if isinstance(creator, str) and creator in ENVIRONMENTS:
+        return True
+    if creator is None or env_config.get("model") is None:
+        return False
+    env = make(creator, {**env_config, "reference": {"model": env_config["model"]}})
+    return getattr(env, "reference", None) is not None
 
 
 class PromptChecker:
