@@ -12,6 +12,7 @@ from typing import Any
 from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
 from rllib_llm.moved import forward_old_names
+from rllib_llm.quiet import quiet_libraries
 from rllib_llm.ray_compat import check_ray
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _PUBLIC = {
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
+    "Progress": "rllib_llm.reports.live_table",
 }
 __all__ = [*_PUBLIC, "__version__"]
 
@@ -38,6 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 check_ray()
+quiet_libraries()
 forward_old_names()
 register_envs()
 register_algorithms()

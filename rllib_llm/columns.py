@@ -22,6 +22,10 @@ PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
 ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
 WEIGHTS_VERSION = "weights_version"  # [B] int64, version of the weights that sampled the row
 
+# --- metrics of the environment that count over all rows, also those that were not judged -------
+FAILED = "_failed"  # behind the name of a reward function: 1 where it failed
+PROMPT_TRUNCATED = "prompt_truncated"  # 1 where a prompt lost its beginning
+
 # --- made by the learner, once per update ----------------------------------------------------
 OLD_LOGPROBS = "old_logprobs"  # [B, T] float32, of the policy before the update
 OLD_VALUES = "old_values"  # [B, T] float32, of the critic before the update

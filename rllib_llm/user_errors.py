@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 
 import typer
 from rich.console import Console
-from rich.panel import Panel
+from rich.rule import Rule
 from rich.text import Text
 
 from rllib_llm.config_schema import suggestion
@@ -26,8 +27,23 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
 
 
 def show(message: str, title: str = "error") -> None:
-    """Print `message` in a red panel on stderr."""
-    stderr.print(Panel(Text(message), title=title, title_align="left", border_style="red"))
+    """Print `message` between two red rules on stderr, its words whole: a path can be copied."""
+    width = max(20, stderr.width)
+    lines = [
+        line
+        for paragraph in message.splitlines()
+        for line in textwrap.wrap(
+            paragraph,
+            width,
+            subsequent_indent=" " * (len(paragraph) - len(paragraph.lstrip())),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        or [""]
+    ]
+    stderr.print(Rule(title, align="left", style="red"))
+    stderr.print(Text("\n".join(lines)), soft_wrap=True)
+    stderr.print(Rule(style="red"))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from rllib_llm.algorithms.settings.checks import (
 from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.settings.placement import require_places
 from rllib_llm.checkpoints.whole import WholeCheckpoints
+from rllib_llm.listening import Listener, Message
+from rllib_llm.tracebacks import explains_itself
+from rllib_llm.tune.headline import HEADLINE, with_headline
+from rllib_llm.tune.messages import MessageLog
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
@@ -210,6 +216,17 @@ class LanguageModelConfig(AlgorithmConfig):
             config_dict.setdefault("minibatch_size", None)
         return super().update_from_dict(config_dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As RLlib's, without what is so by default: Tune, which takes a config as this dict,
+        prints, logs and stores what was set, as it does with the settings of a YAML file."""
+        settings = super().to_dict()
+        defaults = AlgorithmConfig.to_dict(type(self)())
+        return {
+            key: value
+            for key, value in settings.items()
+            if key not in defaults or not _same(value, defaults[key])
+        }
+
     def module_class(self) -> type:
         """The RLModule class that this stage trains."""
         raise NotImplementedError(f"{type(self).__name__} must define module_class.")
@@ -262,25 +279,79 @@ class LanguageModelConfig(AlgorithmConfig):
         )
 
 
+def _processes(config: AlgorithmConfig) -> str:
+    """The processes that an algorithm starts beside its own."""
+    counts = {"sampler": config.num_env_runners or 0, "learner": config.num_learners or 0}
+    parts = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
+    return f", starting {' and '.join(parts)}" if parts else ""
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two settings are equal; what cannot be compared is not."""
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
 class LanguageModelAlgorithm(WholeCheckpoints):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
 
+    _progress_metrics = (*HEADLINE, "episode")  # what Tune shows of a trial's last result
+
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config
         seconds = None
+        self._listener: Listener | None = None
+        self._message_log: MessageLog | None = None
         if is_trial():
-            seconds = settings.get("setup_timeout_s")
+            self._listener = Listener("trial")
+            default = self.get_default_config().setup_timeout_s
+            seconds = settings.get("setup_timeout_s", default)
             # Relative paths in settings mean the folder in which Ray's processes start, the
             # script's, in samplers too; Tune would move this one elsewhere.
             os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-        with killed_after(seconds):
+        with killed_after(seconds), self._listening():
             super().__init__(config=config, env=env, **kwargs)
+        self.doing("starting an iteration")
+
+    def __repr__(self) -> str:
+        return type(self).__name__  # in Ray's messages
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Notes what this process says while a block runs, if it is a trial's: in a script or a
+        notebook it is seen anyway."""
+        if self._listener is None:
+            yield
+            return
+        try:
+            with self._listener:
+                yield
+        except ValueError as error:
+            if not explains_itself(error):
+                raise
+            # Places in Ray and here would bury the sentence.
+            raise error.with_traceback(None) from error.__cause__
+        finally:
+            self.tell(self._listener.take())
+
+    def tell(self, messages: list[Message]) -> None:
+        """Writes messages to the trial's folder, from where the command shows warnings."""
+        if self._message_log is not None:
+            self._message_log.write(messages, self.iteration + 1)
+
+    def doing(self, activity: str) -> None:
+        """Notes what a trial does from now on, for those who wait for it."""
+        if self._listener is not None and self._message_log is not None:
+            self._message_log.doing(activity)
 
     def setup(self, config) -> None:
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
+        self._message_log = MessageLog(self.trial_folder)
+        if self._listener is not None:
+            self._listener.take()  # what settings warn of was said where they were given
+        self.doing(f"loading models{_processes(self.config)}")
         require_places(self.config)
         super().setup(config)
 
@@ -326,7 +397,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def step(self) -> dict[str, Any]:
         """RLlib's result plus the known names, and the latest held-out results under `eval`."""
-        results = super().step()
+        with self._listening():
+            results = super().step()
         for name, value in self.known_metrics.items():
             if isinstance(value, dict):
                 results[name] = {**results.get(name, {}), **value}
@@ -334,7 +406,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
                 results[name] = value
         if self.eval_metrics is not None:
             results["eval"] = dict(self.eval_metrics)
-        return results
+        return with_headline(results)
+
+    def cleanup(self) -> None:
+        self.doing("")
+        super().cleanup()
 
     def export_model(self, folder: str | Path) -> Path:
         """Writes the model as it is now to `folder`, as `from_pretrained` reads it."""

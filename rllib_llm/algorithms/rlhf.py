@@ -105,11 +105,15 @@ class RLHF(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
+            self.doing(f"evaluating {self.config.evaluation_duration} completions before training")
             self.evaluate()
         start = time.perf_counter()
+        num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
+        self.doing(f"sampling and judging {num_rows} completions")
         sampled = self._sample()
         self._sample_ahead()
         learn_start = time.perf_counter()
+        self.doing(f"learning from {num_rows} completions")
         self.update_learners(sampled.columns, sampled.num_rows)
         publish_start = time.perf_counter()
         self.position += self.config.num_prompts_per_iteration
@@ -133,6 +137,11 @@ class RLHF(LanguageModelAlgorithm):
 
     def _sample(self) -> JudgedBatch:
         """All completions of this iteration, in the order of their prompts' positions."""
+        batch = self._sampled()
+        self.tell(batch.messages)
+        return batch
+
+    def _sampled(self) -> JudgedBatch:
         try:
             if self._in_flight is not None and self._in_flight.position == self.position:
                 return self._in_flight.result()
@@ -169,10 +178,12 @@ class RLHF(LanguageModelAlgorithm):
         """The answer of a group of samplers, made with the weights as they are published."""
         collector = self._collectors[group]
         try:
-            return collector.collect(request, self.published_weights)
+            batch = collector.collect(request, self.published_weights)
         except PublishedWeightsLostError as error:
             self._publish_again(error)
-            return collector.collect(request, self.published_weights)
+            batch = collector.collect(request, self.published_weights)
+        self.tell(batch.messages)
+        return batch
 
     def _publish_again(self, error: PublishedWeightsLostError) -> None:
         """Once: where they are lost again, something is wrong that this does not mend."""
@@ -203,6 +214,9 @@ class RLHF(LanguageModelAlgorithm):
         if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
             val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
         groups["train"] |= sampled.train_metrics()
+        scores = sampled.columns[columns.SCORES][sampled.columns[columns.VALID]]
+        if len(scores) > 1:
+            groups.setdefault("objective", {})["scores_std"] = float(scores.float().std())
         # Updates between the weights that sampled the batch and those that learnt from it.
         versions = sampled.columns[columns.WEIGHTS_VERSION].float()
         groups["train"]["staleness"] = self.weights_version - 1 - float(versions.mean())

@@ -108,9 +108,11 @@ class Supervised(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
+            self.doing("evaluating before training")
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.total_train_batch_size
+        self.doing(f"learning from {num_rows} rows")
         rows = self._source.batch(self.position, num_rows)
         self.update_learners(rows, num_rows)
         self.position += num_rows

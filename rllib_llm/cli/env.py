@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rllib_llm.cli.options import IMPORT_HELP
 from rllib_llm.cli.session import prepare
 from rllib_llm.experiments.yaml_loader import parse_mapping
-from rllib_llm.user_errors import user_errors
+from rllib_llm.user_errors import shown_warnings, user_errors
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -51,13 +52,14 @@ def check(
     ] = "{}",
     num_prompts: Annotated[int, typer.Option(help="Prompts of the batches it is tried with.")] = 3,
     num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 2,
+    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
     """Try an environment with random completions and say what it gets wrong.
 
     Exits with 1 where it breaks the contract.
     """
-    prepare()
-    with user_errors():
+    prepare(imports=imports)
+    with user_errors(), shown_warnings():
         from rllib_llm.envs.checks.check_env import check_env
 
         problems = check_env(

@@ -52,7 +52,7 @@ def evaluate(
     options: RayOptions,
 ) -> None:
     """Evaluate a checkpoint and print the results."""
-    prepare(options.verbose)
+    prepare(options.verbose, options.imports)
     with user_errors():
         settings = parse_mapping(config, "--config")
         if env is not None:

@@ -1,41 +1,22 @@
-"""`rllib generate`: completions of a trained model, from a file or in conversation."""
+"""`rllib generate`: completions of a trained model, for a file or in conversation."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from rllib_llm.cli.completer import Completer, Messages, Sampling
 from rllib_llm.cli.session import prepare
-from rllib_llm.user_errors import user_errors
-
-if TYPE_CHECKING:
-    from rllib_llm.engines.params import SamplingParams
+from rllib_llm.user_errors import shown_warnings, user_errors
 
 BATCH_PROMPTS = 32
-DEFAULT_NEW_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are sampled; see `SamplingParams`."""
-
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    greedy: bool
-    num_completions: int
-    seed: int
-    max_prompt_len: int
-    chat: bool
+NEW_CHAT = "/new"
 
 
 def generate(
@@ -73,24 +54,38 @@ def generate(
         int, typer.Option(min=1, help="Tokens; of a longer prompt the end is kept.")
     ] = 512,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Make each prompt the user's turn in the model's chat template. Default: where "
+            "the model has one.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message of the chats.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", help="A text that ends a completion; as often as needed."),
+    ] = None,
 ) -> None:
-    """Complete prompts with a trained model.
+    """Complete prompts with a trained model, or talk to it.
 
     The model is loaded from the checkpoint as an ordinary Hugging Face folder; Ray is not started.
     """
     prepare()
     sampling = Sampling(
-        max_new_tokens,
-        temperature,
-        top_p,
-        top_k,
-        greedy,
-        num_completions,
-        seed,
-        max_prompt_len,
-        chat,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        greedy=greedy,
+        num_completions=num_completions,
+        seed=seed,
+        max_prompt_len=max_prompt_len,
+        chat=chat,
+        system=system,
+        stop=[text.encode().decode("unicode_escape") for text in stop or ()],
     )
     with user_errors():
         completer = Completer(checkpoint, sampling)
@@ -98,89 +93,9 @@ def generate(
     if rows is not None:
         _complete_file(completer, rows, out)
     elif sys.stdin.isatty():
-        _converse(completer)
+        converse(completer, Console())
     else:
         _complete_file(completer, [{"prompt": line.rstrip("\n")} for line in sys.stdin], out)
-
-
-class Completer:
-    """A model, its tokenizer and sampling settings. Noise goes by the number of a prompt."""
-
-    def __init__(self, checkpoint: str, sampling: Sampling) -> None:
-        from rllib_llm.checkpoints.model_folder import find_model
-        from rllib_llm.engines.params import SamplingParams
-        from rllib_llm.envs.prompts import PromptEncoder
-        from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
-        from rllib_llm.modules.tokenizer import eos_token_ids
-
-        model = find_model(checkpoint)
-        self.sampling = sampling
-        self.tokenizer = load_tokenizer(model)
-        self.model = load_causal_lm(model)
-        self.params = SamplingParams(
-            pad_token_id=self.tokenizer.pad_token_id,
-            stop_token_ids=eos_token_ids(
-                self.model.config, self.tokenizer, self.model.generation_config
-            ),
-            max_new_tokens=sampling.max_new_tokens or DEFAULT_NEW_TOKENS,
-            temperature=sampling.temperature or 1.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            greedy=sampling.greedy or sampling.temperature == 0,
-        )
-        self._encoder = PromptEncoder(self.tokenizer, sampling.max_prompt_len)
-        self._num_done = 0
-
-    def complete(self, prompts: list[Any]) -> list[list[dict[str, Any]]]:
-        """Return, for each prompt (text or chat messages), its completions as JSON rows."""
-        import numpy as np
-
-        from rllib_llm.engines.engine import generate as sample
-        from rllib_llm.engines.noise import uniform_noise
-        from rllib_llm.envs.prompts import PromptRow, pad_left
-
-        start, n = self._num_done, self.sampling.num_completions
-        rows = [PromptRow(start + i, self._wrapped(p), {}) for i, p in enumerate(prompts)]
-        ids, _ = self._encoder.encode(rows)
-        prompt_ids, prompt_mask = pad_left(ids, self.params.pad_token_id)
-        row_ids = np.arange(start * n, (start + len(prompts)) * n)
-        params = self._params_for(prompt_ids.shape[1])
-        noise = uniform_noise(self.sampling.seed, row_ids, params.max_new_tokens)
-        made = sample(
-            self.model,
-            prompt_ids,
-            prompt_mask,
-            params,
-            num_completions=n,
-            noise=None if params.greedy else noise,
-        )
-        self._num_done += len(prompts)
-        completions = [
-            {
-                "prompt": prompts[row // n],
-                "completion": self._text(made.completion_ids[row], made.completion_mask[row]),
-                "num_tokens": int(made.completion_mask[row].sum()),
-                "finished": bool(made.finished[row]),
-            }
-            for row in range(len(prompts) * n)
-        ]
-        return [completions[i * n : (i + 1) * n] for i in range(len(prompts))]
-
-    def _params_for(self, prompt_len: int) -> SamplingParams:
-        """Return the sampling settings; a limit that the user left open fits the model."""
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        if self.sampling.max_new_tokens is not None or positions is None:
-            return self.params
-        room = max(1, min(DEFAULT_NEW_TOKENS, positions - prompt_len))
-        return dataclasses.replace(self.params, max_new_tokens=room)
-
-    def _wrapped(self, prompt: Any) -> Any:
-        if self.sampling.chat and isinstance(prompt, str):
-            return [{"role": "user", "content": prompt}]
-        return prompt
-
-    def _text(self, ids: Any, mask: Any) -> str:
-        return str(self.tokenizer.decode(ids[mask], skip_special_tokens=True))
 
 
 def _prompt_rows(file: Path) -> list[dict[str, Any]]:
@@ -211,19 +126,45 @@ def _json_lines(completer: Completer, prompts: list[Any]) -> Iterator[str]:
                 yield json.dumps(row, ensure_ascii=False)
 
 
-def _converse(completer: Completer) -> None:
-    """Read prompts from the terminal until an empty line or the end of input."""
-    console = Console()
-    console.print("Type a beginning; the model goes on. An empty line ends.", style="dim")
+def converse(completer: Completer, console: Console) -> None:
+    """Read prompts from the terminal until an empty line or the end of input, and show what the
+    model answers as it comes. A chat goes on from turn to turn until `/new`."""
+    if completer.chats:
+        told = f"A chat: the model remembers it. {NEW_CHAT} begins another, an empty line ends."
+    else:
+        told = "Type a beginning; the model goes on. An empty line ends."
+    console.print(told, style="dim", highlight=False)
+    asked, answers = ("you> ", "model> ") if completer.chats else ("prompt> ", "answer> ")
+    history: Messages = []
     while True:
         try:
-            prompt = console.input("[bold cyan]prompt>[/bold cyan] ")
+            prompt = console.input(f"[bold cyan]{asked}[/bold cyan]")
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
         if not prompt.strip():
             return
-        with user_errors():
-            for row in completer.complete([prompt])[0]:
-                console.print(f"[dim]{prompt}[/dim]", end="", highlight=False)
-                console.print(row["completion"], markup=False, highlight=False, soft_wrap=True)
+        if prompt.strip() == NEW_CHAT:
+            history = []
+            continue
+        with user_errors(), shown_warnings():
+            turns = [*history, {"role": "user", "content": prompt}]
+            given = completer.shortened(completer.as_chat(turns)) if completer.chats else prompt
+            for number in range(completer.sampling.num_completions):
+                console.print(answers, style="bold green", end="")
+                answer = _show(completer.stream(given), console)
+                if number == 0:
+                    history = [*turns, {"role": "assistant", "content": answer}]
+
+
+def _show(pieces: Iterator[str], console: Console) -> str:
+    """Print the pieces of a text as they come, and return it; Ctrl-C ends it."""
+    text = ""
+    try:
+        for piece in pieces:
+            text += piece
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        pass
+    console.print()
+    return text

@@ -13,6 +13,11 @@ import typer
 
 from rllib_llm.experiments.overrides import HELP as SET_HELP
 
+IMPORT_HELP = (
+    "A module of yours that is imported here and in Ray's processes before anything else, to "
+    "register environments and the like by name; as often as needed."
+)
+
 
 @dataclass(frozen=True)
 class RayOptions:
@@ -38,6 +43,7 @@ class RayOptions:
         int | None,
         typer.Option("--ray-object-store-memory", help="Bytes of the object store started here."),
     ] = None
+    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None
     verbose: Annotated[
         int,
         typer.Option(

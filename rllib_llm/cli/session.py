@@ -7,13 +7,17 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.user_errors import UserError
+from rllib_llm.named_imports import name_imports, runtime_env
+from rllib_llm.quiet import LOGGERS as LIBRARIES
+from rllib_llm.quiet import VERBOSE
+from rllib_llm.user_errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from rllib_llm.experiments.yaml_experiments import Experiment
@@ -21,14 +25,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
-LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "torchao", "torch.utils._pytree")
+LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", *LIBRARIES)
+SECONDS_TO_CONNECT = 20.0
 MAX_OBJECT_STORE_SHARE = 0.3  # of the machine's memory, Ray's own default
 
 
-def prepare(verbosity: int = 0) -> None:
+def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
     """Make this process ready to load algorithms: quiet, and able to import from its folder.
 
-    Ray's workers inherit both. Call it before Ray is imported.
+    Ray's workers inherit both, and import the modules `imports`. Call it before Ray is imported.
     """
     quiet_environment(verbosity)
     # Tune notes what trials have saved every ten seconds; a killed run shall find its last one.
@@ -39,6 +44,8 @@ def prepare(verbosity: int = 0) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if folder not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
+    with user_errors(verbosity):
+        name_imports(imports or ())
 
 
 def quiet_environment(verbosity: int = 0) -> None:
@@ -63,6 +70,8 @@ def quiet_environment(verbosity: int = 0) -> None:
         defaults["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if verbosity:
+        os.environ[VERBOSE] = str(verbosity)
     for name in LOGGERS:
         logging.getLogger(name).setLevel(log_level(verbosity))
     if verbosity == 0:  # what fails is shown once, by us
@@ -88,6 +97,7 @@ def ray_session(
     if ray.is_initialized():
         yield ray.cluster_resources()
         return
+    check_address(options.ray_address)
     try:
         ray.init(**_init_arguments(options, needed_cpus, weights_bytes))
     except ConnectionError as error:
@@ -101,6 +111,22 @@ def ray_session(
         ray.shutdown()
 
 
+def check_address(address: str | None) -> None:
+    """Raise UserError where a cluster's address, "host:port" or "ray://host:port", does not answer:
+    Ray would try for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        raise UserError(
+            f"--ray-address={address!r} must be a running Ray cluster: nothing answers there "
+            f"({error}). Start one with `ray start --head`, look at the address and the firewall, "
+            "or leave the option out."
+        ) from error
+
+
 def _init_arguments(
     options: RayOptions, needed_cpus: float, weights_bytes: int = 0
 ) -> dict[str, Any]:
@@ -108,6 +134,8 @@ def _init_arguments(
         "log_to_driver": options.verbose > 0,
         "logging_level": log_level(options.verbose),
     }
+    if hooks := runtime_env():
+        arguments["runtime_env"] = hooks
     if options.ray_address:
         for name in ("ray_num_cpus", "ray_num_gpus", "ray_object_store_memory"):
             if getattr(options, name) is not None:

@@ -75,7 +75,7 @@ def train(
     """Train one algorithm named on the command line, or a file: `rllib train file --help`."""
     if context.invoked_subcommand is not None:
         return
-    prepare(options.verbose)
+    prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
         from rllib_llm.experiments.stage_result import short_name
 
@@ -92,7 +92,7 @@ def train(
 
 def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
-    prepare(options.verbose)
+    prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
         here = file.resolve().parent
         experiments = load(read(file), str(file), tuple(options.overrides or ()), here)

@@ -20,7 +20,12 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
-from rllib_llm.envs.checked_completions import BanditEnvError, check_actions, decode_completions
+from rllib_llm.envs.checked_completions import (
+    BanditEnvError,
+    check_actions,
+    decode_completions,
+    pad_completions,
+)
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, pad_left
 
@@ -86,6 +91,7 @@ class BanditEnv(VectorEnv):
         self.pad_token_id = int(tokenizer.pad_token_id)
         self.vocab_size = int(vocab_size or len(tokenizer))
         self.position = 0
+        self.global_step = 0  # updates of the policy so far, for reward functions that ask
         self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
@@ -136,16 +142,18 @@ class BanditEnv(VectorEnv):
 
         Args:
             actions: {completion_ids [B, T] int64 right-padded, completion_mask [B, T] bool, and
-                optionally sampler_logprobs [B, T] float32}.
+                optionally sampler_logprobs [B, T] float32}; or B lists of ids, as
+                `action_space.sample()` gives them.
 
         Returns:
             The next observation (`num_envs` prompts), rewards [B] float32, terminations [B] all
             True, truncations [B] all False, and infos of the judged batch: scores [B] float32,
             valid [B] bool (False: a reward function failed there; do not learn from the row),
-            components and metrics {name: [B] float32}, num_completion_tokens [B] int64,
-            prompt_index [B]; with a reference ref_logprobs [B, T] and, given sampler_logprobs,
-            kl [B] = sum_t sampler_logprobs - ref_logprobs [nats]; texts when asked for; and of the
-            next prompts next_prompt_index and next_position.
+            components and metrics {name: [B] float32; 1 under "<function>_failed" where it did, and
+            under "prompt_truncated" where the prompt lost its beginning}, num_completion_tokens [B]
+            int64, prompt_index [B]; with a reference ref_logprobs [B, T] and, given
+            sampler_logprobs, kl [B] = sum_t sampler_logprobs - ref_logprobs [nats]; texts when
+            asked for; and of the next prompts next_prompt_index and next_position.
 
         Raises:
             BanditEnvError: no prompts handed out, or actions that do not fit them.
@@ -202,13 +210,15 @@ class BanditEnv(VectorEnv):
             prompts=self._texts,
             completions=completions,
             columns={name: [row.columns.get(name) for row in self._rows] for name in names},
+            global_step=self.global_step,
+            epoch=self.position / len(self.prompts),
         )
         judged = self.rewards(batch)
         infos: dict[str, Any] = {
             columns.SCORES: judged.scores,
             columns.VALID: judged.valid,
             "components": judged.components,
-            "metrics": judged.metrics,
+            "metrics": judged.metrics | self._shares(judged.failed),
             "num_completion_tokens": mask.sum(-1),
             columns.PROMPT_INDEX: self._prompt_index(),
         }
@@ -217,6 +227,13 @@ class BanditEnv(VectorEnv):
         if self.reference is not None:
             self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))
         return infos
+
+    def _shares(self, failed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Rows [B] that failed or lost something, as 0 and 1: their means are shares of all."""
+        truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
+        rows = {f"{name}{columns.FAILED}": column for name, column in failed.items()}
+        rows[columns.PROMPT_TRUNCATED] = truncated.to(self.device)
+        return {name: column.float() for name, column in rows.items()}
 
     def _add_reference(
         self, infos: dict[str, Any], batch: RewardBatch, sampler_logprobs: torch.Tensor | None
@@ -246,6 +263,8 @@ class BanditEnv(VectorEnv):
             raise BanditEnvError(
                 "step() must follow reset(): no prompts are handed out yet. Call reset() first."
             )
+        if isinstance(actions, (list, tuple)):
+            actions = pad_completions(actions, self.pad_token_id)
         return check_actions(
             actions,
             batch_size=len(self._rows),

@@ -36,6 +36,19 @@ def decode_completions(
     return cut
 
 
+def pad_completions(
+    completions: Sequence[Sequence[int]], pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Actions {completion_ids, completion_mask} of lists of token ids."""
+    longest = max((len(ids) for ids in completions), default=0)
+    padded = [[*map(int, ids), *[pad_token_id] * (longest - len(ids))] for ids in completions]
+    lengths = torch.tensor([len(ids) for ids in completions]).unsqueeze(1)
+    return {
+        columns.COMPLETION_IDS: torch.tensor(padded, dtype=torch.int64),
+        columns.COMPLETION_MASK: torch.arange(longest) < lengths,
+    }
+
+
 def check_actions(
     actions: Mapping[str, torch.Tensor],
     *,

@@ -146,6 +146,7 @@ class PromptEncoder:
         self.overflow = overflow
         self.num_truncated = 0
         self._cache: dict[int, tuple[list[int], str]] = {}
+        self._truncated: set[int] = set()
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
         """Token ids and text of each prompt; the text is what the ids say, truncated or not."""
@@ -162,6 +163,10 @@ class PromptEncoder:
             )
         encoded = [self._cache[row.index] for row in rows]
         return [ids for ids, _ in encoded], [text for _, text in encoded]
+
+    def is_truncated(self, index: int) -> bool:
+        """Whether the prompt in row `index` of the data set lost its beginning."""
+        return index in self._truncated
 
     def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
@@ -189,6 +194,7 @@ class PromptEncoder:
                 "it, or set prompt_overflow='truncate_left'."
             )
         self.num_truncated += 1
+        self._truncated.add(row.index)
         ids = keep_end(ids, self.max_prompt_len, (tokenizer.bos_token_id,))
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
         return ids, str(tokenizer.decode(ids, skip_special_tokens=is_text))

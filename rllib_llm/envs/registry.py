@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -97,14 +98,47 @@ def register_envs() -> None:
 
     for env_id in ENVIRONMENTS:
         if env_id not in gymnasium.registry:
-            entry_point = functools.partial(_make_vec, env_id)
-            gymnasium.register(env_id, vector_entry_point=entry_point)
+            gymnasium.register(
+                env_id,
+                entry_point=functools.partial(_refuse_single, env_id),
+                vector_entry_point=functools.partial(_make_vec, env_id),
+            )
         if registered_env(env_id) is None:
             tune.register_env(env_id, functools.partial(make, env_id))
 
 
+def _refuse_single(env_id: str, **env_config: Any) -> Any:
+    raise UnknownEnvError(
+        f"gymnasium.make({env_id!r}) must be gymnasium.make_vec({env_id!r}, num_envs=8): one step "
+        "judges a whole batch of completions. Call make_vec."
+    )
+
+
 def _make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
     return make(env_id, {"num_envs": num_envs, **env_config})
+
+
+def register_user_env(env: str) -> bool:
+    """Registers with RLlib, and so for all processes, the environment that a dotted path
+    "module:Name" names; False where it names none. Names that the module registers with gymnasium
+    when it is imported are found as gymnasium finds them."""
+    from ray import tune
+
+    module, _, name = env.partition(":")
+    if not name or not looks_dotted(env):
+        return False
+    importlib.import_module(module)
+    if name in gymnasium.registry:
+        return True
+    import_dotted(env, name="env")
+    if registered_env(env) is None:
+        tune.register_env(env, functools.partial(_make_dotted, env))
+    return True
+
+
+def _make_dotted(path: str, env_config: Mapping[str, Any]) -> Any:
+    """What `creator` makes of the callable that a dotted path names."""
+    return creator(import_dotted(path, name="env"))(dict(env_config))
 
 
 def _unknown(env: str) -> str:

@@ -153,7 +153,7 @@ def check_env(config: Any, algo_class: type) -> None:
         ValueError: with the nearest names.
     """
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-    from rllib_llm.envs.registry import ENVIRONMENTS, creator
+    from rllib_llm.envs.registry import ENVIRONMENTS, creator, register_user_env
 
     env = getattr(config, "env", None)
     if not isinstance(env, str):
@@ -162,7 +162,7 @@ def check_env(config: Any, algo_class: type) -> None:
         _check_env_config(env, ENVIRONMENTS[env], config.env_config)
     elif issubclass(algo_class, LanguageModelAlgorithm):
         creator(env)
-    else:
+    elif not register_user_env(env):
         _check_stock_env(env)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,12 @@ from rllib_llm.experiments.plan import check_experiment, checkpoint_settings, se
 from rllib_llm.experiments.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.experiments.yaml_experiments import Experiment, fill
 from rllib_llm.ray_compat import replace_callbacks, tuner_from_checkpoint
+from rllib_llm.reports.failures import failure_text
 from rllib_llm.reports.live_table import LiveTable
 from rllib_llm.tune.broken_trials import EndBrokenTrials
 from rllib_llm.tune.hung_trials import RestartHungTrials
 from rllib_llm.tune.result_files import ProgressCsv, ResultJson
 from rllib_llm.tune.scheduling import make_scheduler, make_searcher
-
-NUM_FRAMES = 4  # of a traceback that are shown
-ERROR_LINE = re.compile(r"^(?!\s)[\w.]+(Error|Exception|Interrupt|Exit|Warning)\b")
-FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 
 
 class StageFailed(RuntimeError):
@@ -183,19 +179,4 @@ def stopped_text(name: str, trials: list[Any]) -> str:
 def _failure_text(name: str, trials: list[Any]) -> str:
     """Return what ended the first failed trial, where, and the file with the whole error."""
     failed = next(trial for trial in trials if trial.error is not None)
-    message, frames = last_error(str(failed.error))
-    where = "\n".join(f"  {frame}" for frame in frames[-NUM_FRAMES:])
-    return f"{name}: {message}\n\nraised in\n{where}\n\nThe whole error: {failed.path}/error.txt"
-
-
-def last_error(traceback: str) -> tuple[str, list[str]]:
-    """Return the message of the last exception in a traceback's text, and the frames before it."""
-    lines = traceback.strip().splitlines()
-    starts = [index for index, line in enumerate(lines) if ERROR_LINE.match(line)]
-    start = starts[-1] if starts else max(0, len(lines) - NUM_FRAMES)
-    frames = [match for line in lines[:start] if (match := FRAME.match(line))]
-    places = [
-        f"{frame['file'].rpartition('site-packages/')[2]}:{frame['line']} in {frame['function']}"
-        for frame in frames
-    ]
-    return "\n".join(lines[start:]), places
+    return failure_text(name, str(failed.error), failed.path)

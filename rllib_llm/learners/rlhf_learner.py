@@ -62,7 +62,7 @@ class RLHFLearner(LanguageModelLearner):
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
         processed = self._process_scores(batch)
         # Before advantages: groups that these drop from the loss were sampled all the same.
-        self._log_objective(batch, processed, kl)
+        self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
         num_valid = int(batch[columns.VALID].sum())
         if measured is not None and num_valid:
@@ -278,14 +278,17 @@ class RLHFLearner(LanguageModelLearner):
 
     # --- metrics -----------------------------------------------------------------------------
 
-    def _log_objective(self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor) -> None:
+    def _log_objective(
+        self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor | None
+    ) -> None:
         """Known names of the field (TRL's PPO); means over valid rows. The whole batch is here,
-        so each learner adds its share of the rows only."""
+        so each learner adds its share of the rows only. Without a reference (`kl` None) there is no
+        KL to tell: a 0 would look measured."""
         mask, valid = batch[columns.COMPLETION_MASK], batch[columns.VALID]
-        kl_sum = kl.sum(dim=1)
+        kl_sum = torch.zeros_like(processed) if kl is None else kl.sum(dim=1)
         non_score = -self.reward_kl_coeff * kl_sum
         per_row = {
-            "objective/kl": kl_sum,
+            **({} if kl is None else {"objective/kl": kl_sum}),
             "objective/entropy": -batch[columns.OLD_LOGPROBS].where(mask, 0.0).sum(dim=1),
             "objective/non_score_reward": non_score,
             "objective/rlhf_reward": processed + non_score,

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import LocalFileSystem
 from ray.tune import Callback
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from rllib_llm.experiments.stage_result import setting
 from rllib_llm.reports.metrics_view import Metric, columns, flatten, number, progress
+from rllib_llm.reports.signs import Sign, kept, latest_signs
+from rllib_llm.tune.messages import TrialEar, same_key
 
 LINE_INTERVAL_S = 10.0
+WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet
+SILENT_S = 10.0  # without a result until it is shown what a trial does
+POLL_S = 1.0
 BAR_WIDTH = 12
 
 
@@ -31,17 +40,41 @@ class TrialRow:
         self.state = "starting"
         self.result: dict[str, Any] = {}
         self.share = 0.0
+        self.ear: TrialEar | None = None
+        self._history: list[dict[str, Any]] = []  # what the rules for signs need
+        self._shown: set[str] = set()  # names of signs
         self._first: tuple[float, float] | None = None
         self._last_time = 0.0
+        self._started = time.monotonic()
+
+    def waits_for(self) -> str:
+        """What the trial does, once it has reported nothing for `SILENT_S`, else ""."""
+        if self.state not in ("starting", "running"):
+            return ""
+        silent = time.monotonic() - (self._last_time or self._started)
+        if silent < SILENT_S:
+            return ""
+        activity = self.ear.activity() if self.ear is not None else None
+        if activity is None:
+            return f"waiting for its process, for {_clock(silent)}" if not self._last_time else ""
+        text, since = activity
+        return f"{text}, for {_clock(max(0.0, time.time() - since))}"
 
     def update(self, result: Mapping[str, Any]) -> None:
         """Take over a new result of the trial."""
         self.result = flatten(result)
+        self._history.append(kept(self.result))
         self.share = progress(self.result, self.stop)
         self.state = "running"
         self._last_time = time.monotonic()
         if self._first is None:
             self._first = (self._last_time, self.share)
+
+    def new_signs(self) -> list[Sign]:
+        """Signs that the newest result shows and none before it did."""
+        new = [sign for sign in latest_signs(self._history) if sign.name not in self._shown]
+        self._shown.update(sign.name for sign in new)
+        return new
 
     def eta_s(self) -> float | None:
         """Seconds to the end at the mean pace so far, None before two results."""
@@ -65,6 +98,8 @@ class LiveTable(Callback):
         self._rows: dict[str, TrialRow] = {}
         self._started = time.monotonic()
         self._last_line = -LINE_INTERVAL_S
+        self._last_poll = 0.0
+        self._told: set[str] = set()
         self._live: Live | None = None
         self._sigint: Any = None
         self.interrupted = False
@@ -77,15 +112,14 @@ class LiveTable(Callback):
         self._started = time.monotonic()
         self._sigint = signal.getsignal(signal.SIGINT)
         if self._console.is_terminal:
-            self._live = Live(
-                console=self._console, refresh_per_second=4, get_renderable=self.table
-            )
+            self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self.view)
             self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if _in_main_thread():  # Tune leaves its handler behind
             signal.signal(signal.SIGINT, self._sigint)
+        self._hear()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -113,8 +147,46 @@ class LiveTable(Callback):
     ) -> None:
         row = self._row(trial)
         row.update(result)
+        for sign in row.new_signs():
+            self._look(row, sign)
         if not result.get("done"):  # its end has a line of its own
             self._print_line(row)
+
+    def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
+        """Look, once a second, at what the trials' processes say and do."""
+        now = time.monotonic()
+        if now - self._last_poll < POLL_S:
+            return
+        self._last_poll = now
+        for trial in trials:
+            row = self._row(trial)
+            if row.ear is None and (folder := _folder(trial)) is not None:
+                row.ear = TrialEar(folder)
+        self._hear()
+        waiting = {row.name: text for row in self._rows.values() if (text := row.waits_for())}
+        if waiting and self._live is None and now - self._last_line > WAITING_INTERVAL_S:
+            self._last_line = now
+            for name, text in waiting.items():
+                self._console.print(f"{name}  {text}", markup=False, highlight=False)
+
+    def _look(self, row: TrialRow, sign: Sign) -> None:
+        """Print a sign that something is wrong, above the table."""
+        head = f"{row.name}, iteration {sign.iteration}: "
+        line = Text.assemble(("look: ", "yellow"), head, sign.text)
+        self._console.print(line, soft_wrap=True, highlight=False)
+
+    def _hear(self) -> None:
+        """Print what the trials' processes have warned of since the last look."""
+        for row in self._rows.values():
+            for text in row.ear.new_warnings() if row.ear is not None else ():
+                self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning above the table, the same one of several trials once."""
+        if same_key(text) not in self._told:
+            self._told.add(same_key(text))
+            line = Text.assemble(("warning: ", "yellow"), text)
+            self._console.print(line, soft_wrap=True, highlight=False)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         row = self._row(trial)
@@ -127,6 +199,12 @@ class LiveTable(Callback):
         self._print_line(row, force=True)
 
     # --- rendering ----------------------------------------------------------------------------
+
+    def view(self) -> Group:
+        """Return the table and, below it, what trials do that have not reported for a while."""
+        rows = self._rows.values()
+        waiting = [f"{row.name}: {text}" for row in rows if (text := row.waits_for())]
+        return Group(self.table(), *(Text(line, style="dim") for line in waiting))
 
     def table(self) -> Table:
         """Return the table as it stands now. It fits 80 columns for a single trial."""
@@ -172,6 +250,25 @@ class LiveTable(Callback):
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
+
+
+class Progress(LiveTable):
+    """The same as plain lines, for a Tuner of one's own, instead of Tune's tables of everything:
+
+    tune.RunConfig(verbose=0, callbacks=[Progress()])
+    """
+
+    def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
+        """`stop`: that of the run, to tell how far a trial is."""
+        super().__init__("trial", stop or {}, Console(width=sys.maxsize, force_terminal=False))
+
+
+def _folder(trial: Any) -> Path | None:
+    """The trial's folder, where it lies on a disk of this machine."""
+    storage = getattr(trial, "storage", None)
+    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
+        return None
+    return Path(storage.trial_fs_path)
 
 
 def _in_main_thread() -> bool:

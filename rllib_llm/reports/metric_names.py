@@ -34,9 +34,22 @@ def _group(title: str, *rows: tuple[str, str, str]) -> Group:
 
 GROUPS = (
     _group(
+        "What Tune's own table shows",
+        ("reward", "score", "`objective/scores`"),
+        ("held_out_reward", "score", "`eval/scores`"),
+        ("kl", "nats per completion", "`objective/kl`"),
+        ("length", "tokens", "`train/output_length`"),
+        ("sft_loss", "nats per token", "`loss/sft`"),
+        ("rm_loss", "nats per pair", "`loss/reward_model`"),
+        ("held_out_loss", "nats", "`eval/loss`"),
+        ("accuracy", "share", "`train/accuracy`"),
+        ("held_out_accuracy", "share", "`eval/accuracy`"),
+    ),
+    _group(
         "What is learnt towards",
         ("objective/scores", "score", "what the judges say, before any KL share"),
-        ("objective/kl", "nats per completion", "KL from the reference"),
+        ("objective/scores_std", "score", "standard deviation of the batch's scores"),
+        ("objective/kl", "nats per completion", "KL from the reference, where there is one"),
         ("objective/entropy", "nats per completion", "−log-prob of the sampled completion"),
         ("objective/non_score_reward", "score", "−β times the KL, where it is in the reward"),
         ("objective/rlhf_reward", "score", "processed score plus `non_score_reward`"),
@@ -71,6 +84,7 @@ GROUPS = (
         ("train/padding_share", "share", "of the tokens that went through the trunk"),
         ("train/staleness", "updates", "age of the weights that sampled the batch"),
         ("env/distinct", "share", "completions that no other of the batch equals, once each"),
+        ("env/<function>_failed", "share", "rows on which a reward function failed"),
         ("env/<name>", "its own", "diagnostics of the environment and its judges"),
         ("episode", "completions", "learnt from so far"),
         ("epoch", "passes", "over the data of a supervised stage"),

@@ -122,10 +122,40 @@ def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
 def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Return the lines of the summary for the flat `results` of a trial."""
     is_ours = any("episode" in result for result in results)
-    held = _held(results, SUMMARY_METRICS if is_ours else STOCK_METRICS)
-    if not any(number(result.get(INVALID.key)) for result in results):  # as it should be
-        held = [metric for metric in held if metric is not INVALID]
-    return held
+    if not is_ours:
+        return _held(results, STOCK_METRICS)
+    keys = sorted({key for result in results for key in result})
+    metrics = [*SUMMARY_METRICS, *_drifts(keys), *_losses_of_rows(keys)]
+    after = next(i for i, metric in enumerate(metrics) if metric.key == "eval/scores") + 1
+    metrics[after:after] = _reward_parts(keys)
+    silent = {INVALID.key, *(metric.key for metric in _losses_of_rows(keys))}
+    return [
+        metric
+        for metric in _held(results, metrics)
+        # 0 is as it should be.
+        if metric.key not in silent or any(number(result.get(metric.key)) for result in results)
+    ]
+
+
+def _reward_parts(keys: Sequence[str]) -> list[Metric]:
+    """What the reward is made of, where that is more than one thing."""
+    parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
+    names = [key.removeprefix("train/").removesuffix("_rewards") for key in parts]
+    return [Metric(k, f"  {n}") for k, n in zip(parts, names, strict=True) if len(parts) > 1]
+
+
+def _drifts(keys: Sequence[str]) -> list[Metric]:
+    """How far quantised models are from their unquantised weights."""
+    found = (key.removeprefix("env/").partition("/drift/") for key in keys if "/drift/" in key)
+    return [Metric(f"env/{a}{b}{c}", f"drift of {a}, {c}") for a, b, c in found]
+
+
+def _losses_of_rows(keys: Sequence[str]) -> list[Metric]:
+    """Shares of rows that a reward function failed on, or whose prompt was cut."""
+    failed = [key for key in keys if key.startswith("env/") and key.endswith("_failed")]
+    names = [key.removeprefix("env/").removesuffix("_failed") for key in failed]
+    shares = [Metric(k, f"share on which {n} failed") for k, n in zip(failed, names, strict=True)]
+    return [*shares, Metric("train/truncated_share", "share of prompts that were cut")]
 
 
 def _held(results: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]) -> list[Metric]:

@@ -10,12 +10,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
 from rllib_llm.reports.metrics_view import number, summary_metrics
 from rllib_llm.reports.plot import plot_stage
+from rllib_llm.reports.signs import signs
 from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
 
@@ -70,6 +72,9 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
         table.add_row(metric.title, metric.text(values[0]), metric.text(values[-1]))
     console.print(table)
+    for sign in signs(rows):
+        line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
+        console.print(line, highlight=False)
 
 
 def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:

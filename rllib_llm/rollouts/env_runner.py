@@ -31,6 +31,7 @@ from ray.rllib.utils.typing import StateDict
 from rllib_llm import columns
 from rllib_llm.engines.external_engine import ExternalEngine, open_engine
 from rllib_llm.envs.registry import make
+from rllib_llm.listening import Listener
 from rllib_llm.rollouts.generation import generate_completions
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.weights.broadcast import WeightsReceiver
@@ -58,6 +59,14 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._device = get_device(
             self.config, 0 if not self.worker_index else self.config.num_gpus_per_env_runner
         )
+        self._listener = Listener(f"sampler {self.worker_index}")
+        if not self.worker_index:  # the process has a listener of its own
+            self._make_parts()
+            return
+        with self._listener:
+            self._make_parts()
+
+    def _make_parts(self) -> None:
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
@@ -125,6 +134,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         spaces = (self.env.single_observation_space, self.env.single_action_space)
         return {"__env_single__": spaces, "__env__": spaces, DEFAULT_MODULE_ID: spaces}
 
+    def __repr__(self) -> str:
+        return f"sampler {self.worker_index}"  # in Ray's messages
+
     def assert_healthy(self) -> None:
         assert self.env is not None, "the environment was not created"
 
@@ -163,16 +175,20 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         An exception is returned as text: raised in an actor it would end it, and the driver
         would see a dead sampler instead of the reason.
         """
-        try:
+        if not self.worker_index:
             return self._serve_with(request, published)
+        try:
+            with self._listener:
+                batch = self._serve_with(request, published)
+            batch.messages = self._listener.take()
+            return batch
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
-            if not self.worker_index:
-                raise
             return SampleFailure.from_exception(error)
 
     def _serve_with(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         if self.engine is None or self.engine.takes_weights:
             self.weights.ensure(published, self._load_published)
+        self.env.global_step = self.weights.version
         batch = self._serve(request)
         batch.columns[columns.WEIGHTS_VERSION] = torch.full(
             (batch.num_rows,), self.weights.version, dtype=torch.int64, device=self._device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -10,7 +9,9 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm import columns
+from rllib_llm.listening import Message
 from rllib_llm.openai_client import ServerError
+from rllib_llm.tracebacks import short_traceback
 from rllib_llm.weights.transfer import WeightsLostError
 
 Column: TypeAlias = torch.Tensor
@@ -45,6 +46,7 @@ class JudgedBatch:
     components, metrics: [B] float32 by name; what the score is made of, and what it is not. A
         metric is NaN in rows of which nobody reported it.
     node: id of the node that made it.
+    messages: what was said in the process that made it.
     texts: {"prompt": [...], "completion": [...]} when asked for.
     """
 
@@ -56,6 +58,7 @@ class JudgedBatch:
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     node: str = ""
+    messages: list[Message] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +72,7 @@ class JudgedBatch:
 
         return JudgedBatch(
             move(self.columns), self.rewards.to(device), move(self.components),
-            move(self.metrics), self.texts, self.timings, self.weights, self.node,
+            move(self.metrics), self.texts, self.timings, self.weights, self.node, self.messages,
         )  # fmt: skip
 
     # --- summaries ---------------------------------------------------------------------------
@@ -79,7 +82,9 @@ class JudgedBatch:
         valid = self.columns[columns.VALID]
         means = {"rewards": _mean(self.rewards, valid)}
         for name, column in self.components.items():
-            means[f"{name}_rewards"] = _mean(column, valid)
+            means[f"{name}_rewards"] = _mean(column.nan_to_num(), valid & ~column.isnan())
+        if columns.PROMPT_TRUNCATED in self.metrics:
+            means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].mean())
         return means
 
     def env_metrics(self) -> dict[str, float]:
@@ -87,8 +92,14 @@ class JudgedBatch:
         no other row of the batch has, counted once each."""
         valid = self.columns[columns.VALID]
         means = {
-            name: _mean(column.nan_to_num(), valid & ~column.isnan())
+            name: _mean(
+                column.nan_to_num(),
+                torch.ones_like(valid)
+                if name.endswith(columns.FAILED)
+                else valid & ~column.isnan(),
+            )
             for name, column in self.metrics.items()
+            if name != columns.PROMPT_TRUNCATED
         }
         # Pad ids behind the end are all alike: equal rows are equal completions.
         ids = self.columns[columns.COMPLETION_IDS]
@@ -121,10 +132,9 @@ class SampleFailure:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
-        lines = "".join(traceback.format_exception(error))
         return cls(
             f"{type(error).__name__}: {error}",
-            lines,
+            short_traceback(error),
             may_pass=_may_pass(error),
             weights_lost=isinstance(error, WeightsLostError),
             no_server=isinstance(error, ServerError),
@@ -159,6 +169,7 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
             name: max(b.weights.get(name, 0.0) for b in batches)
             for name in {name: None for b in batches for name in b.weights}
         },
+        messages=[message for b in batches for message in b.messages],
     )
 
 

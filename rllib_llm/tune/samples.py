@@ -43,10 +43,19 @@ def _row(batch: JudgedBatch, row: int, iteration: int, split: str) -> dict[str, 
         "prompt": batch.texts["prompt"][row],
         "completion": batch.texts["completion"][row],
         "score": round(float(batch.columns[columns.SCORES][row]), 6),
-        **{name: round(float(column[row]), 6) for name, column in batch.components.items()},
         **{
             name: round(float(column[row]), 6)
-            for name, column in batch.metrics.items()
-            if not column[row].isnan()  # nobody reported it
+            for name, column in {**batch.components, **_told(batch, row)}.items()
+            if not column[row].isnan()  # not judged by it, or nobody reported it
         },
+    }
+
+
+def _told(batch: JudgedBatch, row: int) -> dict[str, Any]:
+    """The metrics by name; what went wrong only where it did."""
+    wrong = (columns.FAILED, columns.PROMPT_TRUNCATED)
+    return {
+        name: column
+        for name, column in batch.metrics.items()
+        if column[row] != 0 or not name.endswith(wrong)
     }

@@ -1,17 +1,37 @@
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import shutil
 
 import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.checkpoints.folder import write_manifest
 from rllib_llm.checkpoints.model_folder import find_model
+from rllib_llm.cli.completer import STREAMED_TOKENS, Completer, Sampling
+from rllib_llm.cli.generate import converse
 from rllib_llm.cli.main import app
 from rllib_llm.envs.toys import arithmetic
 from tests.cli.said import said
+from tests.envs.tiny_tokenizers import word_tokenizer
+
+
+def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
+    """A Llama of 16 units that hardly ever ends by itself."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=128, eos_token_id=2, pad_token_id=0,
+            initializer_range=0.6,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +116,85 @@ def test_the_model_is_found_in_checkpoint_trial_and_model_folders(checkpoint, tm
     assert find_model("org/name") == "org/name"
     with pytest.raises(ValueError, match="must hold a model: there is no config.json"):
         find_model(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A Hugging Face folder of a small untrained model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = word_tokenizer(chat=True)
+    model = tiny_llama(len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_with_a_template_chats_by_default(chat_model):
+    completer = Completer(str(chat_model), Sampling(system="good"))
+    assert completer.chats
+    chat = completer.as_chat("the cat")
+    assert chat == [
+        {"role": "system", "content": "good"},
+        {"role": "user", "content": "the cat"},
+    ]
+    result = generate(chat_model, "--seed", 1, input="the cat\n")
+    plain = generate(chat_model, "--seed", 1, "--no-chat", input="the cat\n")
+    (one,), (other,) = rows(result.output), rows(plain.output)
+    assert one["prompt"] == other["prompt"] == "the cat"  # apart from the completion
+    assert one["completion"] != other["completion"]  # the model read something else
+    refused = generate(chat_model, "--no-chat", "--system", "good", input="the\n")
+    assert refused.exit_code == 2 and "--system='good' must come with a chat" in said(
+        refused.output
+    )
+
+
+def test_what_streams_is_what_is_completed_at_once(chat_model):
+    # With seed 8 the completion is 62 tokens long, in a chat as without.
+    for sampling in (Sampling(seed=8), Sampling(greedy=True), Sampling(seed=8, chat=False)):
+        (made,) = Completer(str(chat_model), sampling).complete(["the big dog"])
+        pieces = list(Completer(str(chat_model), sampling).stream("the big dog"))
+        assert "".join(pieces) == made[0]["completion"]
+        assert len(pieces) == -(-made[0]["num_tokens"] // STREAMED_TOKENS)
+
+
+def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(chat_model):
+    whole = Completer(str(chat_model), Sampling(seed=4)).complete(["the"])[0][0]["completion"]
+    stop = "bad"
+    expected = whole[: whole.index(stop)]
+    assert expected.strip() and not expected.endswith("bad")
+    stopped = Completer(str(chat_model), Sampling(seed=4, stop=[stop]))
+    row = stopped.complete(["the"])[0][0]
+    assert row["completion"] == expected and row["finished"]
+    again = Completer(str(chat_model), Sampling(seed=4, stop=[stop]))
+    assert "".join(again.stream("the")) == expected
+
+
+def test_a_long_chat_loses_its_oldest_exchanges_but_not_the_system_message(chat_model):
+    completer = Completer(str(chat_model), Sampling(system="good"))
+    chat = [{"role": "system", "content": "good"}]
+    for question, answer in (("cat", "sat"), ("dog", "ran")):
+        chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    chat.append({"role": "user", "content": "mat"})
+    assert completer.shortened(chat) == chat
+    room = completer._num_tokens([chat[0], *chat[3:]])  # without the first exchange
+    completer.sampling = dataclasses.replace(completer.sampling, max_prompt_len=room)
+    kept = completer.shortened(chat)
+    assert [message["content"] for message in kept] == ["good", "dog", "ran", "mat"]
+    assert completer.shortened(kept[-1:]) == kept[-1:]
+
+
+def test_a_conversation_remembers_until_it_begins_anew(chat_model, monkeypatch):
+    completer = Completer(str(chat_model), Sampling(greedy=True, max_new_tokens=3))
+    heard: list = []
+
+    def stream(chat):
+        heard.append([message["content"] for message in chat])
+        yield from ("an", "swer")
+
+    monkeypatch.setattr(completer, "stream", stream)
+    typed = iter(["cat", "dog", "/new", "mat", ""])
+    out = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr(out, "input", lambda prompt: next(typed))
+    converse(completer, out)
+    assert heard == [["cat"], ["cat", "answer", "dog"], ["mat"]]
+    assert out.file.getvalue().count("model> answer\n") == 3

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import pytest
@@ -11,10 +12,12 @@ from rllib_llm.cli.options import RayOptions
 from rllib_llm.cli.session import (
     _init_arguments,
     _object_store_bytes,
+    check_address,
     prepare,
     weights_in_store,
 )
 from rllib_llm.experiments.yaml_experiments import Experiment
+from rllib_llm.named_imports import IMPORTS
 from rllib_llm.user_errors import UserError
 
 
@@ -77,3 +80,27 @@ def test_the_users_environment_wins(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     prepare()
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+def test_a_cluster_that_does_not_answer_is_one_sentence_in_seconds():
+    with socket.socket() as listening:  # a port of our own that nobody listens at any more
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(UserError, match=f"--ray-address='{address}' must be a running Ray"):
+            check_address(address)
+
+
+def test_addresses_that_say_where_to_look_are_left_to_ray():
+    for address in (None, "auto", "local"):
+        check_address(address)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_address(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_what_was_named_goes_to_rays_processes(monkeypatch):
+    monkeypatch.setenv(IMPORTS, "my_names")
+    arguments = _init_arguments(RayOptions(), needed_cpus=1)
+    assert arguments["runtime_env"]["env_vars"] == {IMPORTS: "my_names"}
+    monkeypatch.delenv(IMPORTS)
+    assert "runtime_env" not in _init_arguments(RayOptions(), needed_cpus=1)

@@ -268,3 +268,36 @@ def test_it_is_a_bandit_env_by_gymnasiums_rules():
     assert env.metadata["autoreset_mode"] is gymnasium.vector.AutoresetMode.SAME_STEP
     env.close()
     assert env.closed
+
+
+def test_a_sample_of_the_action_space_can_be_stepped():
+    env = word_env(num_envs=3)
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    actions = env.action_space.sample()
+    _, rewards, _, _, infos = env.step(actions)
+    assert infos["num_completion_tokens"].tolist() == [len(ids) for ids in actions]
+    assert rewards.shape == (3,)
+    with pytest.raises(BanditEnvError, match=r"completion_ids of shape \[2, "):
+        env.step(actions[:2])
+
+
+def test_shares_of_rows_that_failed_or_were_cut_count_over_all_rows():
+    def fragile(completions):
+        if any("dog" in text for text in completions):
+            raise KeyError("dog")
+        return [1.0] * len(completions)
+
+    env = word_env(num_envs=2, rewards=RewardSum(fragile), max_prompt_len=2)
+    with pytest.warns(UserWarning):
+        env.reset(seed=0)
+        ids = [env.tokenizer(text)["input_ids"] for text in ("the dog", "cat")]
+        infos = env.step(ids)[4]
+    assert infos["metrics"]["fragile_failed"].tolist() == [1.0, 0.0]
+    cut = infos["metrics"]["prompt_truncated"]
+    assert cut.tolist() == [float(len(row.prompt.split()) > 2) for row in env_rows(env)]
+
+
+def env_rows(env) -> list:
+    """The rows of the first batch."""
+    return env.prompts.rows(0, env.num_envs)

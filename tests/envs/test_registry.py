@@ -89,3 +89,21 @@ def test_wrong_names():
 def test_registering_imports_no_environment():
     # Their modules load transformers' models; names must be cheap.
     assert all(isinstance(target, str) for target in registry.ENVIRONMENTS.values())
+
+
+def test_a_single_environment_is_refused_with_the_call_that_works():
+    register_envs()
+    with pytest.raises(UnknownEnvError, match=r"must be gymnasium\.make_vec\('rllib_llm/Arith"):
+        gymnasium.make(ARITHMETIC)
+
+
+def test_a_dotted_path_becomes_a_name_that_rllib_knows():
+    path = f"{__name__}:ConfigEnv"
+    assert registry.register_user_env(path) and registry.register_user_env(path)
+    from_rllib = _global_registry.get(ENV_CREATOR, path)
+    assert from_rllib(EnvContext({"a": 1}, worker_index=1)).config == {"a": 1}
+    assert make(path, {"b": 2}).config == {"b": 2}
+    assert not registry.register_user_env("CartPole-v1")
+    assert not registry.register_user_env("org/name")
+    with pytest.raises(DottedPathError, match="Did you mean 'ConfigEnv'"):
+        registry.register_user_env(f"{__name__}:ConfgEnv")

@@ -110,7 +110,7 @@ def test_a_penalty_on_a_reference_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"ref_kl_coeff=0.1 must be 0 without a reference"):
         tiny.build(reinforce()).prepare(batch)
     _, means = prepared_means(reinforce(ref_kl_coeff=0.0), batch)
-    assert means["objective/kl"] == 0
+    assert "objective/kl" not in means  # a 0 would look measured
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@ from __future__ import annotations
 import io
 import pickle
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
+from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
-from rllib_llm.reports.live_table import LiveTable, TrialRow
+from rllib_llm.listening import Message
+from rllib_llm.reports.live_table import SILENT_S, LiveTable, Progress, TrialRow
+from rllib_llm.tune.messages import MessageLog
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
@@ -24,7 +28,7 @@ def result(iteration: int, **values: float) -> dict:
 
 def rendered(table: LiveTable) -> str:
     out = Console(file=io.StringIO(), width=110)
-    out.print(table.table())
+    out.print(table.view())
     return out.file.getvalue()
 
 
@@ -118,3 +122,62 @@ def test_the_time_left_follows_the_pace_since_the_first_result():
     row.update({"training_iteration": 6})
     # 0.4 of the way in 4 s, 0.4 to go: 4 s more.
     assert abs(row.eta_s() - 4.0) < 0.5
+
+
+def stored(name: str, folder: Path) -> SimpleNamespace:
+    """A trial whose folder lies on this disk."""
+    storage = SimpleNamespace(storage_filesystem=LocalFileSystem(), trial_fs_path=str(folder))
+    return SimpleNamespace(trial_id=name, evaluated_params={}, config={}, storage=storage)
+
+
+def test_warnings_of_the_trials_processes_are_printed_once(tmp_path):
+    out = console(terminal=False)
+    trials = [stored(name, tmp_path / name) for name in "ab"]
+    with LiveTable("rl · GRPO", {}, out) as table:
+        table.on_step_end(0, trials)
+        for index, one in enumerate(trials):
+            text = f"{index + 3} of the first 16 prompts are longer than max_prompt_len"
+            MessageLog(tmp_path / one.trial_id).write([Message("trial", text, True)], 1)
+        table._last_poll = 0.0
+        table.on_step_end(1, trials)
+    (line,) = out.file.getvalue().splitlines()
+    assert line.startswith("warning: 3 of the first 16 prompts are longer")
+
+
+def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        table.on_step_end(0, [stored("a", tmp_path)])
+        (row,) = table._rows.values()
+        row._started -= SILENT_S + 1  # as if it had been silent for so long
+        assert "waiting for its process, for 0:11" in rendered(table)
+        MessageLog(tmp_path).doing("sampling and judging 16 completions")
+        assert "rl: sampling and judging 16 completions, for 0:00" in rendered(table)
+        table._last_line = table._last_poll = -1000.0
+        table.on_step_end(1, [stored("a", tmp_path)])
+        assert "rl  sampling and judging 16 completions, for 0:0" in out.file.getvalue()
+        table.on_trial_result(2, [], stored("a", tmp_path), result(1))
+        assert "sampling" not in rendered(table)  # it has just been heard of
+
+
+def test_a_sign_that_something_is_wrong_is_told_once():
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        for iteration in range(1, 7):
+            objective = {"scores": 1.0, "scores_std": 0.0}
+            table.on_trial_result(iteration, [], trial("a"), result(iteration, objective=objective))
+    told = [line for line in out.file.getvalue().splitlines() if line.startswith("look:")]
+    assert len(told) == 1
+    assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
+
+
+def test_a_tuner_of_ones_own_has_it_as_a_callback(capsys):
+    progress = Progress({"training_iteration": 2})
+    progress.on_trial_start(0, [], trial("a", lr=0.1))
+    progress.on_trial_result(1, [], trial("a", lr=0.1), result(1, objective={"scores": 1.5}))
+    progress.on_trial_complete(2, [], trial("a", lr=0.1))
+    assert capsys.readouterr().out.splitlines() == [
+        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  ETA …",
+        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  done",
+    ]
+    assert isinstance(pickle.loads(pickle.dumps(progress)), Progress)

@@ -60,3 +60,30 @@ def test_progress_is_that_of_the_nearest_counter():
     assert progress(result, {"training_iteration": 4}) == 1.0
     assert progress(result, {"objective/scores": 1.0}) == 0.0  # a goal, not a counter
     assert progress(result, {"absent": 3}) == progress(result, {}) == 0.0
+
+
+def test_a_summary_has_reward_parts_drift_and_rows_that_were_lost():
+    result = {
+        "episode": 1,
+        "objective/scores": 1.0,
+        "train/correct_rewards": 0.5,
+        "train/format_rewards": 0.1,
+        "env/reward_model/drift/rank_corr": 0.99,
+        "env/reference/drift/kl": 0.004,
+        "env/correct_failed": 0.25,
+        "env/format_failed": 0.0,
+        "train/truncated_share": 0.125,
+    }
+    titles = [metric.title for metric in summary_metrics([result])]
+    assert titles == [
+        "episodes",
+        "reward",
+        "  correct",
+        "  format",
+        "drift of reference, kl",
+        "drift of reward_model, rank_corr",
+        "share on which correct failed",
+        "share of prompts that were cut",
+    ]
+    alone = {"episode": 1, "objective/scores": 1.0, "train/reward_model_rewards": 1.0}
+    assert [metric.title for metric in summary_metrics([alone])] == ["episodes", "reward"]

@@ -79,3 +79,24 @@ def test_pass_criteria_decide(tmp_path, criteria: dict, passed: bool, message: s
     verdict, text = reported(result, tmp_path, **criteria)
     assert verdict is passed
     assert message in text
+
+
+def test_the_report_says_what_to_look_at(tmp_path):
+    result = finished_stage(tmp_path, [1.0, 1.0, 1.0], "LlamaForCausalLM")
+    file = result.best_trial_folder / "result.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["objective"]["scores_std"] = 0.0
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, text = reported(result, tmp_path)
+    assert "look: iteration 3: every completion gets the same reward, 1," in text
+
+
+def test_a_kl_that_nobody_measured_is_not_shown(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    file = result.best_trial_folder / "result.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        del row["objective"]["kl"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "KL" not in reported(result, tmp_path)[1]

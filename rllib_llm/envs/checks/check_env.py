@@ -9,6 +9,7 @@ It hands the environment random completions and looks at what comes back; it doe
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm import columns
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.checks.check_judging import JudgingChecker
-from rllib_llm.envs.registry import make
+from rllib_llm.envs.registry import ENVIRONMENTS, make
 
 
 class EnvContractError(ValueError):
@@ -49,15 +50,17 @@ def check_env(
         seed: of the random completions.
         raise_error: raise `EnvContractError` where there are problems.
 
-    An exception of the environment itself passes through: its traceback says more than we could.
+    What keeps the contract but needs other settings than the default ones is warned of. An
+    exception of the environment itself passes through: its traceback says more than we could.
     """
     if min(num_prompts, num_completions) < 2:
         raise ValueError(
             f"num_prompts={num_prompts!r}, num_completions={num_completions!r} must be at least 2: "
             "with one, order and groups cannot be seen. Raise them."
         )
+    made_from = None
     if inspect.isclass(env) or not hasattr(env, "step"):
-        env = make(env, env_config)
+        made_from, env = env, make(env, env_config)
     options = {
         "position": 1,
         "num_prompts": num_prompts,
@@ -67,9 +70,22 @@ def check_env(
     checker = PromptChecker(findings, options)
     if checker.check_spaces() and checker.check_reset():
         JudgingChecker(findings, options, seed).run()
+    silent = findings.problems or not findings.notes
+    if not silent and not _takes_reference(made_from, dict(env_config or {})):
+        warnings.warn(findings.notes[0], stacklevel=2)
     if raise_error and findings.problems:
         raise EnvContractError(findings.problems)
     return findings.problems
+
+
+def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
+    """Whether an environment has a reference once it is given the setting that samplers add."""
+    if isinstance(creator, str) and creator in ENVIRONMENTS:
+        return True
+    if creator is None or env_config.get("model") is None:
+        return False
+    env = make(creator, {**env_config, "reference": {"model": env_config["model"]}})
+    return getattr(env, "reference", None) is not None
 
 
 class PromptChecker:

@@ -16,6 +16,7 @@ class Findings:
     def __init__(self, env: Any) -> None:
         self.env = env
         self.problems: list[str] = []
+        self.notes: list[str] = []  # what keeps the contract, and will be refused by default
 
     def add(self, arrived: str, rule: str, reason: str, remedy: str) -> None:
         """One finding, in the form of every message of this package."""

@@ -146,6 +146,12 @@ class JudgingChecker:
     def check_reference(self, infos: Mapping[str, Any], mask: torch.Tensor) -> None:
         """The reference's log-probs, where the environment gives any."""
         if columns.REF_LOGPROBS not in infos:
+            self.findings.notes.append(
+                "step() infos have no 'ref_logprobs': training with ref_kl_coeff above 0, as it is "
+                "by default, will refuse the first batch, unless the environment takes the setting "
+                "'reference' that samplers add. Take it, set reference_in='learner', or set "
+                "ref_kl_coeff=0."
+            )
             return
         where, ref_logprobs = "step() infos['ref_logprobs']", infos[columns.REF_LOGPROBS]
         if not self.findings.check_tensor(where, ref_logprobs, torch.float32, tuple(mask.shape)):

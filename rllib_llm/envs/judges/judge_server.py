@@ -52,6 +52,8 @@ class JudgeServer:
         client: further arguments of `OpenAIClient`.
     """
 
+    wants_texts = True  # of chats, too: they are filled into the template
+
     def __init__(
         self,
         base_url: str,

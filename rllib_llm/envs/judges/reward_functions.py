@@ -15,6 +15,7 @@ from rllib_llm.dotted import import_dotted
 RewardFunction = Callable[..., Any]
 _SPEC_KEYS = ("function", "weight", "name", "kwargs")
 _RESERVED = ("prompts", "completions", "completion_ids")
+_STATE = "trainer_state"
 
 
 class RewardError(ValueError):
@@ -28,7 +29,8 @@ class RewardBatch:
     prompt_ids [B, P] int64 left-padded, prompt_mask [B, P] bool, completion_ids [B, T] int64
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
     once for all functions, special tokens left out); `columns` hold the data set's other columns,
-    B values each.
+    B values each; `global_step` is the number of updates before this batch, `epoch` how often the
+    data set was gone through.
     """
 
     prompt_ids: torch.Tensor
@@ -38,6 +40,8 @@ class RewardBatch:
     prompts: Sequence[str] = ()
     completions: Sequence[str] = ()
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    global_step: int = 0
+    epoch: float = 0.0
 
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
@@ -66,14 +70,18 @@ class RewardBatch:
 class RewardTerm:
     """One reward function with its name and weight.
 
-    The function is called by keyword with prompts, completions (texts), completion_ids (ids
-    without padding), messages (the chats, where prompts are chats) and the data set's other
-    columns, all lists of B; what it does not take is not passed. Where it has an attribute
-    `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask, completion_ids,
-    completion_mask)` with tensors. It may be a coroutine function. It returns B numbers (list,
-    NumPy array or tensor [B]), or a pair of them and {metric name: B numbers}. (The convention of
-    trl.GRPOTrainer's reward functions, extended.) Function objects may have methods: `metrics()`,
-    numbers by name, and `missing_reason()`, why rows of the last batch have no score.
+    The function is called by keyword with prompts, completions, completion_ids (ids without
+    padding) and the data set's other columns, all lists of B; what it does not take is not passed.
+    Prompts and completions are texts, or, where the prompts are chats, lists of messages, so that a
+    completion's text is `completion[0]["content"]`; with a parameter `messages`, which gets the
+    chats, or an attribute `wants_texts = True` they are texts then, too. A parameter
+    `trainer_state` gets transformers.TrainerState with global_step and epoch. Where the function
+    has an attribute `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask,
+    completion_ids, completion_mask)` with tensors. It may be a coroutine function. It returns B
+    numbers (list, NumPy array or tensor [B]; None in a list: not judged by this function), or a
+    pair of them and {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward
+    functions, extended.) Function objects may have methods: `metrics()`, numbers by name, and
+    `missing_reason()`, why rows of the last batch have no score.
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
@@ -85,6 +93,8 @@ class RewardTerm:
             getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
         self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
+        names_chats = "messages" in self._names.named
+        self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
 
     @classmethod
     def from_spec(cls, spec: RewardFunction | str | Mapping[str, Any]) -> RewardTerm:
@@ -129,7 +139,17 @@ class RewardTerm:
             "completions": batch.completions,
             "completion_ids": batch.completion_id_lists,
         }
-        return self.function(**{k: list(v) for k, v in given.items() if self._names.takes(k)})
+        if "messages" in batch.columns and not self.wants_texts:
+            given["prompts"] = batch.columns["messages"]
+            given["completions"] = [
+                [{"role": "assistant", "content": text}] for text in batch.completions
+            ]
+        taken = {k: list(v) for k, v in given.items() if self._names.takes(k)}
+        if _STATE in self._names.named:
+            from transformers import TrainerState  # takes seconds, and few ask for it
+
+            taken[_STATE] = TrainerState(global_step=batch.global_step, epoch=batch.epoch)
+        return self.function(**taken)
 
     def metrics(self) -> dict[str, float]:
         """What the function reports by a `metrics()` method of its own, as "<name>/<metric>"."""
@@ -152,7 +172,7 @@ class RewardTerm:
                     f"column={column!r} must have another name: reward functions get the prompts "
                     "or completions under it. Rename the column of the data set."
                 )
-        missing = sorted(self._names.required - set(columns) - set(_RESERVED))
+        missing = sorted(self._names.required - {*columns, *_RESERVED, _STATE})
         if missing:
             raise RewardError(
                 f"reward function {self.name!r} must find its arguments {missing} among the "

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import threading
-import traceback
 import warnings
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardError, RewardTerm
+from rllib_llm.tracebacks import raised
+
+SHOWN = 120  # characters of a text in a message
 
 __all__ = ["RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards"]
 
@@ -24,24 +26,27 @@ class Rewards:
     """Scores of B completions, all tensors [B] on one device.
 
     scores float32 (the weighted sum, 0 where not valid), valid bool, components float32 by function
-    name before weighting (0 where that function failed), metrics float32 by name (diagnostics of
-    the functions that are no reward; 0 where that function failed).
+    name before weighting (0 where that function failed, NaN where it does not judge the row),
+    metrics float32 by name (diagnostics of the functions that are no reward; 0 where that function
+    failed), failed bool by function name.
     """
 
     scores: torch.Tensor
     valid: torch.Tensor
     components: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor]
+    failed: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Result:
-    """One function's answer: values and validity [B], metrics, the first failure's traceback."""
+    """One function's answer: values (NaN: not judged by it) and validity [B], metrics, the first
+    exception."""
 
     values: torch.Tensor
     valid: torch.Tensor
     metrics: dict[str, torch.Tensor]
-    failure: str = ""
+    error: BaseException | None = None
 
 
 class RewardSum:
@@ -49,7 +54,9 @@ class RewardSum:
 
     A function that raises on the batch is called again row by row; rows on which it still raises,
     and rows it gives NaN or infinity, are not valid: they are counted in `num_failed`, and the
-    first of each function is shown in a warning. Coroutine functions run concurrently.
+    first of each function is shown in a warning. A row to which it gives None is not judged by it:
+    the others decide, and a row that none judges is not valid. Coroutine functions run
+    concurrently.
 
     Raises:
         RewardError: at construction for a wrong setting; when called for an answer of the wrong
@@ -92,12 +99,15 @@ class RewardSum:
         device = batch.completion_ids.device
         scores = torch.zeros(len(batch), device=device)
         valid = torch.ones(len(batch), dtype=torch.bool, device=device)
-        components, metrics = {}, {}
+        judged = torch.zeros_like(valid)
+        components, metrics, failed = {}, {}, {}
         for term, result in zip(self.terms, results, strict=True):
             self._report(term, result, batch)
             components[term.name] = result.values
-            scores = scores + term.weight * result.values
+            failed[term.name] = ~result.valid
+            scores = scores + term.weight * result.values.nan_to_num()
             valid = valid & result.valid
+            judged = judged | ~result.values.isnan()
             for name, values in result.metrics.items():
                 if name in metrics:
                     raise RewardError(
@@ -107,8 +117,9 @@ class RewardSum:
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)
+        valid = valid & judged
         scores = torch.where(valid, scores, torch.zeros_like(scores))
-        return Rewards(scores, valid, components, metrics)
+        return Rewards(scores, valid, components, metrics, failed)
 
     def _results(self, batch: RewardBatch) -> list[_Result]:
         """Async functions wait together in the background while the others compute."""
@@ -126,50 +137,50 @@ class RewardSum:
         if not failed:
             return
         self.num_failed[term.name] += len(failed)
-        reason = result.failure or term.missing_reason() or "the result is NaN or infinite"
+        reason = term.missing_reason() or "the result is NaN or infinite"
+        if result.error is not None:
+            reason = raised(result.error)
         shown = _shown(batch, failed[0])
         if len(failed) == len(batch):
             raise RewardError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
-                f"it failed on all {len(batch)}. The first is {shown}. Correct the function, or "
-                f"what it depends on.\n{reason}"
-            )
+                f"it failed on all {len(batch)}, first on {shown} with {reason}. Correct the "
+                "function, or what it depends on."
+            ) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
             warnings.warn(
                 f"reward function {term.name!r} failed on {len(failed)} of {len(batch)} "
-                f"completions, which are left out; the first is {shown}. Later failures are only "
-                f"counted (num_failed).\n{reason}",
+                f"completions, which are left out, first on {shown} with {reason}. Later failures "
+                f"are only counted (env/{term.name}_failed).",
                 stacklevel=3,
             )
 
 
+# Whatever a user's function raises costs its rows, `sys.exit` as well: hence the breadth.
+RAISED = (Exception, SystemExit)
+
+
 def _judge(term: RewardTerm, batch: RewardBatch) -> _Result:
-    # Whatever a user's function raises costs its rows, hence the breadth of the excepts here.
-    answer, failure = None, ""
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
             answer = asyncio.run_coroutine_threadsafe(_awaited(answer), _loop()).result()
-    except Exception:
-        failure = traceback.format_exc()
-    if not failure:
-        return _read_answer(term, answer, batch)
-    if len(batch) == 1:
-        return _failed(batch, failure)
-    return _join([_judge(term, batch.row(i)) for i in range(len(batch))])
+            if isinstance(answer, _Raised):
+                raise answer.error
+    except RAISED as error:
+        if len(batch) == 1:
+            return _failed(batch, error)
+        return _join([_judge(term, batch.row(i)) for i in range(len(batch))])
+    return _read_answer(term, answer, batch)
 
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> _Result:
-    answer, failure = None, ""
-    try:
-        answer = await term.call(batch)
-    except Exception:
-        failure = traceback.format_exc()
-    if not failure:
+    answer = await _awaited(term.call(batch))
+    if not isinstance(answer, _Raised):
         return _read_answer(term, answer, batch)
     if len(batch) == 1:
-        return _failed(batch, failure)
+        return _failed(batch, answer.error)
     rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
     return _join(await asyncio.gather(*rows))
 
@@ -183,14 +194,25 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+@dataclass(frozen=True)
+class _Raised:
+    """An exception in place of an answer."""
+
+    error: BaseException
+
+
 async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
+    """The answer, or what was raised: `SystemExit` would end the loop and its thread."""
+    try:
+        return await answer
+    except RAISED as error:
+        return _Raised(error)
 
 
-def _failed(batch: RewardBatch, failure: str) -> _Result:
+def _failed(batch: RewardBatch, error: BaseException) -> _Result:
     device = batch.completion_ids.device
     values = torch.zeros(len(batch), device=device)
-    return _Result(values, torch.zeros(len(batch), dtype=torch.bool, device=device), {}, failure)
+    return _Result(values, torch.zeros(len(batch), dtype=torch.bool, device=device), {}, error)
 
 
 def _join(rows: Sequence[_Result]) -> _Result:
@@ -200,7 +222,7 @@ def _join(rows: Sequence[_Result]) -> _Result:
         torch.cat([row.values for row in rows]),
         torch.cat([row.valid for row in rows]),
         {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
-        next((row.failure for row in rows if row.failure), ""),
+        next((row.error for row in rows if row.error is not None), None),
     )
 
 
@@ -208,10 +230,15 @@ def _read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> _Result:
     metrics: Mapping[str, Any] = {}
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
         answer, metrics = answer
+    unjudged = torch.zeros(len(batch), dtype=torch.bool, device=batch.completion_ids.device)
+    if isinstance(answer, Sequence) and len(answer) == len(batch):
+        unjudged = torch.tensor([one is None for one in answer], device=unjudged.device)
+        answer = [0.0 if one is None else one for one in answer]
     values = _numbers(term.name, "scores", answer, batch)
     finite = torch.isfinite(values)
+    values = torch.where(finite, values, torch.zeros_like(values))
     return _Result(
-        torch.where(finite, values, torch.zeros_like(values)),
+        torch.where(unjudged, torch.full_like(values, torch.nan), values),
         finite,
         {
             str(name): _numbers(term.name, f"metric {name!r}", given, batch)
@@ -231,7 +258,7 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
                 f"{what} of reward function {function!r} must be {size} numbers (a list or a "
                 f"tensor [{size}]): it returned {type(answer).__name__} {str(answer)[:120]!r} "
                 f"({error}) for a batch beginning with {_shown(batch, 0)}. Return one number for "
-                "each completion, float('nan') where there is none."
+                "each completion, None where it is not judged."
             ) from error
         answer = torch.tensor(values, dtype=torch.float32)
     if answer.shape != (size,):
@@ -246,4 +273,4 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
 def _shown(batch: RewardBatch, i: int) -> str:
     if not batch.completions:
         return f"token ids {batch.completion_ids[i][batch.completion_mask[i]].tolist()[:40]}"
-    return f"prompt {batch.prompts[i][-200:]!r} completion {batch.completions[i][:200]!r}"
+    return f"prompt {batch.prompts[i][-SHOWN:]!r} completion {batch.completions[i][:SHOWN]!r}"

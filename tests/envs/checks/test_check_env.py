@@ -9,6 +9,8 @@ from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.checks.check_env import EnvContractError, check_env
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.registry import make
+from rllib_llm.envs.toys.arithmetic import MODEL
 from tests.envs.tiny_envs import PROMPTS, num_words
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -278,3 +280,20 @@ def test_exceptions_of_the_environment_pass_through():
 def test_one_prompt_is_too_few_to_see_groups():
     with pytest.raises(ValueError, match="num_prompts=1, num_completions=2 must be at least 2"):
         check_env(GoodEnv(), num_prompts=1)
+
+
+def taking_all_settings(env_config):
+    return make("rllib_llm/Arithmetic-v0", env_config)
+
+
+def taking_no_reference(env_config):
+    return make("rllib_llm/Arithmetic-v0", {**env_config, "reference": None})
+
+
+def test_what_the_default_beta_would_refuse_is_warned_of(recwarn):
+    settings = {"model": MODEL, "num_problems": 20}
+    assert check_env("rllib_llm/Arithmetic-v0", {"num_problems": 20}) == []
+    assert check_env(taking_all_settings, settings) == []
+    assert not recwarn  # samplers' reference reaches both
+    with pytest.warns(UserWarning, match="no 'ref_logprobs'.*ref_kl_coeff.*reference_in='learner'"):
+        assert check_env(taking_no_reference, settings) == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_failing_everywhere_is_an_error_with_the_first_traceback():
         (None, "returned NoneType"),
         (1.0, "returned float"),
         (["good", "bad"], "could not convert string to float"),
-        ([1.0, None], "must be 2 numbers"),
+        ([1.0, [None]], "must be 2 numbers"),
         (([1.0, 2.0], {"metric": [1.0]}), r"metric 'metric' of reward function 'wrong'"),
     ],
 )
@@ -273,3 +274,93 @@ def test_columns_must_suit_the_functions():
     with pytest.raises(RewardError, match="column='completions' must have another name"):
         RewardSum(length).check_columns(["completions"])
     RewardSum({"function": Matches(), "kwargs": {"answer": ["x"]}}).check_columns([])
+
+
+def test_a_function_that_fails_everywhere_is_named_with_its_place_and_text():
+    def boom(completions):
+        return [1 / 0 for _ in completions]
+
+    with pytest.raises(RewardError) as caught:
+        RewardSum(boom)(batch_of("a", "b", prompts=["1+2=", "q"]))
+    text = str(caught.value)
+    assert "reward function 'boom'" in text and "failed on all 2" in text
+    assert "prompt '1+2=' completion 'a'" in text
+    assert "ZeroDivisionError: division by zero, raised in test_rewards.py:" in text
+    assert "\n" not in text  # the traceback is the cause's
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_leaving_the_process_costs_rows_as_any_failure():
+    def quits(completions):
+        if "b" in completions:
+            raise SystemExit(3)
+        return [1.0] * len(completions)
+
+    async def quits_later(completions):
+        return quits(completions)
+
+    for function in (quits, quits_later, lambda completions: quits_later(completions)):
+        with pytest.warns(UserWarning, match="failed on 1 of 2.*SystemExit: 3"):
+            out = RewardSum(function)(batch_of("a", "b"))
+        assert out.valid.tolist() == [True, False]
+        assert out.failed[next(iter(out.failed))].tolist() == [False, True]
+        with pytest.raises(RewardError, match="all 1.*SystemExit: 3"):
+            RewardSum(function)(batch_of("b"))
+
+
+def test_none_means_not_judged_by_this_function():
+    def code(completions):
+        return [None, 2.0, None]
+
+    def prose(completions):
+        return [5.0, None, None]
+
+    rewards = RewardSum([{"function": code, "weight": 0.5}, prose])
+    out = rewards(batch_of("a", "b", "c"))
+    # Only prose judges the first, only code the second (half of 2), nobody the third.
+    assert out.scores.tolist() == [5.0, 1.0, 0.0]
+    assert out.valid.tolist() == [True, True, False]
+    assert out.components["code"].isnan().tolist() == [True, False, True]
+    assert not any(column.any() for column in out.failed.values())
+    assert rewards.num_failed == {"code": 0, "prose": 0}
+
+
+def test_functions_written_for_trl_run_unchanged():
+    # From TRL's documentation of GRPOTrainer, "Using a custom reward function": for standard and
+    # conversational data, for some rows only, and with the trainer's state.
+    def reward_func(completions, ground_truth, **kwargs):
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth, strict=True)]
+
+    def math_reward_func(prompts, completions, task, **kwargs):
+        assert prompts[0][-1]["role"] == "user"
+        return [1.0 if t == "math" else None for t in task]
+
+    def curriculum(completions, completion_ids, trainer_state, **kwargs):
+        return [trainer_state.global_step * len(ids) for ids in completion_ids]
+
+    chats = [[{"role": "user", "content": "2+2?"}], [{"role": "user", "content": "Hello"}]]
+    columns = {"ground_truth": ["4", "x"], "task": ["math", "talk"], "messages": chats}
+    batch = dataclasses.replace(batch_of("4", "hi you", **columns), global_step=7)
+    out = RewardSum([reward_func, math_reward_func, curriculum])(batch)
+    assert out.components["reward_func"].tolist() == [1.0, 0.0]
+    assert out.scores.tolist() == [1.0 + 1.0 + 7.0, 14.0]
+
+
+def test_who_asks_for_the_chats_gets_texts_beside_them():
+    seen = []
+
+    def ours(prompts, completions, messages):
+        seen.append((prompts, completions, messages))
+        return [0.0] * len(prompts)
+
+    class Texts:
+        wants_texts = True
+
+        def __call__(self, prompts, completions, **columns):
+            seen.append((prompts, completions, columns["messages"]))
+            return [0.0] * len(prompts)
+
+    chats = [[{"role": "user", "content": "hi"}]]
+    RewardSum([ours, Texts()])(batch_of("yes", messages=chats))
+    assert seen == [(["p"], ["yes"], chats)] * 2

@@ -1,0 +1,155 @@
+"""Signs in a trial's results that something is wrong, each as one sentence with what to look at.
+
+Pure functions of flat results, one per iteration, so that progress and report say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rllib_llm.reports.metrics_view import number
+
+Rows = Sequence[Mapping[str, Any]]
+
+IN_A_ROW = 3  # results that must agree: one alone is chance
+FALLEN = 0.9  # of the first training loss: it has learnt something
+COLLAPSED = 0.1  # of the first entropy
+LITTLE_ENTROPY = 0.1  # nats per token; text has 1 to 3
+MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than under the reference
+# What the rules read: all else of a result need not be kept.
+KEYS = (
+    "training_iteration",
+    "objective/scores",
+    "objective/scores_std",
+    "train/zero_variance_groups",
+    "loss/reward_model",
+    "eval/loss",
+    "eval/iteration",
+    "policy/entropy_avg",
+    "objective/kl",
+    "train/output_length",
+)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something to look at: the rule's name, the iteration at which it was first true, and what it
+    means."""
+
+    name: str
+    iteration: int
+    text: str
+
+
+def kept(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rules need of a flat result."""
+    return {key: result[key] for key in KEYS if key in result}
+
+
+def signs(rows: Rows) -> list[Sign]:
+    """The signs in a trial's results so far, each at the first iteration that shows it."""
+    found = []
+    for name, rule in RULES.items():
+        for end in range(1, len(rows) + 1):
+            if text := rule(rows[:end]):
+                iteration = int(number(rows[end - 1].get("training_iteration")) or end)
+                found.append(Sign(name, iteration, text))
+                break
+    return sorted(found, key=lambda sign: sign.iteration)
+
+
+def latest_signs(rows: Rows) -> list[Sign]:
+    """The signs that the last of the results shows."""
+    iteration = int(number(rows[-1].get("training_iteration")) or len(rows)) if rows else 0
+    texts = {name: rule(rows) for name, rule in RULES.items()}
+    return [Sign(name, iteration, text) for name, text in texts.items() if text]
+
+
+def constant_rewards(rows: Rows) -> str:
+    """Every completion of the last results has the same score."""
+    spread = _last(rows, "objective/scores_std")
+    score = _last(rows, "objective/scores")
+    if not spread or not score or max(spread) > 1e-6 * max(1.0, *map(abs, score)):
+        return ""
+    return (
+        f"every completion gets the same reward, {score[-1]:.4g}, so there is nothing to learn "
+        "from. Look at the reward functions, and at texts in samples.jsonl."
+    )
+
+
+def flat_groups(rows: Rows) -> str:
+    """The completions of each prompt have equal scores, though prompts differ."""
+    flat = _last(rows, "train/zero_variance_groups")
+    if not flat or min(flat) < 1.0 or constant_rewards(rows):
+        return ""
+    return (
+        "all completions of a prompt get the same reward, in every group, so all advantages are 0. "
+        "Look at num_completions and temperature (more completions, more variety), and whether the "
+        "prompts are all too easy or all too hard."
+    )
+
+
+def overfitted_judge(rows: Rows) -> str:
+    """A reward model that orders held-out pairs worse than chance says, while it learns its own."""
+    losses = [value for row in rows if (value := number(row.get("loss/reward_model"))) is not None]
+    made: dict[Any, float] = {}
+    for row in rows:
+        if (value := number(row.get("eval/loss"))) is not None:
+            made[row.get("eval/iteration", row.get("training_iteration"))] = value
+    held_out = list(made.values())[-2:]
+    learns = len(losses) >= IN_A_ROW and losses[-1] < FALLEN * losses[0]
+    if not learns or len(held_out) < 2 or min(held_out) <= math.log(2):
+        return ""
+    return (
+        f"the held-out loss is {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin, while "
+        f"the training loss falls ({losses[0]:.3f} to {losses[-1]:.3f}): it learns its pairs by "
+        "heart. Look at the number of pairs, num_epochs and lr, and for mislabelled pairs."
+    )
+
+
+def entropy_collapse(rows: Rows) -> str:
+    """The policy samples nearly the same tokens, unlike at first."""
+    entropy = [v for row in rows if (v := number(row.get("policy/entropy_avg"))) is not None]
+    if len(entropy) <= IN_A_ROW or entropy[0] <= LITTLE_ENTROPY:
+        return ""
+    if max(entropy[-IN_A_ROW:]) >= min(LITTLE_ENTROPY, COLLAPSED * entropy[0]):
+        return ""
+    return (
+        f"the entropy fell from {entropy[0]:.3g} to {entropy[-1]:.2g} nats per token: the policy "
+        "samples the same text again and again. Look at env/distinct and samples.jsonl; lower lr, "
+        "raise ref_kl_coeff, or set entropy_coeff."
+    )
+
+
+def kl_explosion(rows: Rows) -> str:
+    """The policy has left the reference."""
+    kl, length = _last(rows, "objective/kl"), _last(rows, "train/output_length")
+    if not kl or not length:
+        return ""
+    per_token = [value / max(1.0, n) for value, n in zip(kl, length, strict=True)]
+    if min(per_token) < MUCH_KL:
+        return ""
+    return (
+        f"the KL to the reference is {kl[-1]:.4g} nats, {per_token[-1]:.2g} per token: the policy "
+        "writes what the reference never would, and the reward model never saw. Look at "
+        "samples.jsonl; raise ref_kl_coeff or set ref_kl_target, and lower lr."
+    )
+
+
+RULES: Mapping[str, Callable[[Rows], str]] = {
+    "constant rewards": constant_rewards,
+    "flat groups": flat_groups,
+    "overfitted judge": overfitted_judge,
+    "entropy collapse": entropy_collapse,
+    "KL explosion": kl_explosion,
+}
+
+
+def _last(rows: Rows, key: str) -> list[float]:
+    """A result of the last iterations, [] where it is not in each of them."""
+    values = [number(row.get(key)) for row in rows[-IN_A_ROW:]]
+    known = [value for value in values if value is not None]
+    return known if len(known) == IN_A_ROW else []

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rllib_llm import user_errors
+
+
+@pytest.fixture
+def stderr(monkeypatch) -> io.StringIO:
+    """What goes to a narrow terminal."""
+    out = io.StringIO()
+    monkeypatch.setattr(user_errors, "stderr", Console(file=out, width=40))
+    return out
+
+
+def test_words_and_paths_of_a_panel_are_whole(stderr):
+    path = "/a/folder/of-many/parts/" + "deep/" * 12 + "error.txt"
+    user_errors.show(f"It failed for a reason that takes two lines.\n\nSee {path}", title="failed")
+    lines = stderr.getvalue().splitlines()
+    assert "failed" in lines[0]
+    assert lines[1:3] == ["It failed for a reason that takes two", "lines."]
+    assert path in lines  # alone on its line, longer than the terminal, in one piece
