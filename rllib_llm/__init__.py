@@ -26,6 +26,7 @@ _PUBLIC = {
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
+    "default_callbacks": "rllib_llm.tune",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

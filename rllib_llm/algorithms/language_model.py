@@ -25,6 +25,8 @@ from rllib_llm.algorithms.settings.checks import (
 )
 from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.settings.placement import require_places
+from rllib_llm.checkpoints.folder import make_readable
+from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
@@ -63,6 +65,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.refused_batch_dir: str | None = None
         self.learner_timeout_s: float | str | None = "auto"
         self.setup_timeout_s: float | None = 7200.0
+        self._started_in: str | None = None  # folder that relative paths in settings mean
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
@@ -279,6 +282,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
+        self.config = in_its_folder(self.config)
         require_places(self.config)
         super().setup(config)
 
@@ -314,6 +318,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def update_learners(self, columns: dict[str, Any], num_rows: int) -> None:
         """Gives every learner the whole batch; each takes its share of every mini-batch."""
+        self.has_begun_to_learn = True
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
         if self.learner_group.is_local:
             results = self.learner_group.update(batch=batch)
@@ -343,4 +348,5 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         errors = [result.get() for result in results if not result.ok]
         if errors:
             raise errors[0]
+        make_readable(folder)
         return folder

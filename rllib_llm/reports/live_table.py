@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -66,16 +64,13 @@ class LiveTable(Callback):
         self._started = time.monotonic()
         self._last_line = -LINE_INTERVAL_S
         self._live: Live | None = None
-        self._sigint: Any = None
-        self.interrupted = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles the run's callbacks next to its state; threads and terminals stay out.
-        return {**vars(self), "_console": None, "_live": None, "_sigint": None}
+        return {**vars(self), "_console": None, "_live": None}
 
     def __enter__(self) -> LiveTable:
         self._started = time.monotonic()
-        self._sigint = signal.getsignal(signal.SIGINT)
         if self._console.is_terminal:
             self._live = Live(
                 console=self._console, refresh_per_second=4, get_renderable=self.table
@@ -84,26 +79,11 @@ class LiveTable(Callback):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if _in_main_thread():  # Tune leaves its handler behind
-            signal.signal(signal.SIGINT, self._sigint)
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     # --- Tune's callbacks ---------------------------------------------------------------------
-
-    def setup(self, *args: Any, **info: Any) -> None:
-        """Note an interruption by the user, which Tune handles without telling anybody."""
-        if not _in_main_thread():
-            return
-        tunes = signal.getsignal(signal.SIGINT)
-
-        def note(signum: int, frame: Any) -> None:
-            self.interrupted = True
-            if callable(tunes):
-                tunes(signum, frame)
-
-        signal.signal(signal.SIGINT, note)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._row(trial).name = self._name(trial)
@@ -172,11 +152,6 @@ class LiveTable(Callback):
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def _in_main_thread() -> bool:
-    """True where Python lets us handle signals."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _bar(row: TrialRow) -> Any:
