@@ -267,6 +267,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
 
+    config: LanguageModelConfig
+
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config
         seconds = None

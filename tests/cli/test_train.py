@@ -17,6 +17,7 @@ from rllib_llm.cli.options import RunOptions, laid_over
 from rllib_llm.cli.train import run_folder
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.tune.trial_logs import read_results
+from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 from tests.tune.tiny_trainables import COUNTER
 
@@ -253,6 +254,26 @@ def test_options_on_both_sides():
     assert options == RunOptions(
         num_samples=4, stop="{a: 2}", overrides=["x=1", "y=1"], resume=True
     )
+
+
+def test_a_checkpoint_at_its_end_is_not_gone_on_from(tmp_path, ray_session):
+    with tiny.built(tiny.sft()) as algorithm:
+        tiny.train(algorithm, 2)
+        checkpoint = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+    config = {"model": tiny.MODEL, "data": f"{tiny.HERE}.build_texts", "lr": 1e-3,
+              "train_batch_size_per_learner": 6}  # fmt: skip
+    arguments = ["train", "--algo", "SFT", "--config", json.dumps(config), "--storage-path",
+                 str(tmp_path), "-n", "run", "--restore", checkpoint]  # fmt: skip
+    result = CliRunner().invoke(app, [*arguments, "--stop", "{training_iteration: 2}"])
+    assert result.exit_code == 2
+    text = said(result.output)
+    assert "stop.training_iteration=2 must be above 2, where sft.restore=" in text
+    assert "iterations count on from a checkpoint. Raise it to the total." in text
+
+    result = CliRunner().invoke(app, [*arguments, "--stop", "{training_iteration: 3}"])
+    assert result.exit_code == 0, result.output
+    metrics = StageResult.load(tmp_path / "run" / "sft").metrics
+    assert (metrics["training_iteration"], metrics["episode"]) == (3, 18)
 
 
 def test_a_full_disk_is_told_in_plain_words(run):
