@@ -29,6 +29,7 @@ _PUBLIC = {
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
     "Progress": "rllib_llm.reports.live_table",
+    "default_callbacks": "rllib_llm.tune",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -87,6 +87,13 @@ def replace_callbacks(tuner: Any, callbacks: list[Any]) -> None:
     tuner._local_tuner._run_config.callbacks = callbacks
 
 
+def resume_finished(tuner: Any) -> None:
+    """Has a restored Tuner go on with the trials that had ended, too."""
+    from ray import tune
+
+    tuner._local_tuner._resume_config.finished = tune.ResumeConfig.ResumeType.RESUME
+
+
 def wandb_logging_actor() -> Any:
     """The class of the process that logs a trial to W&B."""
     from ray.air.integrations.wandb import _WandbLoggingActor

@@ -130,6 +130,16 @@ def test_callbacks_of_a_tuner_are_replaced():
     assert tuner._local_tuner._run_config.callbacks is callbacks
 
 
+def test_a_restored_tuner_goes_on_with_trials_that_had_ended():
+    from ray.tune.tuner import Tuner
+
+    resume = tune.ResumeConfig()
+    tuner = SimpleNamespace(_local_tuner=SimpleNamespace(_resume_config=resume))
+    ray_compat.resume_finished(tuner)
+    assert resume.finished == tune.ResumeConfig.ResumeType.RESUME
+    assert "_local_tuner" in inspect.getsource(Tuner)
+
+
 def test_a_registered_environment_is_found_and_a_trainable_keeps_its_name():
     tune.register_env("ray_compat_env", lambda config: config["side"] ** 2)
     assert ray_compat.registered_env("ray_compat_env")({"side": 3}) == 9

@@ -27,6 +27,8 @@ from rllib_llm.algorithms.settings.checks import (
 )
 from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.settings.placement import require_places
+from rllib_llm.checkpoints.folder import make_readable
+from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
 from rllib_llm.tracebacks import explains_itself
@@ -69,6 +71,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.refused_batch_dir: str | None = None
         self.learner_timeout_s: float | str | None = "auto"
         self.setup_timeout_s: float | None = 7200.0
+        self._started_in: str | None = None  # folder that relative paths in settings mean
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
@@ -296,6 +299,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     carry the field's known metric names at the top."""
 
     _progress_metrics = (*HEADLINE, "episode")  # what Tune shows of a trial's last result
+    config: LanguageModelConfig
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config
@@ -352,6 +356,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self._listener is not None:
             self._listener.take()  # what settings warn of was said where they were given
         self.doing(f"loading models{_processes(self.config)}")
+        self.config = in_its_folder(self.config)
         require_places(self.config)
         super().setup(config)
 
@@ -387,6 +392,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def update_learners(self, columns: dict[str, Any], num_rows: int) -> None:
         """Gives every learner the whole batch; each takes its share of every mini-batch."""
+        self.has_begun_to_learn = True
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
         if self.learner_group.is_local:
             results = self.learner_group.update(batch=batch)
@@ -421,4 +427,5 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         errors = [result.get() for result in results if not result.ok]
         if errors:
             raise errors[0]
+        make_readable(folder)
         return folder

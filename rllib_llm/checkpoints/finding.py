@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from rllib_llm.checkpoints.folder import CheckpointError, checkpoints_in, newest_usable
+from rllib_llm.checkpoints.folder import (
+    CheckpointError,
+    checkpoints_in,
+    newest_usable,
+    read_manifest,
+)
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.user_errors import UserError
 
 
-def restore_source(given: str, algo_class: type, where: str) -> Path:
-    """Return the checkpoint folder from which trials of `algo_class` start.
+def restore_source(
+    given: str, algo_class: type, where: str, stop: Mapping[str, Any] | None = None
+) -> Path:
+    """Return the checkpoint folder from which trials of `algo_class` start, to end at `stop`.
 
     Raises:
-        UserError: there is none, or, for an algorithm of ours, no usable one.
+        UserError: there is none, or, for an algorithm of ours, no usable one, or one that is at
+            the trials' end already.
     """
     folder = Path(given).expanduser()
     if not folder.is_dir():
@@ -22,8 +32,17 @@ def restore_source(given: str, algo_class: type, where: str) -> Path:
             f"{where}={given!r} must be a checkpoint folder: there is none. "
             "`rllib train` prints the checkpoints it wrote."
         )
-    ours = issubclass(algo_class, WholeCheckpoints)
-    return (newest_usable(folder) if ours else folder).resolve()
+    if not issubclass(algo_class, WholeCheckpoints):
+        return folder.resolve()
+    source = newest_usable(folder)
+    done = read_manifest(source)["training_iteration"]
+    limit = (stop or {}).get("training_iteration")
+    if limit is not None and limit <= done:
+        raise UserError(
+            f"stop.training_iteration={limit!r} must be above {done}, where {where}={given!r} is: "
+            "iterations count on from a checkpoint. Raise it to the total."
+        )
+    return source.resolve()
 
 
 def find_checkpoint(folder: Path) -> Path:

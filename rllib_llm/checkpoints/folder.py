@@ -44,6 +44,17 @@ def write_manifest(folder: Path, about: dict[str, Any]) -> None:
     os.replace(partial, folder / MANIFEST)
 
 
+def make_readable(folder: Path) -> None:
+    """Gives the files in `folder` the mode of any new file: safetensors makes its own private."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
 def check(folder: str | Path) -> dict[str, Any]:
     """The manifest of the checkpoint `folder`, every file of which was read and is as written.
 
@@ -52,7 +63,7 @@ def check(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     _recover(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     for name, written in manifest["files"].items():
         file = folder / name
         if not file.is_file():
@@ -122,7 +133,7 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        _read_manifest(partial)
+        read_manifest(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -161,14 +172,14 @@ def _recover(target: Path) -> None:
         return
     for leftover in (_partial(target), _previous(target)):
         with contextlib.suppress(CheckpointError):
-            _read_manifest(leftover)
+            read_manifest(leftover)
             os.rename(leftover, target)
             return
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
     """Moves files that `old`'s manifest does not list to `new`, unless it has such files."""
-    own = {*_read_manifest(old)["files"], MANIFEST}
+    own = {*read_manifest(old)["files"], MANIFEST}
     for path in sorted(old.rglob("*")):
         name = path.relative_to(old)
         if path.is_file() and str(name) not in own and not (new / name).exists():
@@ -176,7 +187,12 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
             os.rename(path, new / name)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint `folder`, whose other files nobody looks at.
+
+    Raises:
+        CheckpointError: it has none, or one of an unknown format.
+    """
     if not folder.is_dir():
         raise CheckpointError(
             f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. "

@@ -20,10 +20,12 @@ from ray.rllib.core import (
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
 )
 from ray.rllib.utils import force_list
+from ray.tune.result import TIME_TOTAL_S
 
 from rllib_llm.checkpoints.folder import (
     CheckpointError,
     checkpoints_in,
+    make_readable,
     newest_usable,
     write_manifest,
     written_whole,
@@ -50,6 +52,33 @@ class WholeCheckpoints(Algorithm):
     RLlib's pickled state.
     """
 
+    # Whether the iteration has begun to change what a checkpoint holds.
+    has_begun_to_learn = False
+    _saved_iteration: int | None = None  # of the newest checkpoint of this process
+
+    def train(self) -> dict[str, Any]:
+        """As RLlib's. An iteration of a Tune trial that fails before anything is learnt in it
+        leaves a checkpoint of the state before it, which `UseFailureCheckpoints` tells Tune of."""
+        self.has_begun_to_learn = False
+        try:
+            return super().train()
+        except Exception:
+            is_news = self._iterations_since_restore and self._saved_iteration != self.iteration
+            if self._storage is not None and is_news and not self.has_begun_to_learn:
+                self._save_before_failing()
+            raise
+
+    def _save_before_failing(self) -> None:
+        try:
+            self.save()
+        except Exception:  # whatever it is, the failure that is on its way says more
+            logger.exception("No checkpoint could be saved before the trial ends.")
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """As RLlib's."""
+        super().save_checkpoint(checkpoint_dir)
+        self._saved_iteration = self.iteration
+
     def complete_checkpoint(self, folder: Path) -> None:
         """Adds to a checkpoint what an algorithm has beside RLlib's state, before the manifest."""
 
@@ -69,6 +98,7 @@ class WholeCheckpoints(Algorithm):
         with written_whole(path) as folder:
             super().save_to_path(str(folder), state=state, use_msgpack=use_msgpack)
             self.complete_checkpoint(folder)
+            make_readable(folder)
             write_manifest(folder, self._about())
         return path
 
@@ -138,6 +168,8 @@ class WholeCheckpoints(Algorithm):
             "ray_version": ray.__version__,
             "algorithm": type(self).__name__,
             "training_iteration": self.training_iteration,
+            TIME_TOTAL_S: self._time_total,
+            "started_in": getattr(self.config, "_started_in", None),
         }
 
     def _save_elsewhere(self, path: str, filesystem: pyarrow.fs.FileSystem, **kwargs: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from rllib_llm.cli.session import prepare, ray_session
 from rllib_llm.experiments.yaml_loader import parse_mapping
 from rllib_llm.reports.metrics_view import flatten, number
 from rllib_llm.user_errors import show, stderr, user_errors
+
+if TYPE_CHECKING:
+    from rllib_llm.algorithms.language_model import LanguageModelConfig
 
 
 @takes(RayOptions)
@@ -82,12 +85,17 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """
     from ray.rllib.algorithms import Algorithm
 
+    from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.checkpoints.started_in import in_its_folder
     from rllib_llm.config_schema import check_keys, check_values, resolve_classes
 
+    import_from_where_it_was_made(checkpoint)
     with (checkpoint / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME).open("rb") as stream:
         made = pickle.load(stream)
     (state, *_), _ = made["ctor_args_and_kwargs"]
     config = made["class"].get_default_config().from_state(state)
+    if isinstance(config, LanguageModelConfig):
+        config = without_training_data(in_its_folder(config), checkpoint)
     check_keys(config, settings, "--config")
     check_values(config, settings, "--config")
     config = config.copy(copy_frozen=False).update_from_dict(resolve_classes(settings, "--config"))
@@ -96,6 +104,41 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     config.evaluation_interval = config.evaluation_interval or 1
     config.evaluation_error_after_n_consecutive_skips = 1  # it is all that was asked for
     config.validate()
+    return config
+
+
+def import_from_where_it_was_made(checkpoint: Path) -> None:
+    """Make modules importable that lie in the folder in which the checkpoint's run was started."""
+    from rllib_llm.checkpoints.folder import MANIFEST, read_manifest
+    from rllib_llm.checkpoints.started_in import import_also_from
+
+    if (checkpoint / MANIFEST).is_file():  # RLlib's own checkpoints have none
+        folder = read_manifest(checkpoint).get("started_in")
+        if folder and Path(folder).is_dir():
+            import_also_from(Path(folder))
+
+
+def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> LanguageModelConfig:
+    """Return the config, held-out rows in place of those that are only learnt from, and the
+    checkpoint's own model in place of what a supervised stage began with: neither is needed."""
+    from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+    from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
+    from rllib_llm.algorithms.reward_model import RewardModelConfig
+    from rllib_llm.algorithms.supervised import SupervisedConfig
+    from rllib_llm.modules.adapter_folder import is_adapter_folder
+
+    config = config.copy(copy_frozen=False)
+    if isinstance(config, SupervisedConfig):
+        config.data = config.eval_data or config.data
+        if not is_adapter_folder(checkpoint / MODEL_IN_CHECKPOINT):
+            config.pretrained_model = str((checkpoint / MODEL_IN_CHECKPOINT).resolve())
+    if isinstance(config, RewardModelConfig):
+        config.normalization_data = None
+    if isinstance(config, PPOPtxConfig):
+        config.ptx_coeff, config.ptx_data = 0.0, None
+    if config.env_config.get("eval_prompts") is not None:
+        prompts = config.env_config["eval_prompts"]
+        config.env_config = {**config.env_config, "prompts": prompts}
     return config
 
 

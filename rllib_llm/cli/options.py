@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -17,6 +17,7 @@ IMPORT_HELP = (
     "A module of yours that is imported here and in Ray's processes before anything else, to "
     "register environments and the like by name; as often as needed."
 )
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,21 @@ class RunOptions(RayOptions):
         int | None,
         typer.Option("--num-samples", min=1, help="How often the search space is sampled."),
     ] = None
+    checkpoint_interval_s: Annotated[
+        float | None,
+        typer.Option(
+            "--checkpoint-interval-s",
+            min=0,
+            help="Seconds between checkpoints. Default: 300, or more where saving would take over "
+            "2 % of the time.",
+        ),
+    ] = None
     checkpoint_freq: Annotated[
         int | None,
         typer.Option(
-            "--checkpoint-freq", min=0, help="Iterations between checkpoints; 0: none between."
+            "--checkpoint-freq",
+            min=0,
+            help="Iterations between checkpoints, instead of seconds; 0: none between.",
         ),
     ] = None
     checkpoint_at_end: Annotated[
@@ -104,7 +116,10 @@ class RunOptions(RayOptions):
     keep_checkpoints_num: Annotated[
         int | None,
         typer.Option(
-            "--keep-checkpoints-num", min=1, help="Checkpoints kept per trial. Default: all."
+            "--keep-checkpoints-num",
+            min=1,
+            help="Checkpoints kept per trial. Default: two, with --checkpoint-freq or a scheduler "
+            "all. The best by held-out data is kept besides, as best_checkpoint.",
         ),
     ] = None
     checkpoint_score_attr: Annotated[
@@ -119,8 +134,8 @@ class RunOptions(RayOptions):
         str | None,
         typer.Option(
             "--restore",
-            help="Checkpoint from which the trials of one experiment start. Episodes count on, "
-            "training_iteration counts anew.",
+            help="Checkpoint from which the trials of one experiment start. Everything counts on "
+            "from there: --stop says totals, of training_iteration too.",
         ),
     ] = None
     resume: Annotated[
@@ -160,6 +175,21 @@ class RunOptions(RayOptions):
     as_test: Annotated[
         bool, typer.Option("--as-test", help="Exit with 1 where a pass criterion is not met.")
     ] = False
+
+
+def laid_over(options: Options, before: Options | None) -> Options:
+    """Return `options` with those of `before` that it leaves at their defaults; of what may be
+    given several times, all."""
+    if before is None:
+        return options
+    merged = {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        ours, theirs = getattr(options, field.name), getattr(before, field.name)
+        if isinstance(ours, list) and isinstance(theirs, list):
+            merged[field.name] = [*theirs, *ours]
+        else:
+            merged[field.name] = theirs if ours == field.default else ours
+    return dataclasses.replace(options, **merged)  # type: ignore[type-var]
 
 
 def takes(options_class: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.options import RunOptions, takes
+from rllib_llm.cli.options import RunOptions, laid_over, takes
 from rllib_llm.cli.session import prepare, ray_session, weights_in_store
 from rllib_llm.experiments.yaml_experiments import Experiment, checked, load
 from rllib_llm.experiments.yaml_loader import parse_mapping, read
@@ -27,6 +30,7 @@ app = typer.Typer(
 @app.command("file")
 @takes(RunOptions)
 def train_file(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="YAML file with experiments.")],
     *,
     options: RunOptions,
@@ -36,7 +40,7 @@ def train_file(
     Relative paths in the file are relative to the folder where you run this; ${here} is the
     folder of the file.
     """
-    run_file(file, options)
+    run_file(file, laid_over(options, context.obj))
 
 
 @app.callback()
@@ -74,6 +78,9 @@ def train(
 ) -> None:
     """Train one algorithm named on the command line, or a file: `rllib train file --help`."""
     if context.invoked_subcommand is not None:
+        with user_errors(options.verbose):
+            _no_algorithm(algo, env, config)
+        context.obj = options  # given before `file`
         return
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
@@ -88,6 +95,16 @@ def train(
         name = short_name(algo).lower()
         experiments = load({name: spec}, "the command line", tuple(options.overrides or ()))
     execute(experiments, "default", options)
+
+
+def _no_algorithm(algo: str | None, env: str | None, config: str) -> None:
+    """Refuse what a file says itself."""
+    for name, value in (("--algo", algo), ("--env", env), ("--config", config)):
+        if value not in (None, "{}"):
+            raise UserError(
+                f"{name}={value!r} must be left out with a file: the file says it for each "
+                "experiment. Change a setting of the file with --set."
+            )
 
 
 def run_file(file: Path, options: RunOptions) -> None:
@@ -111,6 +128,7 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
         score = score.removeprefix("min-")
     checkpoints: dict[str, Any] = {
         "checkpoint_frequency": options.checkpoint_freq,
+        "checkpoint_interval_s": options.checkpoint_interval_s,
         "checkpoint_at_end": options.checkpoint_at_end,
         "num_to_keep": options.keep_checkpoints_num,
         "checkpoint_score_attribute": score,
@@ -165,10 +183,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
                 experiments, folder, console, resume=options.resume, loggers=loggers
             )
     except (StageFailed, OSError) as error:
-        show(_explained(error, folder), title="training failed")
+        place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
+        going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
+        show(f"{_explained(error, folder)}\n\n{going_on}", title="training failed")
         raise typer.Exit(1) from None
     except StageInterrupted as error:
-        show(f"{error} Continue with the same command and --resume.", title="stopped")
+        show(f"{error}\n  {resume_command(folder, options)}", title="stopped")
         raise typer.Exit(130) from None
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
@@ -182,8 +202,16 @@ def _explained(error: BaseException, folder: Path) -> str:
         return str(error)
     return (
         f"{full}: {str(folder)!r} cannot take another checkpoint. Free some, or keep fewer with "
-        f"--keep-checkpoints-num, and continue with the same command and --resume.\n\n{error}"
+        f"--keep-checkpoints-num.\n\n{error}"
     )
+
+
+def resume_command(folder: Path, options: RunOptions) -> str:
+    """Return the command line that goes on with the run in `folder`."""
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    if options.experiment_name is None:
+        words += ["--experiment-name", folder.name]
+    return shlex.join(["rllib", *words, "--resume"])
 
 
 def _loggers(options: RunOptions, run: str, num_stages: int) -> Callable[[str], list[Any]]:
@@ -212,7 +240,8 @@ def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) ->
     """Return the folder of this run: a new one, or with --resume the one to continue.
 
     Raises:
-        UserError: nothing to resume.
+        UserError: nothing to resume, a run of that name is there already, or nothing can be
+            written there.
     """
     storage = (
         options.storage_path
@@ -225,20 +254,56 @@ def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) ->
             "files. Use a disk that all nodes share, and copy results elsewhere afterwards."
         )
     root = Path(storage).expanduser().resolve()
+    if options.resume:
+        return _run_to_resume(name, root, options)
+    _check_writable(root)
+    if not options.experiment_name:
+        return root / f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    folder = root / options.experiment_name
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(
+            f"experiment_name={options.experiment_name!r} must be new: a run lies in "
+            f"{str(folder)!r} already, and two would be mixed. Add --resume to go on with it, or "
+            "choose another name."
+        )
+    return folder
+
+
+def _run_to_resume(name: str, root: Path, options: RunOptions) -> Path:
     if options.experiment_name:
         folder = root / options.experiment_name
-        if options.resume and not folder.is_dir():
+        if not folder.is_dir():
             raise UserError(
                 f"--resume: {str(folder)!r} must exist: it is the run to continue. "
                 "Check --storage-path and --experiment-name."
             )
         return folder
-    if options.resume:
-        runs = sorted(root.glob(f"{name}_[0-9]*"))
-        if not runs:
-            raise UserError(
-                f"--resume: no run of {name!r} lies in {str(root)!r}. "
-                "Check --storage-path, or start without --resume."
-            )
-        return runs[-1]
-    return root / f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    # Of `name` alone: a run of name_2 begins with name_ as well.
+    of_this_file = re.compile(re.escape(name) + r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+    runs = sorted(path for path in root.glob("*") if of_this_file.fullmatch(path.name))
+    if not runs:
+        raise UserError(
+            f"--resume: no run of {name!r} lies in {str(root)!r}. "
+            "Check --storage-path, or start without --resume."
+        )
+    return runs[-1]
+
+
+def _check_writable(root: Path) -> None:
+    """Refuse a place for results where none can be made."""
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(
+            f"storage_path={str(root)!r} must be a folder: {str(existing)!r} is a file. Choose "
+            "another with --storage-path."
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(root, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise UserError(
+            f"storage_path={str(root)!r} must be a folder that can be written to: "
+            f"{reason.lower()}. Choose another with --storage-path, or change its permissions."
+        )

@@ -23,6 +23,8 @@ from rllib_llm.user_errors import UserError
 CHECKPOINT_SHARES = 4
 COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials usually stop by
 LEAST_FREE_BYTES = 100 * 1024**2
+INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
+NUM_TO_KEEP = 2  # by default, beside the best one
 
 
 def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
@@ -78,7 +80,7 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
         make_scheduler(experiment)
         make_searcher(experiment)
         if experiment.restore is not None and "${" not in experiment.restore:
-            restore_source(experiment.restore, algo_class, f"{name}.restore")
+            restore_source(experiment.restore, algo_class, f"{name}.restore", experiment.stop)
         checkpoint_settings(experiment)
         if is_ours(experiment.run, algo_class):
             _check_stop(experiment)
@@ -117,12 +119,18 @@ def _check_stop(experiment: Experiment) -> None:
 def checkpoint_settings(experiment: Experiment) -> Any:
     """Return Tune's `CheckpointConfig`; a checkpoint at the end is on unless switched off.
 
+    Of checkpoints by time two are kept, where no scheduler copies them from trial to trial.
+
     Raises:
         ValueError: a setting that Tune refuses.
     """
     from ray.tune import CheckpointConfig
 
-    return CheckpointConfig(**{"checkpoint_at_end": True, **experiment.checkpoint_config})
+    settings = {"checkpoint_at_end": True, **experiment.checkpoint_config}
+    settings.pop(INTERVAL, None)
+    if "checkpoint_frequency" not in settings and not experiment.scheduler:
+        settings.setdefault("num_to_keep", NUM_TO_KEEP)
+    return CheckpointConfig(**settings)
 
 
 def search_space(experiment: Experiment) -> dict[str, Any]:

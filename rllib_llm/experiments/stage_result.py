@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.metrics_view import BEST, flatten, number
 
 RECORD = "stage.json"
+RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
 
 
 @dataclass
@@ -30,11 +32,20 @@ class StageResult:
     model: Path | None
     checkpoint: Path | None
     metrics: dict[str, float]
+    stop: dict[str, Any] | None = None  # when its trials were to end; None: not noted
 
     @property
     def best_trial_folder(self) -> Path:
         """Folder of the trial that `${name.model}` means."""
         return self.trial_folders[self.best]
+
+    def falls_short(self, experiment: Experiment) -> bool:
+        """Whether `experiment` asks for more than the stage was to do, and did."""
+        same = self.stop is None or self.stop == experiment.stop
+        if same or not experiment.stop or experiment.scheduler:
+            return False
+        done = self.metrics
+        return not any(done.get(key, 0.0) >= limit for key, limit in experiment.stop.items())
 
     def save(self) -> None:
         """Write the record, the mark of a finished stage. Its paths are relative to its folder."""
@@ -80,6 +91,7 @@ def collect_result(experiment: Experiment, folder: Path, trials: Sequence[Any]) 
         model=models[best],
         checkpoint=Path(checkpoint.path) if checkpoint else None,
         metrics={k: value for k, v in flats[best].items() if (value := number(v)) is not None},
+        stop=dict(experiment.stop),
     )
     result.save()
     return result
@@ -119,8 +131,8 @@ def short_name(run: str) -> str:
 
 
 def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
-    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one;
-    adapters are merged with their base."""
+    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one,
+    without RLlib's files in it; adapters are merged with their base."""
     if checkpoint is None:
         return None
     source = Path(checkpoint.path) / MODEL_IN_CHECKPOINT
@@ -131,5 +143,8 @@ def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
     if (source / "adapter_config.json").is_file():
         from rllib_llm.modules.pretrained import merge_folder  # loads transformers
 
-        return merge_folder(source, target)
-    return Path(shutil.copytree(source, target))
+        merge_folder(source, target)
+    else:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*RLLIB_FILES))
+    make_readable(target)
+    return target

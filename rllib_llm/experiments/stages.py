@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,34 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.checkpoints.finding import restore_source
 from rllib_llm.config_schema import resolve_classes
 from rllib_llm.experiments.algorithms import algorithm_class
-from rllib_llm.experiments.plan import check_experiment, checkpoint_settings, search_space
+from rllib_llm.experiments.plan import (
+    INTERVAL,
+    check_experiment,
+    checkpoint_settings,
+    search_space,
+)
 from rllib_llm.experiments.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.experiments.yaml_experiments import Experiment, fill
-from rllib_llm.ray_compat import replace_callbacks, tuner_from_checkpoint
+from rllib_llm.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
 from rllib_llm.reports.failures import failure_text
 from rllib_llm.reports.live_table import LiveTable
-from rllib_llm.tune.broken_trials import EndBrokenTrials
-from rllib_llm.tune.hung_trials import RestartHungTrials
-from rllib_llm.tune.result_files import ProgressCsv, ResultJson
+from rllib_llm.tune import default_callbacks
+from rllib_llm.tune.new_terms import NewTerms
+from rllib_llm.tune.save_on_stop import SaveOnStop
 from rllib_llm.tune.scheduling import make_scheduler, make_searcher
 
 
 class StageFailed(RuntimeError):
     """A trial of a stage ended with an error; the message is the error's end."""
 
+    def __init__(self, message: str, goes_on_from: str):
+        """`goes_on_from`: where the stage would go on with --resume."""
+        super().__init__(message)
+        self.goes_on_from = goes_on_from
+
 
 class StageInterrupted(RuntimeError):
-    """The user stopped the stage."""
+    """The user stopped the stage; the message says where it would go on with --resume."""
 
 
 def run_stages(
@@ -54,8 +65,15 @@ def run_stages(
     """
     products: dict[str, Any] = {}
     results = []
-    for experiment in experiments:
+    for index, experiment in enumerate(experiments):
         result = StageResult.load(folder / experiment.name) if resume else None
+        later = [folder / other.name for other in experiments[index + 1 :]]
+        if (
+            result is not None
+            and result.falls_short(experiment)
+            and not any(stage.exists() for stage in later)
+        ):
+            result = None  # it is to go further than before
         if result is None:
             resolved = fill(experiment, lambda ref, where: products[ref])
             result = run_stage(resolved, folder, console, resume, loggers(experiment.name))
@@ -73,23 +91,53 @@ def run_stage(
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
         check_experiment(experiment)
     folder = run_folder / experiment.name
-    (folder / RECORD).unlink(missing_ok=True)  # of an earlier run in the same folder
-    short = short_name(experiment.run)
-    with LiveTable(f"{experiment.name} · {short}", experiment.stop, console) as table:
-        callbacks = [table, ResultJson(), ProgressCsv(), RestartHungTrials(), EndBrokenTrials()]
-        callbacks += loggers
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries; they would tear the table
-            if resume and _can_resume(folder):
-                grid = _restored_tuner(experiment, folder, callbacks).fit()
-            else:
-                grid = _tuner(experiment, run_folder, callbacks).fit()
+    finished = (folder / RECORD).is_file()
+    (folder / RECORD).unlink(missing_ok=True)
+    with (
+        LiveTable(
+            f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console
+        ) as table,
+        _callbacks(experiment) as callbacks,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of libraries; they would tear the table
+        callbacks = [table, *callbacks, *loggers]
+        if resume and _can_resume(folder):
+            tuner = _restored_tuner(experiment, folder, callbacks, finished)
+        else:
+            tuner = _tuner(experiment, run_folder, callbacks)
+        try:
+            grid = tuner.fit()
+        except KeyboardInterrupt:
+            raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
     trials = [grid[index] for index in range(len(grid))]
-    if table.interrupted:
-        raise StageInterrupted(stopped_text(experiment.name, trials))
+    if any(isinstance(one, SaveOnStop) and one.interrupted for one in callbacks):
+        text = f"{experiment.name} was stopped. It goes on from {last_saved(trials)}."
+        raise StageInterrupted(text)
     if grid.num_errors:
-        raise StageFailed(_failure_text(experiment.name, trials))
+        goes_on_from = f"{last_saved(trials)} of {experiment.name}"
+        raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
     return collect_result(experiment, folder, trials)
+
+
+@contextlib.contextmanager
+def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
+    """The callbacks of one Tune run; those that handle signals do so until the context ends."""
+    settings = experiment.checkpoint_config
+    by_iterations = "checkpoint_frequency" in settings
+    callbacks: list[Any] = default_callbacks(
+        checkpoint_interval_s=settings.get(INTERVAL, None if by_iterations else "auto"),
+        metric=experiment.metric,
+        mode=experiment.mode,
+    )
+    callbacks.append(
+        NewTerms(experiment.stop, experiment.max_failures, checkpoint_settings(experiment))
+    )
+    with contextlib.ExitStack() as stack:
+        for callback in callbacks:
+            if isinstance(callback, SaveOnStop):
+                stack.enter_context(callback)
+        yield callbacks
 
 
 def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> Any:
@@ -119,10 +167,11 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
     )
     source = None
     if experiment.restore:
-        source = str(restore_source(experiment.restore, algo_class, f"{experiment.name}.restore"))
+        where = f"{experiment.name}.restore"
+        source = restore_source(experiment.restore, algo_class, where, experiment.stop)
     return tuner_from_checkpoint(
         algo_class,
-        source,
+        None if source is None else str(source),
         param_space=_param_space(experiment),
         tune_config=tune_config,
         run_config=run_config,
@@ -136,7 +185,10 @@ def _can_resume(folder: Path) -> bool:
     return tune.Tuner.can_restore(str(folder)) and any(folder.glob("experiment_state-*.json"))
 
 
-def _restored_tuner(experiment: Experiment, folder: Path, callbacks: list[Any]) -> Any:
+def _restored_tuner(
+    experiment: Experiment, folder: Path, callbacks: list[Any], further: bool
+) -> Any:
+    """`further`: trials that have ended go on as well."""
     from ray import tune
 
     tuner = tune.Tuner.restore(
@@ -148,6 +200,8 @@ def _restored_tuner(experiment: Experiment, folder: Path, callbacks: list[Any]) 
     )
     # The pickled callbacks of the first run belong to a terminal that is gone.
     replace_callbacks(tuner, callbacks)
+    if further:
+        resume_finished(tuner)
     return tuner
 
 
@@ -159,8 +213,8 @@ def _trial_folder_name(trial: Any) -> str:
     return f"{trial.trainable_name}_{trial.trial_id}"
 
 
-def stopped_text(name: str, trials: list[Any]) -> str:
-    """Return that a stage was stopped, and after which iterations its trials can go on.
+def last_saved(trials: list[Any]) -> str:
+    """Return the iterations of the trials' last checkpoints, as what a stage goes on from.
 
     Args:
         trials: `ray.tune.Result` of each trial.
@@ -168,12 +222,9 @@ def stopped_text(name: str, trials: list[Any]) -> str:
     kept = [[metrics for _, metrics in trial.best_checkpoints or []] for trial in trials]
     saved = [max((metrics["training_iteration"] for metrics in one), default=0) for one in kept]
     if not any(saved):
-        return (
-            f"{name} was stopped before its end and has no checkpoint: it will begin anew. With "
-            "--checkpoint-freq 10 it would save one every 10 iterations."
-        )
-    iterations = ", ".join(str(iteration) if iteration else "none" for iteration in saved)
-    return f"{name} was stopped before its end; its last checkpoint: iteration {iterations}."
+        return "the beginning, having no checkpoint"
+    plural = "s" if len(saved) > 1 else ""
+    return f"iteration{plural} " + ", ".join(str(one) if one else "none" for one in saved)
 
 
 def _failure_text(name: str, trials: list[Any]) -> str:

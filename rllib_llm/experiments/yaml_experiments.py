@@ -34,6 +34,7 @@ REFERENCE = re.compile(r"\$\{([^}]*)\}")
 NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
 PRODUCTS = ("model", "checkpoint")
 CHECKPOINT_KEYS = (
+    "checkpoint_interval_s",
     "checkpoint_frequency",
     "checkpoint_at_end",
     "num_to_keep",
@@ -64,6 +65,8 @@ class Experiment:
         stop: result key -> value at which a trial ends.
         num_samples: how often the search space is sampled.
         checkpoint_config: see `ray.tune.CheckpointConfig`; `checkpoint_at_end` is on by default.
+            Without `checkpoint_frequency` there is a checkpoint every `checkpoint_interval_s`
+            seconds: 300, or more where saving would take over 2 % of the time.
         storage_path: where results go, unless --storage-path says it.
         restore: checkpoint from which the trials start.
         max_failures: how often a failed trial is started again from its last checkpoint.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -101,43 +99,25 @@ class LiveTable(Callback):
         self._last_poll = 0.0
         self._told: set[str] = set()
         self._live: Live | None = None
-        self._sigint: Any = None
-        self.interrupted = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles the run's callbacks next to its state; threads and terminals stay out.
-        return {**vars(self), "_console": None, "_live": None, "_sigint": None}
+        return {**vars(self), "_console": None, "_live": None}
 
     def __enter__(self) -> LiveTable:
         self._started = time.monotonic()
-        self._sigint = signal.getsignal(signal.SIGINT)
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self.view)
             self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if _in_main_thread():  # Tune leaves its handler behind
-            signal.signal(signal.SIGINT, self._sigint)
         self._hear()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     # --- Tune's callbacks ---------------------------------------------------------------------
-
-    def setup(self, *args: Any, **info: Any) -> None:
-        """Note an interruption by the user, which Tune handles without telling anybody."""
-        if not _in_main_thread():
-            return
-        tunes = signal.getsignal(signal.SIGINT)
-
-        def note(signum: int, frame: Any) -> None:
-            self.interrupted = True
-            if callable(tunes):
-                tunes(signum, frame)
-
-        signal.signal(signal.SIGINT, note)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._row(trial).name = self._name(trial)
@@ -269,11 +249,6 @@ def _folder(trial: Any) -> Path | None:
     if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
         return None
     return Path(storage.trial_fs_path)
-
-
-def _in_main_thread() -> bool:
-    """True where Python lets us handle signals."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _bar(row: TrialRow) -> Any:

@@ -26,6 +26,19 @@ class EndBrokenTrials(Callback):
     def __init__(self) -> None:
         # By trial id, since such an error: Tune's own limit, and iterations done before.
         self._failed: dict[str, tuple[int, int]] = {}
+        self._to_reset: dict[str, int] = {}  # limits to give back to the trials of a resumed run
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Limits as they were: Tune notes the lowered ones with its trials for a resumed run."""
+        limits = {name: limit for name, (limit, _) in self._failed.items()}
+        return {"max_failures": {**self._to_reset, **limits}}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._to_reset = dict(state["max_failures"])
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        for trial in trials if self._to_reset else ():
+            trial.max_failures = self._to_reset.pop(trial.trial_id, trial.max_failures)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if not isinstance(_latest_error(trial), BROKEN):

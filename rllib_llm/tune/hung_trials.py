@@ -17,11 +17,13 @@ logger = logging.getLogger(__name__)
 RUNNING = "RUNNING"
 STEP_SECONDS = 5.0  # that a step of Tune may take; more is Tune's own silence
 FIRST_SECONDS = 6 * 3600.0  # models are loaded, the first iteration may be an evaluation as well
+FIRST_SAVE_SECONDS = 3600.0  # nothing is known of the disk yet
 
 
 class RestartHungTrials(Callback):
     """Kills a trial's process that reports nothing for too long; Tune's `FailureConfig` restarts it
     from its last checkpoint. Tune itself notices processes that die, but waits for those that hang.
+    Saving a checkpoint has a limit of its own.
     """
 
     def __init__(self, timeout_s: float | str | None = "auto"):
@@ -29,6 +31,10 @@ class RestartHungTrials(Callback):
         results of this trial and at least 120 s, six hours for the first. None: for ever."""
         self._limits: dict[str, TimeLimit] = defaultdict(
             lambda: TimeLimit(timeout_s, first=FIRST_SECONDS)
+        )
+        saving = "auto" if isinstance(timeout_s, float | int) else timeout_s
+        self._save_limits: dict[str, TimeLimit] = defaultdict(
+            lambda: TimeLimit(saving, first=FIRST_SAVE_SECONDS)
         )
         self._heard: dict[str, float] = {}  # monotonic seconds, by trial id
         self._stepped: float | None = None  # the last look
@@ -39,10 +45,17 @@ class RestartHungTrials(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict, **info: Any
     ) -> None:
+        self._hear(trial, self._limits)
+
+    def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._hear(trial, self._save_limits)
+
+    def _hear(self, trial: Any, limits: dict[str, TimeLimit]) -> None:
+        """Notes that a result or a checkpoint has come, and after what time."""
         now = time.monotonic()
         heard = self._heard.get(trial.trial_id)
         if heard is not None:
-            self._limits[trial.trial_id].record(now - heard)
+            limits[trial.trial_id].record(now - heard)
         self._heard[trial.trial_id] = now
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -54,11 +67,13 @@ class RestartHungTrials(Callback):
                 self._heard.pop(trial.trial_id, None)
                 continue
             silent = now - self._heard.setdefault(trial.trial_id, now)
-            limit = self._limits[trial.trial_id].seconds()
+            limits = self._save_limits if trial.is_saving else self._limits
+            limit = limits[trial.trial_id].seconds()
             if limit is not None and silent > limit:
                 logger.error(
-                    "Trial %s is killed: it has reported nothing for %.0f s (slowest so far %.0f "
-                    "s).", trial, silent, self._limits[trial.trial_id].slowest,
+                    "Trial %s is killed: it has %s for %.0f s (slowest so far %.0f s).",
+                    trial, "been saving" if trial.is_saving else "reported nothing", silent,
+                    limits[trial.trial_id].slowest,
                 )  # fmt: skip
                 self._heard[trial.trial_id] = now
                 ray.kill(actor)

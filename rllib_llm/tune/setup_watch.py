@@ -18,14 +18,19 @@ import ray
 
 logger = logging.getLogger(__name__)
 
-# Ends quietly when the other end of its standard input is closed: set up, or dead.
+# Ends quietly when it is told to, or its parent is dead: it is somebody else's child then. A pipe
+# would not tell: any process that is forked meanwhile holds its other end as well.
 _WATCHER = """
-import os, select, signal, sys
+import os, signal, sys, time
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
-if not select.select([0], [], [], seconds)[0]:
-    print(f"process {pid} is killed: the trial was not set up in {seconds:.0f} s "
-          "(setup_timeout_s)", file=sys.stderr, flush=True)
-    os.kill(pid, signal.SIGKILL)
+end = time.monotonic() + seconds
+while os.getppid() == pid:
+    if time.monotonic() >= end:
+        print(f"process {pid} is killed: the trial was not set up in {seconds:.0f} s "
+              "(setup_timeout_s)", file=sys.stderr, flush=True)
+        os.kill(pid, signal.SIGKILL)
+        break
+    time.sleep(min(1.0, max(0.0, end - time.monotonic())))
 """
 
 
@@ -36,11 +41,12 @@ def killed_after(seconds: float | None) -> Iterator[None]:
         yield
         return
     command = [sys.executable, "-S", "-c", _WATCHER, str(os.getpid()), str(seconds)]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE)
+    watcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         yield
     finally:
-        watcher.communicate()  # closes its standard input
+        watcher.kill()
+        watcher.wait()
 
 
 def is_trial() -> bool:

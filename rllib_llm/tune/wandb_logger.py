@@ -10,7 +10,7 @@ from ray.air.integrations.wandb import WandbLoggerCallback
 
 from rllib_llm.ray_compat import set_wandb_key, wandb_logging_actor
 from rllib_llm.tune.samples import SAMPLES_FILE
-from rllib_llm.tune.trial_logs import read_json_lines
+from rllib_llm.tune.trial_logs import read_new_json_lines
 from rllib_llm.user_errors import UserError
 
 _LoggingActor: Any = wandb_logging_actor()
@@ -26,13 +26,11 @@ class SamplesLoggingActor(_LoggingActor):
         os.makedirs(trial_folder, exist_ok=True)
         super().__init__(trial_folder, *args, **kwargs)
         self._samples = Path(trial_folder) / SAMPLES_FILE
-        self._num_logged = 0
+        self._read_to = 0  # bytes
 
     def _handle_result(self, result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         log, config = super()._handle_result(result)
-        rows = read_json_lines(self._samples)
-        new = rows[self._num_logged :]
-        self._num_logged = len(rows)
+        new, self._read_to = read_new_json_lines(self._samples, self._read_to)
         if new:
             names = list(new[0])
             data = [[row.get(name) for name in names] for row in new]

@@ -114,6 +114,9 @@ def test_the_model_in_a_checkpoint_is_a_hugging_face_folder(tmp_path):
         tiny.train(algorithm, 1)
         path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
         exported = algorithm.export_model(tmp_path / "exported")
+        (tmp_path / "any").touch()
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert {file.stat().st_mode for file in files} == {(tmp_path / "any").stat().st_mode}
         module = algorithm.learner_group._learner.module["default_policy"].unwrapped()
         for folder in (tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT, exported):
             model = AutoModelForCausalLM.from_pretrained(folder)

@@ -2,14 +2,22 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import sys
+import threading
+import time
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.cli.options import RunOptions, laid_over
+from rllib_llm.cli.train import run_folder
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.tune.trial_logs import read_results
+from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 from tests.tune.tiny_trainables import COUNTER
 
@@ -126,6 +134,148 @@ def test_restore_starts_from_a_checkpoint(run, tmp_path):
     assert (metrics["episode"], metrics["training_iteration"]) == (90, 2)
 
 
+def test_a_name_is_used_once(run, tmp_path):
+    assert run({"a": TWO_STAGES["first"]}).exit_code == 0
+    before = sorted((tmp_path / "results").rglob("*"))
+    result = run({"a": TWO_STAGES["first"]})
+    assert result.exit_code == 2
+    text = said(result.output)
+    assert "experiment_name='run' must be new: a run lies in" in text
+    assert "Add --resume to go on with it" in text
+    assert sorted((tmp_path / "results").rglob("*")) == before
+
+
+def test_a_failed_run_says_how_to_go_on_and_from_where(run, tmp_path, monkeypatch):
+    command = ["train", "file", "my file.yaml", "--set", "lr=1"]
+    monkeypatch.setattr(sys, "argv", ["/bin/rllib", *command])
+    failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 4}}}
+    failing["a"]["stop"] = {"training_iteration": 9}
+    failing["a"]["checkpoint_config"] = {"checkpoint_frequency": 1}
+    text = said(run(failing).output)
+    assert "This goes on from iteration 3 of a:" in text
+    assert "rllib train file 'my file.yaml' --set lr=1 --resume" in text
+
+
+def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
+    failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 5}}}
+    failing["a"]["stop"] = {"training_iteration": 9}
+    assert run(failing, "--checkpoint-freq", "1").exit_code == 1
+    (trial,) = (tmp_path / "results" / "run" / "a").glob("Counter_*")
+    assert len(list(trial.glob("checkpoint_*/count.json"))) == 4
+
+    resumed = ["--resume", "--checkpoint-freq", "3", "--keep-checkpoints-num", "2"]
+    result = run(failing, *resumed, "--stop", "{training_iteration: 7}")
+    assert result.exit_code == 0, result.output
+    stage = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert stage.metrics["training_iteration"] == 7
+    assert [path.parent.name for path in sorted(trial.glob("checkpoint_*/count.json"))] == [
+        "checkpoint_000004", "checkpoint_000005",  # of iterations 6 and 7
+    ]  # fmt: skip
+
+    # A stage that has ended goes on where more is asked for, and not where less is.
+    for limit, done in ((10, 10), (3, 10)):
+        result = run(failing, *resumed, "--stop", f"{{training_iteration: {limit}}}")
+        assert result.exit_code == 0, result.output
+        stage = StageResult.load(tmp_path / "results" / "run" / "a")
+        assert stage.metrics["training_iteration"] == done
+        assert stage.metrics["iterations_since_restore"] == 3
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals go to that thread"
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_saves_first(run, tmp_path, number):
+    endless = {"a": {**TWO_STAGES["first"], "config": {"seconds": 0.2}}}
+    endless["a"]["stop"] = {"training_iteration": 10_000}
+
+    def stop_after_two_results():
+        while not any(
+            len(read_results(trial)) > 1 for trial in tmp_path.glob("results/run/a/Counter_*")
+        ):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    stopper = threading.Thread(target=stop_after_two_results, daemon=True)
+    stopper.start()
+    result = run(endless)
+    stopper.join()
+    assert result.exit_code == 130, result.output
+    text = said(result.output)
+    assert "stopped" in text and "--resume" in text
+    (trial,) = tmp_path.glob("results/run/a/Counter_*")
+    (saved,) = trial.glob("checkpoint_*")
+    count = json.loads((saved / "count.json").read_text())
+    assert f"It goes on from iteration {count}" in text
+    assert read_results(trial)[-1]["training_iteration"] == count > 1
+
+    result = run(endless, "--resume", "--stop", f"{{training_iteration: {count + 1}}}")
+    assert result.exit_code == 0, result.output
+    metrics = StageResult.load(tmp_path / "results" / "run" / "a").metrics
+    assert metrics["training_iteration"] == count + 1
+    assert metrics["iterations_since_restore"] == 1
+
+
+def test_checkpoints_by_time_keep_two_and_the_best(run, tmp_path):
+    timed = {"a": {**TWO_STAGES["first"], "stop": {"training_iteration": 5}}}
+    result = run(timed, "--checkpoint-interval-s", "0")
+    assert result.exit_code == 0, result.output
+    (trial,) = tmp_path.glob("results/run/a/Counter_*")
+    counts = [json.loads(file.read_text()) for file in sorted(trial.glob("checkpoint_*/*.json"))]
+    assert counts == [4, 5]
+    assert json.loads((trial / "best_checkpoint" / "count.json").read_text()) == 5
+
+
+def test_a_resumed_run_is_of_the_same_file(tmp_path):
+    storage = ["--storage-path", str(tmp_path)]
+    (tmp_path / "default_2_2026-01-01_00-00-00").mkdir()
+    result = CliRunner().invoke(app, ["train", "--algo", COUNTER, "--resume", *storage])
+    assert result.exit_code == 2
+    assert "no run of 'default' lies in" in said(result.output)
+    (tmp_path / "default_2026-01-01_00-00-00").mkdir()
+    options = RunOptions(storage_path=str(tmp_path), resume=True)
+    assert run_folder("default", options, []) == tmp_path / "default_2026-01-01_00-00-00"
+
+
+def test_options_may_stand_before_the_file(tmp_path, ray_session):
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump({"a": TWO_STAGES["first"]}), encoding="utf-8")
+    storage = ["--storage-path", str(tmp_path / "results"), "-n", "run"]
+    arguments = ["train", "--num-samples", "2", *storage, "file", str(file), "--set", "lr=2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    stage = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert len(stage.trial_folders) == 2 and stage.metrics["objective/scores"] == 4.0
+
+
+def test_options_on_both_sides():
+    before = RunOptions(num_samples=4, stop="{a: 1}", overrides=["x=1"])
+    options = laid_over(RunOptions(stop="{a: 2}", overrides=["y=1"], resume=True), before)
+    assert options == RunOptions(
+        num_samples=4, stop="{a: 2}", overrides=["x=1", "y=1"], resume=True
+    )
+
+
+def test_a_checkpoint_at_its_end_is_not_gone_on_from(tmp_path, ray_session):
+    with tiny.built(tiny.sft()) as algorithm:
+        tiny.train(algorithm, 2)
+        checkpoint = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+    config = {"model": tiny.MODEL, "data": f"{tiny.HERE}.build_texts", "lr": 1e-3,
+              "train_batch_size_per_learner": 6}  # fmt: skip
+    arguments = ["train", "--algo", "SFT", "--config", json.dumps(config), "--storage-path",
+                 str(tmp_path), "-n", "run", "--restore", checkpoint]  # fmt: skip
+    result = CliRunner().invoke(app, [*arguments, "--stop", "{training_iteration: 2}"])
+    assert result.exit_code == 2
+    text = said(result.output)
+    assert "stop.training_iteration=2 must be above 2, where sft.restore=" in text
+    assert "iterations count on from a checkpoint. Raise it to the total." in text
+
+    result = CliRunner().invoke(app, [*arguments, "--stop", "{training_iteration: 3}"])
+    assert result.exit_code == 0, result.output
+    metrics = StageResult.load(tmp_path / "run" / "sft").metrics
+    assert (metrics["training_iteration"], metrics["episode"]) == (3, 18)
+
+
 def test_a_full_disk_is_told_in_plain_words(run):
     full = {"a": {**TWO_STAGES["first"], "config": {"full_disk": True}}}
     result = run(full)
@@ -191,6 +341,9 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
             ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],
             "no run of 'default' lies in '/nowhere'",
         ),
+        (["train", "--algo", COUNTER, "file", "x.yaml"], "must be left out with a file"),
+        (["train", "--algo", COUNTER, "--storage-path", __file__], "test_train.py' is a file"),
+        (["train", "--algo", COUNTER, "--storage-path", "/proc/x"], "that can be written to"),
         (
             ["train", "--algo", COUNTER, "--storage-path", "s3://bucket"],
             "storage_path='s3://bucket' must be a folder",

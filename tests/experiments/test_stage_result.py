@@ -1,8 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
-from rllib_llm.experiments.stage_result import StageResult, best_trial, setting, trial_labels
+from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.experiments.stage_result import (
+    StageResult,
+    best_trial,
+    export_model,
+    setting,
+    trial_labels,
+)
 from rllib_llm.experiments.yaml_experiments import Experiment
 
 
@@ -39,3 +47,32 @@ def test_a_stages_record_comes_back_as_it_was(tmp_path):
     result.save()
     assert StageResult.load(tmp_path) == result
     assert result.best_trial_folder == Path(tmp_path / "t")
+
+
+def test_an_exported_model_is_readable_and_holds_nothing_of_rllib(tmp_path):
+    source = tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT
+    source.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "class_and_ctor_args.pkl", "metadata.json"):
+        (source / name).write_text("{}", encoding="utf-8")
+    (source / "model.safetensors").chmod(0o600)  # as safetensors writes its files
+    (tmp_path / "any").touch()
+    model = export_model(SimpleNamespace(path=str(tmp_path / "checkpoint")), tmp_path)
+    assert model == tmp_path / "model"
+    assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors"]
+    modes = {path.stat().st_mode for path in model.iterdir()}
+    assert modes == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_stage_falls_short_where_more_is_asked_for_than_before():
+    stage = StageResult("a", "SFT", Path("a"), [], [], 0, None, None,
+                        {"training_iteration": 5.0, "episode": 50.0},
+                        stop={"training_iteration": 5})  # fmt: skip
+
+    def more(**stop):
+        return stage.falls_short(Experiment("a", "SFT", stop=stop))
+
+    assert more(training_iteration=6) and more(training_iteration=6, episode=51)
+    assert not more(training_iteration=5) and not more(training_iteration=4)
+    assert not more(training_iteration=6, episode=50) and not more()
+    stage.stop = None  # of an older version
+    assert not more(training_iteration=6)

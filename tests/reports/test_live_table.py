@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,20 +97,6 @@ def test_a_trial_is_named_by_the_settings_it_was_started_with_last():
 def test_tune_can_pickle_it_while_it_is_live():
     with LiveTable("sft · SFT", {}, console(terminal=True)) as table:
         assert isinstance(pickle.loads(pickle.dumps(table)), LiveTable)
-
-
-def test_an_interruption_is_noted_and_handed_on():
-    heard = []
-    before = signal.signal(signal.SIGINT, lambda *_: heard.append("tune"))
-    try:
-        with LiveTable("sft · SFT", {}, console(terminal=False)) as table:
-            table.setup()  # Tune calls it when its own handler stands
-            signal.raise_signal(signal.SIGINT)
-        assert table.interrupted and heard == ["tune"]
-        signal.raise_signal(signal.SIGINT)
-        assert heard == ["tune", "tune"]  # the handler of before is back
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_the_time_left_follows_the_pace_since_the_first_result():

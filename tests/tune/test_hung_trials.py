@@ -12,7 +12,7 @@ from rllib_llm.tune.hung_trials import RestartHungTrials
 
 def trial(name, status="RUNNING", actor="an actor"):
     state = SimpleNamespace(ray_actor=actor and f"{actor} of {name}")
-    return SimpleNamespace(trial_id=name, status=status, temporary_state=state)
+    return SimpleNamespace(trial_id=name, status=status, temporary_state=state, is_saving=False)
 
 
 class Clock:
@@ -84,4 +84,46 @@ def test_a_trial_is_not_blamed_for_time_that_tune_took(world):
     assert killed == []
     for clock.now in (104.0, 108.0):  # 5 s of the long step count
         callback.on_step_end(2, trials)
+    assert killed == ["an actor of a"]
+
+
+def save(clock, callback, trials, seconds):
+    """The only trial saves a checkpoint, Tune looking after it every four seconds."""
+    trials[0].is_saving = True
+    for _ in range(int(seconds // 4)):
+        clock.now += 4.0
+        callback.on_step_end(0, trials)
+    callback.on_trial_save(0, trials, trials[0])
+    trials[0].is_saving = False
+
+
+@pytest.mark.parametrize("timeout_s", ["auto", 60.0])
+def test_saving_may_take_longer_than_an_iteration(world, timeout_s):
+    clock, killed = world
+    callback, trials = RestartHungTrials(timeout_s), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    for _ in range(3):
+        clock.now += 9.0
+        callback.on_trial_result(0, trials, trials[0], {})
+        save(clock, callback, trials, 152.0)
+    assert killed == []
+    # Saves say nothing of iterations: 120 s or 60 s are the limit of these as before.
+    for _ in range(31 if timeout_s == "auto" else 16):
+        clock.now += 4.0
+        callback.on_step_end(0, trials)
+    assert killed == ["an actor of a"]
+
+
+def test_a_save_that_hangs_is_ended_too(world):
+    clock, killed = world
+    callback, trials = RestartHungTrials(), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    clock.now += 9.0
+    callback.on_trial_result(0, trials, trials[0], {})
+    save(clock, callback, trials, 152.0)
+    trials[0].is_saving = True
+    for _ in range(1520 // 4 + 1):
+        assert killed == []
+        clock.now += 4.0
+        callback.on_step_end(0, trials)
     assert killed == ["an actor of a"]

@@ -45,3 +45,20 @@ def test_senseless_limits_are_refused(value):
     config = SFTConfig().language_model(model="m").fault_tolerance(setup_timeout_s=value)
     with pytest.raises(ValueError, match=f"setup_timeout_s={value!r} must be above 0 seconds"):
         config.validate()
+
+
+FORKS = """
+    import time
+    if os.fork() == 0:  # as a pool of processes, in a reward function
+        time.sleep(600)
+"""
+
+
+def test_a_process_that_was_forked_meanwhile_holds_nobody_up():
+    program = PROGRAM.format(seconds=3600.0, block="pass").replace("    pass", FORKS)
+    program += "import time; print('at once', flush=True); os.killpg(0, signal.SIGTERM)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    output, _ = process.communicate(timeout=60.0)
+    assert "at once" in output

@@ -8,6 +8,7 @@ from rllib_llm.tune.trial_logs import (
     before_and_after,
     fresh_series,
     read_json_lines,
+    read_new_json_lines,
     read_results,
     series,
 )
@@ -66,3 +67,22 @@ def test_completions_are_matched_by_prompt_first_against_last_evaluation():
         ("0.2", "9.2"),
     ]
     assert before_and_after([row(0, 1)]) == []
+
+
+def test_new_rows_are_read_once_and_whole(tmp_path):
+    file = tmp_path / "rows"
+    assert read_new_json_lines(file, 0) == ([], 0)
+    file.write_text('{"a": 1}\n{"a": 2}\n{"a"', encoding="utf-8")
+    assert read_new_json_lines(file, 0) == ([{"a": 1}, {"a": 2}], 18)
+    assert read_new_json_lines(file, 18) == ([], 18)
+    file.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n', encoding="utf-8")
+    assert read_new_json_lines(file, 18) == ([{"a": 3}], 27)
+
+
+def test_rows_that_replace_known_ones_do_not_tear_new_ones(tmp_path):
+    """A trial that starts again cuts its file back, and goes on writing."""
+    file = tmp_path / "rows"
+    file.write_text('{"a": 1}\n', encoding="utf-8")
+    assert read_new_json_lines(file, 27) == ([], 9)
+    file.write_text('{"a": 10}\n{"a": 2}\n', encoding="utf-8")
+    assert read_new_json_lines(file, 9) == ([{"a": 2}], 19)

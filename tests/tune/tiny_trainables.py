@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ class CounterConfig:
     env_config: dict | None = None
     fail_at: int | None = None
     """Iteration in which it raises, the first time."""
+    seconds: float = 0.0
+    """That an iteration takes."""
     full_disk: bool = False
     """Whether a checkpoint finds no room."""
     num_cpus: float = 1
@@ -59,6 +62,7 @@ class Counter(Trainable):
         self.was_restored = False
 
     def step(self) -> dict[str, Any]:
+        time.sleep(self.settings.seconds)
         self.count += 1
         if self.count == self.settings.fail_at and not self.was_restored:
             raise ValueError(f"fail_at={self.count} must not be reached: a test wants it. Stop.")

@@ -1,0 +1,85 @@
+"""A Tune callback that keeps the best checkpoint of each trial, whichever ones Tune deletes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyarrow.fs import LocalFileSystem
+from ray.tune import Callback
+
+from rllib_llm.reports.metrics_view import flatten, number
+
+BEST_CHECKPOINT = "best_checkpoint"
+RECORD = "best_checkpoint.json"
+# What held-out data says, and which way is up; the first that a result has is taken.
+HELD_OUT = (
+    ("eval/scores", "max"),
+    ("eval/accuracy", "max"),
+    ("eval/loss", "min"),
+    ("evaluation/env_runners/episode_return_mean", "max"),
+)
+
+
+class KeepBestCheckpoint(Callback):
+    """Has `best_checkpoint` in a trial's folder be the checkpoint with the best held-out result,
+    and `best_checkpoint.json` say which one that is. It takes no more room than Tune's own as long
+    as that is kept: files are linked. Trials without held-out results have none.
+    """
+
+    def __init__(self, metric: str | None = None, mode: str | None = None):
+        """`metric`, `mode`: another result to go by, "max" or "min"."""
+        self._rules = HELD_OUT if metric is None else ((metric, mode or "max"),)
+
+    def on_checkpoint(
+        self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any
+    ) -> None:
+        source = Path(checkpoint.path)
+        if not isinstance(checkpoint.filesystem, LocalFileSystem) or not source.is_dir():
+            return
+        record = self._record(flatten(trial.last_result or {}), source.name)
+        folder = source.parent
+        if record is not None and _is_better(record, _read(folder / RECORD)):
+            _link(source, folder / BEST_CHECKPOINT)
+            (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    def _record(self, result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+        """What is noted of a checkpoint: newest held-out result first, None where there is none."""
+        for metric, mode in self._rules:
+            value = number(result.get(metric))
+            if value is not None:
+                iteration = result.get("training_iteration")
+                return {"metric": metric, "mode": mode, "value": value, "checkpoint": name,
+                        "training_iteration": iteration}  # fmt: skip
+        return None
+
+
+def _is_better(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    if before is None or before["metric"] != record["metric"]:
+        return True
+    gain = record["value"] - before["value"]
+    return gain > 0 if record["mode"] == "max" else gain < 0
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Makes `target` the same files as `source`, which may be deleted later."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, copy_function=_link_or_copy)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(partial, target)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
