@@ -24,7 +24,7 @@ from rllib_llm.config_schema import build_config
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
 from rllib_llm.experiments.yaml_loader import read
-from rllib_llm.reports.metrics_view import flatten
+from rllib_llm.tune.flat_results import flatten
 
 FOLDER = Path(__file__).parents[1] / "tuned_examples"
 

@@ -181,7 +181,7 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
     import torch
     from safetensors.torch import load_file
 
-    from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+    from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 
     # Evaluation changes nothing; the number of samplers or of a learner's threads, round-off.
     config = chaos_run.make_config(timeout_s=None).evaluation(

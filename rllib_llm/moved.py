@@ -48,14 +48,12 @@ _MOVED = {
     },
     "cli": {
         "checkpoints": "checkpoints=finding model_folder",
-        "tune": (
-            "loggers=wandb_logger result_files resumable_pbt scheduling search_space trial_logs"
-        ),
+        "tune": "loggers=wandb_logger result_files resumable_pbt search_space trial_logs",
         "experiments": (
-            "algorithms check_sources overrides plan stage_result stages yaml_experiments "
-            "yaml_loader"
+            "algorithms check_sources overrides plan report scheduling stage_result stages "
+            "yaml_experiments yaml_loader"
         ),
-        "reports": "before_after live_table metrics_view plot report",
+        "reports": "before_after live_table metrics_view plot",
         "": "errors=user_errors",
     },
 }

@@ -94,6 +94,13 @@ def resume_finished(tuner: Any) -> None:
     tuner._local_tuner._resume_config.finished = tune.ResumeConfig.ResumeType.RESUME
 
 
+def training_result(checkpoint: Any, metrics: dict[str, Any]) -> Any:
+    """What Tune is told of a checkpoint that was saved, with the results it belongs to."""
+    from ray.train._internal.session import _TrainingResult
+
+    return _TrainingResult(checkpoint, metrics)
+
+
 def wandb_logging_actor() -> Any:
     """The class of the process that logs a trial to W&B."""
     from ray.air.integrations.wandb import _WandbLoggingActor
@@ -172,7 +179,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray.rllib.algorithms.registry", _get_algorithm_class="alg"),
     *_names(
         "ray.rllib.core.learner.learner:Learner",
-        "_named_optimizers", "_optimizer_name_to_module", "_params", "_weights_seq_no",
+        "_named_optimizers", "_optimizer_name_to_module", "_optimizer_parameters", "_params",
+        "_weights_seq_no",
         _check_is_built="self error",
     ),
     *_names(
@@ -206,6 +214,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         _check_component="self name components not_components",
         _get_subcomponents="self name components",
     ),
+    *_names("ray.train._internal.session", _TrainingResult="checkpoint metrics"),
     *_names(
         "ray.tune.logger.csv:CSVLoggerCallback", "_trial_continue", "_trial_csv", "_trial_files"
     ),
@@ -222,9 +231,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_next_perturbation_sync", "_perturbation_interval", "_synch", "_time_attr",
         "_trial_state",
     ),
-    *_names("ray.tune.trainable.trainable:Trainable", "_storage"),
+    *_names(
+        "ray.tune.trainable.trainable:Trainable",
+        "_iteration", "_progress_metrics", "_storage", "_time_total",
+    ),
     *_names("ray.tune.tuner:Tuner", "_local_tuner"),
-    *_names("ray.tune.impl.tuner_internal:TunerInternal", "_run_config"),
+    *_names("ray.tune.impl.tuner_internal:TunerInternal", "_resume_config", "_run_config"),
 )  # fmt: skip
 
 # Looked up only where W&B is used: importing Ray's integration imports W&B.

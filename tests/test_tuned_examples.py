@@ -16,7 +16,7 @@ from rllib_llm.experiments.plan import check_experiments, search_space
 from rllib_llm.experiments.stage_result import export_model
 from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
 from rllib_llm.experiments.yaml_loader import read
-from rllib_llm.reports.metrics_view import flatten
+from rllib_llm.tune.flat_results import flatten
 from rllib_llm.tune.search_space import examples
 from rllib_llm.user_errors import UserError
 

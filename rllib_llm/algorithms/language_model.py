@@ -36,9 +36,6 @@ from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
-# Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder.
-MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", DEFAULT_MODULE_ID)
-
 
 class LanguageModelConfig(AlgorithmConfig):
     """Settings of every stage; subclasses add their own in `.training(...)`."""

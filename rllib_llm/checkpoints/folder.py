@@ -21,6 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
+# part is RLlib's DEFAULT_MODULE_ID.
+MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", "default_policy")
 MANIFEST = "rllib_llm_checkpoint.json"
 FORMAT_VERSION = 1
 CHUNK_BYTES = 16 * 1024**2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.checkpoints.folder import checkpoints_in, newest_usable
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, checkpoints_in, newest_usable
 from rllib_llm.user_errors import UserError
 
 

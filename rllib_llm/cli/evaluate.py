@@ -15,7 +15,7 @@ from rich.table import Table
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session
 from rllib_llm.experiments.yaml_loader import parse_mapping
-from rllib_llm.reports.metrics_view import flatten, number
+from rllib_llm.tune.flat_results import flatten, number
 from rllib_llm.user_errors import show, stderr, user_errors
 
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ def import_from_where_it_was_made(checkpoint: Path) -> None:
 def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> LanguageModelConfig:
     """Return the config, held-out rows in place of those that are only learnt from, and the
     checkpoint's own model in place of what a supervised stage began with: neither is needed."""
-    from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
     from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
     from rllib_llm.algorithms.reward_model import RewardModelConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
+    from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
     from rllib_llm.modules.adapter_folder import is_adapter_folder
 
     config = config.copy(copy_frozen=False)

@@ -171,8 +171,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
         loggers = _loggers(options, folder.name, len(experiments))
+    from rllib_llm.experiments.report import report
     from rllib_llm.experiments.stages import StageFailed, StageInterrupted, run_stages
-    from rllib_llm.reports.report import report
 
     try:
         weights_bytes = weights_in_store(experiments, needed["CPU"])

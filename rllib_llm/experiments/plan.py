@@ -14,8 +14,8 @@ from rllib_llm.checkpoints.finding import restore_source
 from rllib_llm.config_schema import build_config, suggestion
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.check_sources import check_sources
+from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.yaml_experiments import Experiment, references, substitute
-from rllib_llm.tune.scheduling import make_scheduler, make_searcher
 from rllib_llm.tune.search_space import examples, to_tune
 from rllib_llm.user_errors import UserError
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.checkpoints.folder import make_readable
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.experiments.yaml_experiments import Experiment
-from rllib_llm.reports.metrics_view import BEST, flatten, number
+from rllib_llm.reports.metrics_view import BEST
+from rllib_llm.tune.flat_results import flatten, number, setting
 
 RECORD = "stage.json"
 RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
@@ -117,12 +117,6 @@ def trial_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     varied = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
     labels = [", ".join(setting(key, flat.get(key)) for key in varied) for flat in flats]
     return [label or f"trial {index + 1}" for index, label in enumerate(labels)]
-
-
-def setting(key: str, value: Any) -> str:
-    """Return "name=value", short: the last part of the key, floats to four digits."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f"{key.rpartition('/')[2]}={text}"
 
 
 def short_name(run: str) -> str:

@@ -20,6 +20,7 @@ from rllib_llm.experiments.plan import (
     checkpoint_settings,
     search_space,
 )
+from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.experiments.yaml_experiments import Experiment, fill
 from rllib_llm.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
@@ -28,7 +29,6 @@ from rllib_llm.reports.live_table import LiveTable
 from rllib_llm.tune import default_callbacks
 from rllib_llm.tune.new_terms import NewTerms
 from rllib_llm.tune.save_on_stop import SaveOnStop
-from rllib_llm.tune.scheduling import make_scheduler, make_searcher
 
 
 class StageFailed(RuntimeError):

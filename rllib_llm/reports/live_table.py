@@ -17,9 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.experiments.stage_result import setting
-from rllib_llm.reports.metrics_view import Metric, columns, flatten, number, progress
+from rllib_llm.reports.metrics_view import Metric, columns, progress
 from rllib_llm.reports.signs import Sign, kept, latest_signs
+from rllib_llm.tune.flat_results import flatten, number, setting
 from rllib_llm.tune.messages import TrialEar, same_key
 
 LINE_INTERVAL_S = 10.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rllib_llm.tune.flat_results import number
 
 
 @dataclass(frozen=True)
@@ -87,28 +88,6 @@ BEST = (
     ("loss/sft", "min"),
     ("env_runners/episode_return_mean", "max"),
 )
-
-
-def flatten(result: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the nested result with keys joined by '/'."""
-    flat: dict[str, Any] = {}
-    for key, value in result.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def number(value: Any) -> float | None:
-    """Return `value` as a finite float, or None."""
-    if isinstance(value, bool) or value is None:
-        return None
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        return None
-    return result if math.isfinite(result) else None
 
 
 def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:

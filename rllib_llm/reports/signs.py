@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.reports.metrics_view import number
+from rllib_llm.tune.flat_results import number
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 from pyarrow.fs import LocalFileSystem
 from ray.tune import Callback
 
-from rllib_llm.reports.metrics_view import flatten, number
+from rllib_llm.tune.flat_results import flatten, number
 
 BEST_CHECKPOINT = "best_checkpoint"
 RECORD = "best_checkpoint.json"

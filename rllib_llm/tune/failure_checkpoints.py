@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pyarrow.fs import LocalFileSystem
-from ray.train._internal.session import _TrainingResult
 from ray.tune import Callback, Checkpoint
 from ray.tune.result import TIME_TOTAL_S
 
 from rllib_llm.checkpoints.folder import CheckpointError, checkpoints_in, read_manifest
+from rllib_llm.ray_compat import training_result
 
 logger = logging.getLogger(__name__)
 
@@ -43,4 +43,4 @@ def _register(trial: Any) -> None:
     # A sum of measured times: no other state of this trial has the same.
     if manifest.get(TIME_TOTAL_S) == trial.last_result.get(TIME_TOTAL_S):
         checkpoint = Checkpoint.from_directory(str(found[0]))
-        trial.on_checkpoint(_TrainingResult(checkpoint, dict(trial.last_result)))
+        trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))

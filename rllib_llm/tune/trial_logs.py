@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.reports.metrics_view import flatten, number
+from rllib_llm.tune.flat_results import flatten, number
 
 RESULTS = "result.json"
 

@@ -14,8 +14,7 @@ import ray
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.checkpoints.folder import check
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, check
 from rllib_llm.cli.main import app
 from rllib_llm.experiments.stage_result import StageResult
 from tests.algorithms import resumed_runs as runs

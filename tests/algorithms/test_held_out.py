@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.texts import encode_start
 from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from tests.algorithms import tiny_runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from tests.algorithms import tiny_runs as tiny
 

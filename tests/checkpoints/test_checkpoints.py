@@ -13,10 +13,9 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.algorithms.ppo_ptx import PPOPtx
 from rllib_llm.checkpoints import folder as checkpoint_folder
-from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check
+from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, CheckpointError, check
 from rllib_llm.modules.score_normalization import read_score_normalization
 from tests.algorithms import tiny_runs as tiny
 

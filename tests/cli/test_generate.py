@@ -11,8 +11,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
-from rllib_llm.checkpoints.folder import write_manifest
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, write_manifest
 from rllib_llm.checkpoints.model_folder import find_model
 from rllib_llm.cli.completer import STREAMED_TOKENS, Completer, Sampling
 from rllib_llm.cli.generate import converse

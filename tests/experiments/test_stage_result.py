@@ -3,15 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.experiments.stage_result import (
     StageResult,
     best_trial,
     export_model,
-    setting,
     trial_labels,
 )
 from rllib_llm.experiments.yaml_experiments import Experiment
+from rllib_llm.tune.flat_results import setting
 
 
 def test_the_best_trial_is_told_by_the_experiments_metric_or_the_algorithms():

@@ -6,7 +6,7 @@ import pytest
 
 from rllib_llm import GRPOConfig, PPOPtxConfig, RewardModelConfig, SFTConfig
 from rllib_llm.reports.metric_names import GROUPS, describes
-from rllib_llm.reports.metrics_view import flatten
+from rllib_llm.tune.flat_results import flatten
 
 SUMS = "rllib_llm.envs.toys.arithmetic"
 REVIEWS = "rllib_llm.envs.toys.reviews_grammar"

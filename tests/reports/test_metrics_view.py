@@ -2,15 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.reports.metrics_view import (
-    EPISODES,
-    Metric,
-    columns,
-    flatten,
-    number,
-    progress,
-    summary_metrics,
-)
+from rllib_llm.reports.metrics_view import EPISODES, Metric, columns, progress, summary_metrics
+from rllib_llm.tune.flat_results import flatten, number
 
 
 def test_nested_results_become_flat():

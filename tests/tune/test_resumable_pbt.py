@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rllib_llm.experiments.scheduling import make_scheduler
 from rllib_llm.experiments.yaml_experiments import Experiment
-from rllib_llm.tune.scheduling import make_scheduler
 
 
 class Trial:

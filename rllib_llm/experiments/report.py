@@ -15,9 +15,10 @@ from rich.text import Text
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
-from rllib_llm.reports.metrics_view import number, summary_metrics
+from rllib_llm.reports.metrics_view import summary_metrics
 from rllib_llm.reports.plot import plot_stage
 from rllib_llm.reports.signs import signs
+from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
 

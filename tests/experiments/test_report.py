@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rllib_llm.experiments.report import report
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
-from rllib_llm.reports.report import report
 from tests.cli.said import said
 
 
