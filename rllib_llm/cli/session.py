@@ -8,7 +8,9 @@ import logging
 import math
 import os
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,19 +113,26 @@ def ray_session(
         ray.shutdown()
 
 
-def check_address(address: str | None) -> None:
-    """Raise UserError where a cluster's address, "host:port" or "ray://host:port", does not answer:
-    Ray would try for minutes."""
+def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> None:
+    """Raise UserError where a cluster's address, "host:port" or "ray://host:port", does not answer
+    in so many seconds: Ray would try for minutes, and log each attempt."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not address or not host or not port.isdigit():
         return
+    started = time.monotonic()
     try:
-        socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
-    except OSError as error:
+        socket.create_connection((host, int(port)), timeout=seconds).close()
+        if not address.startswith("ray://"):
+            command = [sys.executable, "-m", "ray.scripts.scripts", "health-check"]
+            left = seconds - (time.monotonic() - started)
+            subprocess.run(
+                [*command, "--address", address], timeout=left, capture_output=True, check=True
+            )
+    except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
-            f"--ray-address={address!r} must be a running Ray cluster: nothing answers there "
-            f"({error}). Start one with `ray start --head`, look at the address and the firewall, "
-            "or leave the option out."
+            f"--ray-address={address!r} must be a running Ray cluster: none answers there. Start "
+            "one with `ray start --head`, look at the address and the firewall, or leave the "
+            "option out."
         ) from error
 
 

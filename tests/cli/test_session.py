@@ -5,6 +5,7 @@ import socket
 import sys
 
 import pytest
+import ray
 import torch
 from safetensors.torch import save_file
 
@@ -91,11 +92,20 @@ def test_a_cluster_that_does_not_answer_is_one_sentence_in_seconds():
             check_address(address)
 
 
+def test_a_server_that_is_no_ray_is_no_cluster():
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and says nothing
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match="none answers there"):
+            check_address(address, seconds=1.0)
+
+
+def test_a_running_cluster_answers(ray_session):
+    check_address(ray.get_runtime_context().gcs_address, seconds=120.0)
+
+
 def test_addresses_that_say_where_to_look_are_left_to_ray():
     for address in (None, "auto", "local"):
         check_address(address)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        check_address(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 def test_what_was_named_goes_to_rays_processes(monkeypatch):
