@@ -169,6 +169,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray._private.state", available_resources_per_node=""),
     *_names(
         "ray.rllib.algorithms.algorithm:Algorithm",
+        "_progress_metrics",
         _should_create_evaluation_env_runners="eval_config",
     ),
     *_names(
@@ -233,7 +234,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "ray.tune.trainable.trainable:Trainable",
-        "_iteration", "_progress_metrics", "_storage", "_time_total",
+        "_iteration", "_iterations_since_restore", "_storage", "_time_total",
     ),
     *_names("ray.tune.tuner:Tuner", "_local_tuner"),
     *_names("ray.tune.impl.tuner_internal:TunerInternal", "_resume_config", "_run_config"),
