@@ -85,6 +85,15 @@ def _has_table(config: Any) -> bool:
     return hasattr(config, "sections")
 
 
+def sections(config: Any) -> tuple[str, ...]:
+    """Return the names under which settings of `config` may be grouped."""
+    if not _has_table(config):
+        return ()
+    from rllib_llm.algorithms.settings.lookup import section_names
+
+    return section_names(type(config))
+
+
 def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings`, the sections in it (`sampling: {...}`) dissolved.
 
