@@ -28,9 +28,11 @@ TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
 class GenerateConfig(TabledConfig):
     """What texts are sampled from, and how: no training, no environment."""
 
-    sections = (Section("language_model", "What the texts are sampled from.", (MODEL, DTYPE)),
-                GENERATE)  # fmt: skip
-    rllib_sections = (Section("debugging", "Seed.", (SEED,)),)
+    sections: tuple[Section, ...] = (
+        Section("language_model", "What the texts are sampled from.", (MODEL, DTYPE)),
+        GENERATE,
+    )
+    rllib_sections: tuple[Section, ...] = (Section("debugging", "Seed.", (SEED,)),)
 
     language_model = SectionMethod()
     sampling = SectionMethod()

@@ -26,6 +26,7 @@ from rllib_llm.algorithms.settings.lookup import defaults
 from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
 from rllib_llm.algorithms.settings.placement import require_places
 from rllib_llm.algorithms.settings.section_method import SectionMethod
+from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tabled_config import TabledConfig
 from rllib_llm.algorithms.settings.tables.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS
 from rllib_llm.algorithms.settings.tables.optimiser import OPTIMISER
@@ -43,7 +44,8 @@ MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", DEFAULT_MODU
 class LanguageModelConfig(TabledConfig):
     """What every stage that trains a model shares; subclasses add sections of their own."""
 
-    sections = (LANGUAGE_MODEL, OPTIMISER, LEARNERS, FAULT_TOLERANCE)
+    sections: tuple[Section, ...] = (LANGUAGE_MODEL, OPTIMISER, LEARNERS, FAULT_TOLERANCE)
+    minibatch_size: int | None
     trains_adapters = True  # whether `lora` can be set
 
     language_model = SectionMethod()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.optimiser import PTX
 
 
 class PPOPtxConfig(RLHFConfig):
     """`ptx_coeff=0` (the default) is plain PPO for language models."""
 
-    sections = (*RLHFConfig.sections, PTX)
+    sections: tuple[Section, ...] = (*RLHFConfig.sections, PTX)
     ignored_settings = ("scale_by_std", "drop_zero_variance_groups")
 
     def __init__(self, algo_class=None):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.optimiser import REWARD_MODEL
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.data.texts import PairSource, TextSource
@@ -15,7 +16,7 @@ from rllib_llm.data.texts import PairSource, TextSource
 class RewardModelConfig(SupervisedConfig):
     """A classifier with one output, or a causal LM whose trunk gets one, on (chosen, rejected)."""
 
-    sections = (*SupervisedConfig.sections, REWARD_MODEL)
+    sections: tuple[Section, ...] = (*SupervisedConfig.sections, REWARD_MODEL)
     trains_adapters = False
 
     def __init__(self, algo_class=None):

@@ -17,6 +17,7 @@ from rllib_llm.algorithms.settings.rlhf_checks import (
     check_transport,
 )
 from rllib_llm.algorithms.settings.section_method import SectionMethod
+from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables import rllib
 from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
 from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
@@ -28,7 +29,7 @@ from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 class RLHFConfig(LanguageModelConfig):
     """Settings shared by PPO-ptx, GRPO, RLOO and REINFORCE++."""
 
-    sections = (
+    sections: tuple[Section, ...] = (
         *LanguageModelConfig.sections,
         SAMPLING,
         PROMPTS,
@@ -38,7 +39,7 @@ class RLHFConfig(LanguageModelConfig):
         WEIGHTS,
         SAMPLER_FAULTS,
     )
-    rllib_sections = (*rllib.COMMON, *rllib.ONLINE)
+    rllib_sections: tuple[Section, ...] = (*rllib.COMMON, *rllib.ONLINE)
 
     sampling = SectionMethod()
     prompts = SectionMethod()

@@ -16,6 +16,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_range, given, require
+from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.optimiser import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 
@@ -26,7 +27,7 @@ EVALUATION_BATCH = 64  # rows scored at once
 class SupervisedConfig(LanguageModelConfig):
     """Settings of a data set beside those of the optimiser."""
 
-    sections = (*LanguageModelConfig.sections, SUPERVISED)
+    sections: tuple[Section, ...] = (*LanguageModelConfig.sections, SUPERVISED)
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rllib_llm.algorithms.settings.lookup import (
+    ConfigClass,
     known_names,
     other_names,
     section_names,
@@ -38,7 +39,9 @@ class UnknownSettingError(ValueError):
     """Names that are no settings; the message has what each is called here, or resembles."""
 
 
-def unknown_settings(config_class: type, names: Iterable[str], where: str) -> UnknownSettingError:
+def unknown_settings(
+    config_class: ConfigClass, names: Iterable[str], where: str
+) -> UnknownSettingError:
     """Return the error for all of `names` at once.
 
     Args:
@@ -48,7 +51,7 @@ def unknown_settings(config_class: type, names: Iterable[str], where: str) -> Un
     return UnknownSettingError(f"{where}: {' Also '.join(said)}")
 
 
-def hint(config_class: type, name: str) -> str:
+def hint(config_class: ConfigClass, name: str) -> str:
     """Return a sentence on what to write instead of `name`."""
     known = known_names(config_class)
     if name in RETIRED and RETIRED[name] in known:
@@ -73,7 +76,7 @@ def hint(config_class: type, name: str) -> str:
     return _resembles(name, known, others)
 
 
-def _place(config_class: type, row: Setting) -> str:
+def _place(config_class: ConfigClass, row: Setting) -> str:
     section = sections_of(config_class)[row.name]
     return (
         f"It belongs to the environment: write `{section}: {{{row.in_section}: ...}}`, "

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rllib_llm.algorithms.settings.lookup import defaults, section_rows
+from rllib_llm.algorithms.settings.lookup import ConfigClass, cached, defaults, section_rows
 from rllib_llm.algorithms.settings.setting import Setting
 
 WIDTH = 96
@@ -36,7 +36,7 @@ class Default:
     """Prints as the default that a class has for a setting. It is looked up when it is printed: a
     class can be asked for its methods while it is still being made."""
 
-    def __init__(self, config_class: type, row: Setting):
+    def __init__(self, config_class: ConfigClass, row: Setting):
         self.config_class, self.row = config_class, row
 
     @property
@@ -47,8 +47,8 @@ class Default:
         return repr(self.value)
 
 
-@functools.cache
-def _method(config_class: type, section: str) -> Callable[..., Any]:
+@cached
+def _method(config_class: ConfigClass, section: str) -> Callable[..., Any]:
     def method(self, *args: Any, **settings: Any):
         return self.set_section(section, args, settings)
 
@@ -60,21 +60,22 @@ def _method(config_class: type, section: str) -> Callable[..., Any]:
     return method
 
 
-def shown_rows(config_class: type, section: str) -> dict[str, Setting]:
+def shown_rows(config_class: ConfigClass, section: str) -> dict[str, Setting]:
     """The section's rows that have an effect under the class."""
     rows = section_rows(config_class, section).items()
-    return {name: row for name, row in rows if row.name not in config_class.ignored_settings}
+    ignored = config_class.ignored_settings
+    return {name: row for name, row in rows if row.can_act and row.name not in ignored}
 
 
-def signature(config_class: type, section: str) -> inspect.Signature:
+def signature(config_class: ConfigClass, section: str) -> inspect.Signature:
     """The section's settings as keyword arguments, what RLlib takes by position as it does."""
     by_rllib = rllib_parameters(section)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name, row in shown_rows(config_class, section).items():
-        kind = inspect.Parameter.KEYWORD_ONLY
+        kind: Any = inspect.Parameter.KEYWORD_ONLY
         if name in by_rllib:
             kind = by_rllib[name].kind
-        annotation = row.type
+        annotation: Any = row.type
         if row.choices:
             annotation = Literal[(*row.choices, *((None,) if row.is_optional else ()))]
         parameters.append(
@@ -97,7 +98,7 @@ def rllib_parameters(section: str) -> dict[str, inspect.Parameter]:
     return {k: v for k, v in inspect.signature(method).parameters.items() if k != "self"}
 
 
-def documentation(config_class: type, section: str) -> str:
+def documentation(config_class: ConfigClass, section: str) -> str:
     """The method's docstring: what the section is about, and a paragraph for each setting."""
     sections = (*config_class.sections, *config_class.rllib_sections)
     meanings = dict.fromkeys(part.meaning for part in sections if part.name == section)

@@ -26,12 +26,14 @@ class Condition:
         holds: whether it does under a config.
         otherwise: why the setting has no effect where it does not, formatted with `config`.
         remedy: what to do then.
+        never: it cannot hold; the setting is RLlib's, and known only so as to be warned of.
     """
 
     text: str
     holds: Callable[[Any], bool]
     otherwise: str
     remedy: str = "Remove it"
+    never: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,11 @@ class Setting:
         """When it has an effect, "" for always."""
         return "; ".join(condition.text for condition in self.acts)
 
+    @property
+    def can_act(self) -> bool:
+        """Whether it has an effect under any config."""
+        return not any(condition.never for condition in self.acts)
+
     def unused(self, config: Any) -> tuple[str, str] | None:
         """(why it has no effect under `config`, remedy), or None where it has one."""
         for condition in self.acts:
@@ -177,10 +184,15 @@ class Setting:
         return None
 
     @property
+    def headline(self) -> str:
+        """The meaning with a capital; a Greek letter stays as it is."""
+        first = self.meaning[0]
+        return (first.upper() if first.isascii() else first) + self.meaning[1:]
+
+    @property
     def sentence(self) -> str:
         """What it is, in which range, when it acts, and its name elsewhere."""
-        meaning = self.meaning[0].upper() + self.meaning[1:]
-        parts = [f"{meaning}{f' ({self.range})' if self.range else ''}.", self.note]
+        parts = [f"{self.headline}{f' ({self.range})' if self.range else ''}.", self.note]
         if self.effect:
             parts.append(f"Acts where {self.effect}.")
         if self.trl and self.trl != (self.name,):

@@ -13,6 +13,7 @@ from ray.rllib.algorithms.algorithm_config import (
 from ray.tune.result import TRIAL_INFO
 
 from rllib_llm.algorithms.settings.lookup import (
+    ConfigClass,
     known_names,
     rllib_table,
     row_called,
@@ -35,6 +36,8 @@ class TabledConfig(AlgorithmConfig):
 
     sections: tuple[Section, ...] = ()
     rllib_sections: tuple[Section, ...] = rllib.COMMON
+    env: Any
+    env_config: dict[str, Any]
     ignored_settings: tuple[str, ...] = ()  # of a base class, which this algorithm does not use
 
     learners = SectionMethod()
@@ -165,7 +168,7 @@ def _same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and bool(value == other))
 
 
-def flattened(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`, the mappings that stand under the name of a section dissolved into it.
 
     Raises:
@@ -194,7 +197,7 @@ def flattened(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]
     return flat
 
 
-def names_env_settings(config_class: type, settings: Mapping[str, Any]) -> bool:
+def names_env_settings(config_class: ConfigClass, settings: Mapping[str, Any]) -> bool:
     """Whether a section in `settings` has something of the environment: it then needs one."""
     return any(
         row.place == IN_ENV

@@ -13,9 +13,10 @@ DECAY = Condition(
     "Choose 'linear' or 'cosine'",
 )
 NEVER_CLIPPED_SO = Condition(
-    "never: gradients are clipped by their global norm",
+    "never",
     lambda c: False,
     "here: gradients are clipped by their global norm",
+    never=True,
 )
 SHARE = "it says how much goes through the model at a time"
 LEAVE_OUT = "Raise it, or use null to leave it out"

@@ -7,11 +7,9 @@ from typing import Any
 from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
 from rllib_llm.config_schema import RENAMED
 
-NOT_HERE = Condition("never here", lambda c: False, "here: decoding has a loop of its own")
+NOT_HERE = Condition("never", lambda c: False, "here: decoding has a loop of its own", never=True)
 LAYERS = Condition(
-    "never: it is the trunk's layers that are compiled",
-    lambda c: False,
-    "here: it is the trunk's layers that are compiled",
+    "never", lambda c: False, "here: it is the trunk's layers that are compiled", never=True
 )
 
 
