@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm import columns
-from rllib_llm.algorithms.critic_free import GRPO, GRPOConfig
+from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.envs.toys import arithmetic
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 

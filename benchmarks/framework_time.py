@@ -19,7 +19,7 @@ import torch
 from stopwatch import Stopwatch, add
 
 from rllib_llm import GRPOConfig
-from rllib_llm.algorithms.critic_free import GRPO
+from rllib_llm.algorithms.grpo import GRPO
 
 WORK = ("generate", "judge", "forward", "backward", "optimiser")
 PROMPT_LEN = 16

@@ -16,7 +16,7 @@ import ray
 
 from benchmarks import chaos_run
 from benchmarks.chaos_cluster import Nodes
-from rllib_llm.algorithms.critic_free import GRPO
+from rllib_llm.algorithms.grpo import GRPO
 
 MAX_ITERATIONS = 2000  # until the sampler is back
 

@@ -21,11 +21,12 @@ __version__ = "0.1.0"
 # little more than importing Ray.
 _PUBLIC = {
     "PPOPtxConfig": "rllib_llm.algorithms.ppo_ptx",
-    "GRPOConfig": "rllib_llm.algorithms.critic_free",
-    "RLOOConfig": "rllib_llm.algorithms.critic_free",
-    "ReinforcePPConfig": "rllib_llm.algorithms.critic_free",
+    "GRPOConfig": "rllib_llm.algorithms.grpo",
+    "RLOOConfig": "rllib_llm.algorithms.rloo",
+    "ReinforcePPConfig": "rllib_llm.algorithms.reinforce_pp",
     "SFTConfig": "rllib_llm.algorithms.sft",
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
+    "GenerateConfig": "rllib_llm.algorithms.generate",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
     "Progress": "rllib_llm.reports.live_table",
@@ -38,6 +39,10 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 check_ray()

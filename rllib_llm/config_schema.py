@@ -57,6 +57,7 @@ def build_config(
         ValueError: unknown key, -1, text where a number belongs, or what `validate()` refuses.
     """
     config = algo_class.get_default_config()
+    settings = flat_settings(config, settings)
     check_keys(config, settings, where)
     check_values(config, settings, where)
     config = config.update_from_dict(resolve_classes(settings, where))
@@ -65,9 +66,14 @@ def build_config(
 
 
 def allowed_keys(config: AlgorithmConfig) -> set[str]:
-    """Return every key a user may set on `config`: its public attributes, by their YAML names."""
+    """Return every key a user may set on `config`: its public attributes, by their YAML names; of
+    a config of ours, those that act."""
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
+    if _has_table(config):
+        from rllib_llm.algorithms.settings.lookup import known_names
+
+        return set(known_names(type(config)))
     public = {name for name in vars(config) if not name.startswith("_")}
     if not isinstance(config, AlgorithmConfig):  # of a Trainable that is no RLlib Algorithm
         return public
@@ -75,16 +81,59 @@ def allowed_keys(config: AlgorithmConfig) -> set[str]:
     return (public | set(RENAMED) | {"multiagent"}) - internal - set(RETIRED)
 
 
+def _has_table(config: Any) -> bool:
+    return hasattr(config, "sections")
+
+
+def sections(config: Any) -> tuple[str, ...]:
+    """Return the names under which settings of `config` may be grouped."""
+    if not _has_table(config):
+        return ()
+    from rllib_llm.algorithms.settings.lookup import section_names
+
+    return section_names(type(config))
+
+
+def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings`, the sections in it (`sampling: {...}`) dissolved.
+
+    Raises:
+        ValueError: keys of a section that are none of its settings, or one given twice.
+    """
+    if not _has_table(config):
+        return dict(settings)
+    from rllib_llm.algorithms.settings.tabled_config import (
+        DEFAULT_ENV,
+        flattened,
+        names_env_settings,
+    )
+
+    flat = flattened(type(config), settings)
+    if names_env_settings(type(config), settings):
+        flat.setdefault("env", DEFAULT_ENV)
+    return flat
+
+
 def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for the first key of `settings` that `config` does not have."""
+    """Raise ValueError for the keys of `settings` that `config` does not have, all at once."""
     allowed = allowed_keys(config)
-    for key, value in settings.items():
-        if key in RETIRED and RETIRED[key] in allowed:
-            raise ValueError(f"{where}: unknown key {key!r}. It is {RETIRED[key]!r} now.")
-        if key not in allowed:
-            raise ValueError(f"{where}: unknown key {key!r}. {suggestion(key, allowed)}")
-        if key == "evaluation_config" and isinstance(value, Mapping):
-            check_keys(config, value, f"{where}.{key}")
+    unknown = [key for key in settings if key not in allowed]
+    if unknown and _has_table(config):
+        from rllib_llm.algorithms.settings.names import unknown_settings
+
+        raise unknown_settings(type(config), unknown, where)
+    if unknown:
+        said = (f"unknown key {key!r}. {_hint(str(key), allowed)}" for key in unknown)
+        raise ValueError(f"{where}: {' Also '.join(said)}")
+    overrides = settings.get("evaluation_config")
+    if isinstance(overrides, Mapping):
+        check_keys(config, flat_settings(config, overrides), f"{where}.evaluation_config")
+
+
+def _hint(key: str, allowed: set[str]) -> str:
+    if key in RETIRED and RETIRED[key] in allowed:
+        return f"It is {RETIRED[key]!r} now."
+    return suggestion(key, allowed)
 
 
 def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
@@ -117,10 +166,19 @@ def nearest(name: str, allowed: Iterable[str], num: int = 3) -> list[str]:
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
     """Return a sentence with the names of `allowed` nearest to `name`, or all if they are few."""
-    allowed = sorted(set(allowed))
-    close = nearest(name, allowed)
+    return closest(name, {candidate: candidate for candidate in allowed})
+
+
+def closest(name: str, called: Mapping[str, str]) -> str:
+    """Return `suggestion`'s sentence where names have other names as well.
+
+    Args:
+        called: every name that counts -> the one to suggest for it.
+    """
+    close = list(dict.fromkeys(called[match] for match in nearest(name, called)))
     if close:
         return f"Did you mean {' or '.join(repr(match) for match in close)}?"
+    allowed = sorted(set(called.values()))
     if len(allowed) <= 40:
         return f"Allowed: {', '.join(allowed)}."
     return "Nothing similar is known."

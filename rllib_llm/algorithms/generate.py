@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,11 @@ import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.algorithms.settings.checks import given, require
+from rllib_llm.algorithms.settings.section_method import SectionMethod
+from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.tabled_config import TabledConfig
+from rllib_llm.algorithms.settings.tables.model import MODEL
+from rllib_llm.algorithms.settings.tables.sampling import DTYPE, GENERATE, SEED
 from rllib_llm.checkpoints.folder import check, write_manifest
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
@@ -21,46 +25,22 @@ from rllib_llm.engines.params import SamplingParams
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
 
 
-@dataclass
-class GenerateConfig:
-    """Settings of `Generate`: the keys that YAML may use."""
+class GenerateConfig(TabledConfig):
+    """What texts are sampled from, and how: no training, no environment."""
 
-    model: str | None = None
-    """Hugging Face folder, hub id or dotted path of a causal LM whose tokenizer has a BOS."""
-    dtype: str = "float32"
-    """Of the weights: "float32", "bfloat16" or "float16"."""
-    temperature: float = 1.0
-    """Logits are divided by it; 1 gives the model's own texts."""
-    top_p: float = 1.0
-    top_k: int = 0
-    min_new_tokens: int = 0
-    max_new_tokens: int = 128
-    stop_token_ids: list[int] | None = None
-    """Ids that end a text; None: all EOS ids of the model."""
-    opening_tokens: int | None = None
-    """Tokens of a text that make its `prompt`, less a word that they cut; None: no prompts."""
-    eval_fraction: float = 0.0
-    """Share of the texts that go to eval.jsonl; texts of the same opening stay together."""
-    batch_size: int = 64
-    """Texts sampled at once, in one iteration."""
-    seed: int = 0
-    num_gpus: float = 0
-    """Of the process that samples; 0: on the CPU."""
+    sections: tuple[Section, ...] = (
+        Section("language_model", "What the texts are sampled from.", (MODEL, DTYPE)),
+        GENERATE,
+    )
+    rllib_sections: tuple[Section, ...] = (Section("debugging", "Seed.", (SEED,)),)
 
-    def update_from_dict(self, settings: Mapping[str, Any]) -> GenerateConfig:
-        """Sets each key of `settings`.
+    language_model = SectionMethod()
+    sampling = SectionMethod()
 
-        Raises:
-            ValueError: a key that is not a setting.
-        """
-        known = [field.name for field in fields(self)]
-        for key, value in settings.items():
-            require(
-                key in known, "key", key, f"one of {known}", "Generate has no other settings",
-                "Check the spelling",
-            )  # fmt: skip
-            setattr(self, key, value)
-        return self
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or Generate)
+        self.max_new_tokens = 128
+        self.seed = 0
 
     def validate(self) -> None:
         """Checks every setting without loading a model.
@@ -69,6 +49,7 @@ class GenerateConfig:
             ValueError: naming the setting, the rule, the reason and a remedy.
         """
         self.given_model()
+        self.check_table()
         require(
             0 <= self.eval_fraction < 1, "eval_fraction", self.eval_fraction,
             "at least 0 and below 1", "it is the share of held-out texts", "Use 0.1",
@@ -79,10 +60,6 @@ class GenerateConfig:
             f"above 0 and below max_new_tokens={self.max_new_tokens}",
             "an opening is the first part of a text", "Lower it, or set null for no prompts",
         )  # fmt: skip
-        require(
-            self.batch_size >= 1, "batch_size", self.batch_size, "at least 1",
-            "it counts the texts of an iteration", "Use 64",
-        )  # fmt: skip
         self.sampling_params(pad_token_id=0, stop_token_ids=tuple(self.stop_token_ids or ()))
 
     def given_model(self) -> str:
@@ -92,7 +69,7 @@ class GenerateConfig:
             ValueError: it is not.
         """
         return given(
-            self.model or None, "model",
+            self.pretrained_model or None, "model",
             "a Hugging Face folder, a hub id or the dotted path of a function",
             "it writes the texts", "Set model",
         )  # fmt: skip
@@ -120,15 +97,21 @@ class Generate(Trainable):
 
     @classmethod
     def get_default_config(cls) -> GenerateConfig:
-        return GenerateConfig()
+        return GenerateConfig(algo_class=cls)
 
     @classmethod
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
-        settings = config if isinstance(config, Mapping) else vars(config)
-        num_gpus = settings.get("num_gpus") or 0
+        num_gpus = cls.as_config(config).num_gpus
         return PlacementGroupFactory([{"CPU": 1} | ({"GPU": num_gpus} if num_gpus else {})])
 
-    def setup(self, config: dict[str, Any]) -> None:
+    @classmethod
+    def as_config(cls, settings: Mapping[str, Any] | GenerateConfig) -> GenerateConfig:
+        """The config that Tune hands on as a mapping."""
+        if isinstance(settings, GenerateConfig):
+            return settings
+        return cls.get_default_config().update_from_dict(dict(settings))
+
+    def setup(self, config: Any) -> None:
         from rllib_llm.modules.pretrained import load_causal_lm
         from rllib_llm.modules.tokenizer import (
             eos_token_ids,
@@ -136,7 +119,7 @@ class Generate(Trainable):
             load_tokenizer,
         )
 
-        self.settings = GenerateConfig().update_from_dict(config)
+        self.settings = self.as_config(config)
         self.settings.validate()
         model = self.settings.given_model()
         self.tokenizer = load_tokenizer(model)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ray.rllib.algorithms.algorithm_config import NotProvided
-
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.algorithms.settings.checks import check_range, require
+from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.tables.optimiser import PTX
 
 
 class PPOPtxConfig(RLHFConfig):
     """`ptx_coeff=0` (the default) is plain PPO for language models."""
 
+    sections: tuple[Section, ...] = (*RLHFConfig.sections, PTX)
     ignored_settings = ("scale_by_std", "drop_zero_variance_groups")
 
     def __init__(self, algo_class=None):
@@ -21,36 +20,6 @@ class PPOPtxConfig(RLHFConfig):
         self.critic = "shared"
         self.num_epochs = 4
         self.minibatch_size = 32
-        self.ptx_coeff = 0.0
-        self.ptx_data: Any = None
-        self.ptx_eval_data: Any = None
-        self.ptx_batch_size = 8
-        self.ptx_max_length = 128
-
-    def training(
-        self,
-        *,
-        ptx_coeff: float = NotProvided,
-        ptx_data: Any = NotProvided,
-        ptx_eval_data: Any = NotProvided,
-        ptx_batch_size: int = NotProvided,
-        ptx_max_length: int = NotProvided,
-        **kwargs,
-    ):
-        """Settings of the pretraining loss; others are passed on to `RLHFConfig`.
-
-        Args:
-            ptx_coeff: γ, weight of the mean cross-entropy of pretraining tokens (InstructGPT: 27.8
-                against a loss summed differently; here 0.1 to 1 is a start). 0: only measured.
-            ptx_data: file, data set, hub id or dotted path of texts; None: no pretraining loss.
-            ptx_eval_data: held-out texts, the same way; every evaluation reports their loss as
-                eval/ptx_loss, in nats per token. None: not measured.
-            ptx_batch_size: texts per optimiser step and learner.
-            ptx_max_length: tokens kept of each text.
-        """
-        super().training(**kwargs)
-        self._assign(locals(), PPOPtxConfig.training)
-        return self
 
     def get_default_learner_class(self) -> type:
         from rllib_llm.learners.ppo_ptx_learner import PPOPtxLearner
@@ -63,14 +32,6 @@ class PPOPtxConfig(RLHFConfig):
             self.critic in ("shared", "separate"), "critic", self.critic,
             "'shared' or 'separate'", "PPO's advantages come from a critic",
             "Use GRPO or RLOO to train without one",
-        )  # fmt: skip
-        check_range(
-            self, "ptx_coeff", least=0, reason="it weighs a loss", remedy="Use 0 to switch it off"
-        )
-        check_range(self, "ptx_batch_size", least=1, reason="it counts texts", remedy="Raise it")
-        check_range(
-            self, "ptx_max_length", least=2, reason="every token but the first is predicted",
-            remedy="Raise it",
         )  # fmt: skip
         require(
             self.ptx_coeff == 0 or self.ptx_data is not None, "ptx_data", self.ptx_data,

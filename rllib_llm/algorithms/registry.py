@@ -10,9 +10,9 @@ from rllib_llm.ray_compat import register_trainable, rllib_algorithm_class
 
 ALGORITHMS: dict[str, str] = {
     "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",
-    "GRPO": "rllib_llm.algorithms.critic_free:GRPO",
-    "RLOO": "rllib_llm.algorithms.critic_free:RLOO",
-    "ReinforcePP": "rllib_llm.algorithms.critic_free:ReinforcePP",
+    "GRPO": "rllib_llm.algorithms.grpo:GRPO",
+    "RLOO": "rllib_llm.algorithms.rloo:RLOO",
+    "ReinforcePP": "rllib_llm.algorithms.reinforce_pp:ReinforcePP",
     "SFT": "rllib_llm.algorithms.sft:SFT",
     "RewardModel": "rllib_llm.algorithms.reward_model:RewardModel",
     "Generate": "rllib_llm.algorithms.generate:Generate",

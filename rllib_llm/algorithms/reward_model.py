@@ -6,9 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ray.rllib.algorithms.algorithm_config import NotProvided
-
-from rllib_llm.algorithms.settings.checks import check_range
+from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.tables.optimiser import REWARD_MODEL
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.texts import PairSource, TextSource
@@ -17,39 +16,11 @@ from rllib_llm.data.texts import PairSource, TextSource
 class RewardModelConfig(SupervisedConfig):
     """A classifier with one output, or a causal LM whose trunk gets one, on (chosen, rejected)."""
 
+    sections: tuple[Section, ...] = (*SupervisedConfig.sections, REWARD_MODEL)
     trains_adapters = False
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RewardModel)
-        self.center_rewards_coeff = 0.0
-        self.normalization_data: Any = None
-
-    def training(
-        self,
-        *,
-        center_rewards_coeff: float = NotProvided,
-        normalization_data: Any = NotProvided,
-        **kwargs,
-    ):
-        """Others are passed on to `SupervisedConfig`.
-
-        Args:
-            center_rewards_coeff: weight of the squared scores, which holds their mean near 0
-                (Eisenstein et al. 2023, "Helping or Herding?"); 0: off, 0.01 is usual.
-            normalization_data: reference samples, texts as for SFT, whose scores get mean 0 and
-                standard deviation 1: usually the policy's before training. Each is read to its
-                first `max_length` tokens, EOS included. None: the held-out pairs.
-        """
-        super().training(**kwargs)
-        self._assign(locals(), RewardModelConfig.training)
-        return self
-
-    def validate(self) -> None:
-        super().validate()
-        check_range(
-            self, "center_rewards_coeff", least=0, reason="it weighs a loss",
-            remedy="Use 0 to switch it off",
-        )  # fmt: skip
 
     def module_class(self) -> type:
         from rllib_llm.modules.reward_model_module import RewardModelModule

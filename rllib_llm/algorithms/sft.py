@@ -6,29 +6,22 @@ import math
 from collections import Counter
 from typing import Any
 
-from ray.rllib.algorithms.algorithm_config import NotProvided
-
-from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.tables.optimiser import LOSS_ON
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.data.texts import LOSS_ON, TextSource
+from rllib_llm.data.texts import TextSource
 
 
 class SFTConfig(SupervisedConfig):
     """The loss is the mean cross-entropy of the completion's (or the assistant's) tokens."""
 
+    sections: tuple[Section, ...] = (
+        *SupervisedConfig.sections,
+        Section("training", "The loss.", (LOSS_ON,)),
+    )
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or SFT)
-        self.loss_on = "completion"
-
-    def training(self, *, loss_on: str = NotProvided, **kwargs):
-        """Others are passed on to `SupervisedConfig`.
-
-        Args:
-            loss_on: "completion" leaves prompts and user turns out of the loss; "all" does not.
-        """
-        super().training(**kwargs)
-        self._assign(locals(), SFTConfig.training)
-        return self
 
     def module_class(self) -> type:
         from rllib_llm.modules.causal_lm import CausalLMModule
@@ -43,13 +36,6 @@ class SFTConfig(SupervisedConfig):
         from rllib_llm.learners.sft_learner import SFTLearner
 
         return SFTLearner
-
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.loss_on in LOSS_ON, "loss_on", self.loss_on, f"one of {LOSS_ON}",
-            "it says which tokens are targets", "Use 'completion' to leave prompts out",
-        )  # fmt: skip
 
 
 class SFT(Supervised):

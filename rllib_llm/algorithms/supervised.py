@@ -11,12 +11,13 @@ from collections import Counter
 from typing import Any
 
 from gymnasium.spaces import Discrete
-from ray.rllib.algorithms.algorithm_config import NotProvided
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_range, given, require
+from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.tables.optimiser import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 
 PIPELINE_STATE = "rllib_llm"
@@ -26,53 +27,24 @@ EVALUATION_BATCH = 64  # rows scored at once
 class SupervisedConfig(LanguageModelConfig):
     """Settings of a data set beside those of the optimiser."""
 
+    sections: tuple[Section, ...] = (*LanguageModelConfig.sections, SUPERVISED)
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)
         self._is_online = False  # no environment, no samplers
-        self.data: Any = None
-        self.eval_data: Any = None
-        self.max_length = 256
         # RLHF's 1e-5 is large beside the gradients of a nearly learnt text.
         self.adam_epsilon = 1e-8
-        self.shuffle = True
-        self.train_batch_size_per_learner = 64
         self.evaluation_duration = 256
         self.evaluation_interval = None
         # No environment gives spaces; nothing here depends on them.
         texts = Repeated(Discrete(2), 1)
         self.observation_space, self.action_space = texts, texts
 
-    def training(
-        self,
-        *,
-        data: Any = NotProvided,
-        eval_data: Any = NotProvided,
-        max_length: int = NotProvided,
-        shuffle: bool = NotProvided,
-        **kwargs,
-    ):
-        """Settings of the data; others are passed on to `LanguageModelConfig`.
-
-        Args:
-            data: file (JSONL, Parquet, text), data-set folder, hub id, or dotted path of a
-                function returning rows; or {path: ..., split: ..., limit: ..., kwargs: ...}.
-            eval_data: held-out rows, the same way; None: no evaluation.
-            max_length: tokens kept of each text.
-            shuffle: draw rows in a seeded order, new in every epoch.
-        """
-        super().training(**kwargs)
-        self._assign(locals(), SupervisedConfig.training)
-        return self
-
     def validate(self) -> None:
         super().validate()
         require(
             self.data is not None, "data", self.data, "a data set", "it is what is learnt from",
             "Name a file, a hub id or a dotted path",
-        )  # fmt: skip
-        check_range(
-            self, "max_length", least=2, reason="every token but the first is predicted",
-            remedy="Raise it to the tokens of your texts",
         )  # fmt: skip
         check_range(
             self, "evaluation_duration", least=1, reason="it counts held-out rows",

@@ -56,7 +56,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint and print the results."""
     prepare(options.verbose, options.imports)
-    with user_errors():
+    with user_errors(options.verbose):
         settings = parse_mapping(config, "--config")
         if env is not None:
             settings["env"] = env
@@ -66,7 +66,7 @@ def evaluate(
 
         checkpoint = find_checkpoint(checkpoint)
         algorithm_config = checkpoint_config(checkpoint, settings)
-    with ray_session(options), user_errors():
+    with ray_session(options), user_errors(options.verbose):
         results = run_evaluation(checkpoint, algorithm_config, options.verbose)
     flat = {key: value for key, raw in results.items() if (value := number(raw)) is not None}
     if out is not None:

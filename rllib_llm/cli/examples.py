@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import rllib_llm
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.train import run_file
 from rllib_llm.config_schema import suggestion
+from rllib_llm.experiments.include import examples_folder
 from rllib_llm.user_errors import UserError, user_errors
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)
@@ -68,13 +68,6 @@ def run_example(name: Name, *, options: RunOptions) -> None:
     with user_errors():
         file = find_example(name)
     run_file(file, options)
-
-
-def examples_folder() -> Path:
-    """Return the examples' folder: inside an installed package, beside it in a checkout."""
-    package = Path(rllib_llm.__file__).resolve().parent
-    inside = package / "tuned_examples"
-    return inside if inside.is_dir() else package.parent / "tuned_examples"
 
 
 def example_files() -> dict[str, Path]:

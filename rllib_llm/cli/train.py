@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import re
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from rllib_llm.cli.options import RunOptions, laid_over, takes
 from rllib_llm.cli.session import prepare, ray_session, weights_in_store
-from rllib_llm.experiments.yaml_experiments import Experiment, checked, load
+from rllib_llm.experiments.yaml_experiments import Experiment, load
 from rllib_llm.experiments.yaml_loader import parse_mapping, read
 from rllib_llm.user_errors import UserError, show, shown_warnings, user_errors
 
@@ -144,16 +143,13 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
             "--set NAME.restore=CHECKPOINT."
         )
     return [
-        checked(
-            dataclasses.replace(
-                experiment,
-                stop={**experiment.stop, **stops},
-                num_samples=options.num_samples or experiment.num_samples,
-                checkpoint_config={**experiment.checkpoint_config, **checkpoints},
-                restore=options.restore or experiment.restore,
-                scheduler=options.scheduler or experiment.scheduler,
-                scheduler_config={**experiment.scheduler_config, **arguments},
-            )
+        experiment.replace(
+            stop={**experiment.stop, **stops},
+            num_samples=options.num_samples or experiment.num_samples,
+            checkpoint_config={**experiment.checkpoint_config, **checkpoints},
+            restore=options.restore or experiment.restore,
+            scheduler=options.scheduler or experiment.scheduler,
+            scheduler_config={**experiment.scheduler_config, **arguments},
         )
         for experiment in experiments
     ]

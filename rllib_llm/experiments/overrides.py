@@ -40,7 +40,7 @@ def apply_overrides(
 
 
 def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
-    from rllib_llm.experiments.yaml_experiments import KEYS
+    from rllib_llm.experiments.experiment import KEYS
 
     experiments = {name: spec for name, spec in data.items() if name != "vars"}
     if keys[0] == "vars":
@@ -63,11 +63,23 @@ def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> No
         rest = ["config", *rest]
     for spec in targets.values():
         if isinstance(spec, dict):
-            _assign(spec, rest, copy.deepcopy(value))
+            _assign(spec, _where_it_stands(spec, rest), copy.deepcopy(value))
+
+
+def _where_it_stands(spec: dict[str, Any], keys: list[str]) -> list[str]:
+    """Return the path of a setting inside its section, if the file has it there."""
+    config = spec.get("config")
+    if keys[0] != "config" or len(keys) != 2 or not isinstance(config, dict) or keys[1] in config:
+        return keys
+    sections = (name for name, value in config.items() if isinstance(value, dict))
+    holder = next((n for n in sections if n != "env_config" and keys[1] in config[n]), None)
+    return keys if holder is None else ["config", holder, keys[1]]
 
 
 def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
     known = data.get("vars") or {}
+    if not isinstance(known, dict):
+        return  # told where the file is read
     if len(keys) < 2 or keys[1] not in known:
         raise UserError(
             f"--set {'.'.join(keys)}: {source} has no such variable. "
@@ -83,15 +95,15 @@ def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known_settings(experiments: dict[str, Any]) -> set[str]:
-    """Return the settings of all algorithms that the experiments run."""
-    from rllib_llm.config_schema import allowed_keys
+    """Return the settings, and sections, of all algorithms that the experiments run."""
+    from rllib_llm.config_schema import allowed_keys, sections
     from rllib_llm.experiments.algorithms import algorithm_class
 
     names = {
         spec["run"] for spec in experiments.values() if isinstance(spec, dict) and "run" in spec
     }
     configs = [algorithm_class(name, "run").get_default_config() for name in sorted(names)]
-    return {key for config in configs for key in allowed_keys(config)}
+    return {key for config in configs for key in (*allowed_keys(config), *sections(config))}
 
 
 def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:

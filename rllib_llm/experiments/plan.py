@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import shutil
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.checkpoints.finding import restore_source
-from rllib_llm.config_schema import build_config, suggestion
+from rllib_llm.config_schema import build_config, flat_settings, suggestion
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.check_sources import check_sources
+from rllib_llm.experiments.experiment import Experiment
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
-from rllib_llm.experiments.yaml_experiments import Experiment, references, substitute
+from rllib_llm.experiments.yaml_experiments import references, substitute
 from rllib_llm.tune.search_space import examples, to_tune
 from rllib_llm.user_errors import UserError
 
@@ -62,10 +62,17 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
         config = substitute(
             experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
         )
-        if isinstance(config.get("model"), str):
-            stand_ins[f"{experiment.name}.model"] = config["model"]
-        filled.append(dataclasses.replace(experiment, config=config))
+        model = _model_of(config)
+        if isinstance(model, str):
+            stand_ins[f"{experiment.name}.model"] = model
+        filled.append(experiment.replace(config=config))
     return filled
+
+
+def _model_of(config: Mapping[str, Any]) -> Any:
+    """What the experiment starts from, wherever in its config it stands."""
+    section = config.get("language_model")
+    return config.get("model") or (section.get("model") if isinstance(section, dict) else None)
 
 
 def check_experiment(experiment: Experiment) -> dict[str, float]:
@@ -134,8 +141,10 @@ def checkpoint_settings(experiment: Experiment) -> Any:
 
 
 def search_space(experiment: Experiment) -> dict[str, Any]:
-    """Return the experiment's config and environment, search spaces as Tune's objects."""
-    config = dict(experiment.config)
+    """Return the experiment's config and environment, sections dissolved, search spaces as Tune's
+    objects."""
+    algo_class = algorithm_class(experiment.run, experiment.name)
+    config = flat_settings(algo_class.get_default_config(), experiment.config)
     if experiment.env is not None:
         config["env"] = experiment.env
     return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
@@ -224,7 +233,7 @@ def check_disk(experiments: list[Experiment], folder: Path) -> None:
     """
     needed = LEAST_FREE_BYTES
     for experiment in with_stand_ins(experiments):
-        model_bytes = _folder_bytes(experiment.config.get("model"))
+        model_bytes = _folder_bytes(_model_of(experiment.config))
         needed += model_bytes * CHECKPOINT_SHARES * _num_checkpoints(experiment)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free

@@ -32,6 +32,9 @@ PASSED_ON = (
     "use_rslora",
 )
 
+# What peft and others call them.
+OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+
 
 def check_lora(lora: Any) -> None:
     """Raises ValueError for settings of adapters that are none; see `add_adapters`."""
@@ -43,16 +46,17 @@ def check_lora(lora: Any) -> None:
     allowed = [*DEFAULTS, *PASSED_ON]
     for key in lora:
         if key not in allowed:
-            close = difflib.get_close_matches(key, allowed, n=1) or ["one of them"]
+            called = {**{name: name for name in allowed}, **OTHER_NAMES}
+            close = difflib.get_close_matches(str(key), called, n=1)
+            hint = f"Did you mean {called[close[0]]!r}?" if close else "Leave it out."
             raise ValueError(
-                f"lora={lora!r} must hold only {allowed}: {key!r} is none of them. "
-                f"Did you mean {close[0]!r}?"
+                f"lora={lora!r} must hold only {allowed}: {key!r} is none of them. {hint}"
             )
     settings = {**DEFAULTS, **lora}
     rules = {
         "r": (settings["r"] in range(1, 2**16), "a whole number of at least 1"),
-        "alpha": (settings["alpha"] > 0, "above 0"),
-        "dropout": (0 <= settings["dropout"] < 1, "in [0, 1)"),
+        "alpha": (_is_number(settings["alpha"]) and settings["alpha"] > 0, "above 0"),
+        "dropout": (_is_number(settings["dropout"]) and 0 <= settings["dropout"] < 1, "in [0, 1)"),
         "target_modules": (bool(settings["target_modules"]), "'all-linear' or a list of names"),
     }
     for key, (holds, rule) in rules.items():
@@ -61,6 +65,10 @@ def check_lora(lora: Any) -> None:
                 f"lora.{key}={settings[key]!r} must be {rule}: adapters add alpha/r * B A to a "
                 f"weight. Leave it out for {DEFAULTS[key]!r}."
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> None:

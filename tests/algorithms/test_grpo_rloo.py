@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.algorithms.critic_free import ReinforcePPConfig
+from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")

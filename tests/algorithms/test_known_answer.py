@@ -11,8 +11,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rllib_llm.algorithms.critic_free import GRPOConfig, RLOOConfig
+from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
+from rllib_llm.algorithms.rloo import RLOOConfig
 from tests.algorithms.tiny_runs import built
 
 pytestmark = pytest.mark.usefixtures("ray_session")

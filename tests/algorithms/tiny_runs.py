@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm.algorithms.critic_free import GRPOConfig, RLOOConfig
+from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.reward_model import RewardModelConfig
+from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.envs.toys import arithmetic
 

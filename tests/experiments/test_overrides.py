@@ -69,3 +69,11 @@ def test_what_fits_nothing_is_refused(override: str, message: str):
     with pytest.raises(UserError) as error:
         changed(override)
     assert message in str(error.value)
+
+
+def test_a_setting_inside_a_section_is_found_by_its_name():
+    data = {"a": {"run": "PPOPtx", "config": {"training": {"lr": 1.0}, "temperature": 1.0}}}
+    changed = apply_overrides(data, ("lr=2", "temperature=3", "sampling.top_k=4"), "x.yaml")
+    assert changed["a"]["config"] == {
+        "training": {"lr": 2}, "temperature": 3, "sampling": {"top_k": 4},
+    }  # fmt: skip

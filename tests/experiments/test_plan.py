@@ -6,6 +6,7 @@ from rllib_llm.experiments.plan import (
     check_disk,
     check_experiments,
     check_resources,
+    search_space,
     with_stand_ins,
 )
 from rllib_llm.experiments.yaml_experiments import Experiment, load
@@ -191,3 +192,32 @@ def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message
     config = {"model": "rllib_llm.envs.toys.reviews_model.build_model", "data": ["text"]}
     with pytest.raises(UserError, match=message):
         check_experiments([Experiment("sft", "SFT", config=config, **settings)])
+
+
+def test_sections_of_a_file_become_the_algorithm_s_settings():
+    config = {
+        "language_model": {"model": "rllib_llm.envs.toys.reviews_model.build_model"},
+        "prompts": {"data": [{"prompt": "A"}]},
+        "rewards": {"functions": "tests.envs.tiny_envs.num_words"},
+        "sampling": {"temperature": {"grid_search": [0.5, 1.0]}},
+    }
+    experiment = Experiment("a", "PPOPtx", config=config)
+    check_experiments([experiment])
+    space = search_space(experiment)
+    assert space["env"] == "rllib_llm/RLHF-v0"
+    assert space["temperature"] == {"grid_search": [0.5, 1.0]}
+    assert space["env_config"]["reward_functions"] == "tests.envs.tiny_envs.num_words"
+    with pytest.raises(UserError, match="a: sampling: unknown key 'tempera'"):
+        check_experiments([experiment.replace(config=config | {"sampling": {"tempera": 1}})])
+
+
+def test_types_of_settings_are_told_before_anything_runs():
+    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    for wrong in ({"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"num_epochs": True}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(UserError, match=f"ppo: {name}={value} must be a whole number"):
+            check_experiments([Experiment("ppo", "PPOPtx", config={"model": model, **wrong})])
+    with pytest.raises(UserError, match="'rank' is none of them. Did you mean 'r'?"):
+        check_experiments(
+            [Experiment("a", "SFT", config={"model": model, "lora": {"rank": 4}, "data": ["x"]})]
+        )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm import columns
-from rllib_llm.algorithms.critic_free import ReinforcePPConfig
+from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from tests.algorithms.tiny_runs import MODEL, grpo, rloo
 from tests.learners import tiny_learners as tiny
 

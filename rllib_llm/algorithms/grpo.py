@@ -1,0 +1,50 @@
+"""GRPO: advantages from the scores of a group, no critic (Shao et al. 2024, "DeepSeekMath")."""
+
+from __future__ import annotations
+
+from rllib_llm.algorithms.critic_free import CriticFreeConfig, require_group
+from rllib_llm.algorithms.rlhf import RLHF
+
+
+class GRPOConfig(CriticFreeConfig):
+    """Group-normalised advantages, k3 KL in the loss.
+
+    Published variants are settings: Dr. GRPO `loss_reduction="dr_grpo", scale_by_std=False`; DAPO
+    `loss_reduction="token_mean", clip_param_high=0.28, ref_kl_coeff=0, overlong_buffer=...,
+    drop_zero_variance_groups=True`; GSPO `policy_loss="gspo"`, clip ranges near 3e-4; CISPO
+    `policy_loss="cispo", clip_param=1.0, clip_param_high=4.0, loss_reduction="token_mean"`: weights
+    up to 5, nothing held from below.
+    """
+
+    ignored_settings = (
+        *CriticFreeConfig.ignored_settings,
+        "gamma",
+        "lambda_",
+        "whiten_advantages",
+        "whiten_rewards",
+    )
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or GRPO)
+        self.num_completions = 8
+        self.ref_kl_in = "loss"
+        self.ref_kl_estimator = "k3"
+        self.ref_kl_coeff = 0.04
+        self.loss_reduction = "sequence_mean"
+
+    def get_default_learner_class(self) -> type:
+        from rllib_llm.learners.critic_free_learners import GRPOLearner
+
+        return GRPOLearner
+
+    def validate(self) -> None:
+        super().validate()
+        require_group(self)
+
+
+class GRPO(RLHF):
+    """RLlib Algorithm; see `GRPOConfig`."""
+
+    @classmethod
+    def get_default_config(cls) -> GRPOConfig:
+        return GRPOConfig(algo_class=cls)

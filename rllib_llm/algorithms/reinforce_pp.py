@@ -1,0 +1,35 @@
+"""REINFORCE++: advantages normalised over the whole batch (Hu 2025)."""
+
+from __future__ import annotations
+
+from rllib_llm.algorithms.critic_free import CriticFreeConfig
+from rllib_llm.algorithms.rlhf import RLHF
+
+
+class ReinforcePPConfig(CriticFreeConfig):
+    """Global advantage normalisation. `whiten_advantages=False` is REINFORCE with nothing taken off
+    the reward."""
+
+    ignored_settings = (
+        *CriticFreeConfig.ignored_settings,
+        "lambda_",
+        "whiten_rewards",
+        "scale_by_std",
+        "drop_zero_variance_groups",
+    )
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or ReinforcePP)
+
+    def get_default_learner_class(self) -> type:
+        from rllib_llm.learners.critic_free_learners import ReinforcePPLearner
+
+        return ReinforcePPLearner
+
+
+class ReinforcePP(RLHF):
+    """RLlib Algorithm; see `ReinforcePPConfig`."""
+
+    @classmethod
+    def get_default_config(cls) -> ReinforcePPConfig:
+        return ReinforcePPConfig(algo_class=cls)

@@ -1,0 +1,44 @@
+"""RLOO: the baseline is the rest of the group (Ahmadian et al. 2024, "Back to Basics")."""
+
+from __future__ import annotations
+
+from rllib_llm.algorithms.critic_free import CriticFreeConfig, require_group
+from rllib_llm.algorithms.rlhf import RLHF
+
+
+class RLOOConfig(CriticFreeConfig):
+    """Leave-one-out baseline, KL in the score.
+
+    The loss is PPO's of each token, as in OpenRLHF and verl. The paper's and TRL's, where the whole
+    completion is one action, is `policy_loss="rloo"`, which makes `loss_reduction` "sequence_mean".
+    """
+
+    ignored_settings = (
+        *CriticFreeConfig.ignored_settings,
+        "gamma",
+        "lambda_",
+        "scale_by_std",
+        "whiten_rewards",
+    )
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or RLOO)
+        self.num_completions = 4
+        self.whiten_advantages = False
+
+    def get_default_learner_class(self) -> type:
+        from rllib_llm.learners.critic_free_learners import RLOOLearner
+
+        return RLOOLearner
+
+    def validate(self) -> None:
+        super().validate()
+        require_group(self)
+
+
+class RLOO(RLHF):
+    """RLlib Algorithm; see `RLOOConfig`."""
+
+    @classmethod
+    def get_default_config(cls) -> RLOOConfig:
+        return RLOOConfig(algo_class=cls)

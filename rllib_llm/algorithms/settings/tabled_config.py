@@ -1,0 +1,257 @@
+"""An `AlgorithmConfig` whose settings stand in a table: see `setting.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import (
+    DEPRECATED_VALUE,
+    AlgorithmConfig,
+    NotProvided,
+)
+from ray.tune.result import TRIAL_INFO
+
+from rllib_llm.algorithms.settings.lookup import (
+    ConfigClass,
+    known_names,
+    rllib_table,
+    row_called,
+    section_names,
+    table,
+)
+from rllib_llm.algorithms.settings.names import unknown_settings
+from rllib_llm.algorithms.settings.section_method import SectionMethod, rllib_parameters
+from rllib_llm.algorithms.settings.setting import IN_CONFIG, IN_ENV, Section, Setting
+from rllib_llm.algorithms.settings.tables import rllib
+from rllib_llm.config_schema import READ_ONLY, RENAMED, RETIRED
+
+DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what `.prompts(...)` and `.rewards(...)` are settings of
+RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # beside its attributes
+
+
+class TabledConfig(AlgorithmConfig):
+    """Subclasses name their `sections`; each setting is then an attribute, an argument of its
+    section's method and a key of `update_from_dict`, and is checked by `check_table`."""
+
+    sections: tuple[Section, ...] = ()
+    rllib_sections: tuple[Section, ...] = rllib.COMMON
+    env: Any
+    env_config: dict[str, Any]
+    ignored_settings: tuple[str, ...] = ()  # of a base class, which this algorithm does not use
+
+    learners = SectionMethod()
+    training = SectionMethod()
+    framework = SectionMethod()
+    evaluation = SectionMethod()
+    resources = SectionMethod()
+    reporting = SectionMethod()
+    debugging = SectionMethod()
+    fault_tolerance = SectionMethod()
+    environment = SectionMethod()
+    env_runners = SectionMethod()
+    rl_module = SectionMethod()
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class)
+        for row in table(type(self)).values():
+            if row.place == IN_CONFIG:
+                setattr(self, row.attribute or row.name, row.default)
+
+    def set_section(self, section: str, args: tuple[Any, ...], given: Mapping[str, Any]):
+        """What the method of a section does: sets `given`, RLlib's own through RLlib's method.
+
+        Raises:
+            UnknownSettingError: names that are no settings of the section, all at once.
+        """
+        ours: dict[str, Any] = {}
+        theirs: dict[str, Any] = {}
+        unknown = []
+        of_rllib = rllib_parameters(section)
+        for name, value in given.items():
+            row = row_called(type(self), section, name)
+            if value is NotProvided:
+                continue
+            if row is not None and table(type(self)).get(row.name) is row:
+                ours[row.name] = value
+            elif name in of_rllib and name not in RETIRED:
+                theirs[name] = value
+            else:
+                unknown.append(name)
+        if unknown:
+            where = f"{type(self).__name__}.{section}(...)"
+            raise unknown_settings(type(self), unknown, where)
+        if args or theirs:
+            getattr(AlgorithmConfig, section)(self, *args, **theirs)
+        for name, value in {**self.implied(ours), **ours}.items():
+            self._set(table(type(self))[name], value)
+        return self
+
+    def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that follow from `given` where they are not in it themselves."""
+        return {}
+
+    def _set(self, row: Setting, value: Any) -> None:
+        if row.place == IN_CONFIG:
+            setattr(self, row.attribute or row.name, value)
+            return
+        self.env_config = {**self.env_config, row.name: value}
+        if self.env is None:
+            self.env = DEFAULT_ENV
+
+    def _assign(self, values: dict[str, Any], method) -> None:
+        """Sets the keyword arguments of `method` that were given as attributes: for settings that
+        a subclass adds without rows."""
+        for name in method.__kwdefaults__ or {}:
+            if values[name] is not NotProvided:
+                setattr(self, name, values[name])
+
+    def update_from_dict(self, config_dict: dict[str, Any]):
+        """As RLlib's; sections may be mappings of their own, and unknown keys are refused.
+
+        Raises:
+            UnknownSettingError: keys that are no settings, all at once.
+        """
+        given = flattened(type(self), config_dict)
+        unknown = [key for key in given if not self._takes(key)]
+        if unknown:
+            raise unknown_settings(type(self), unknown, type(self).__name__)
+        given = {**self.implied(given), **given}
+        if "model" in given and not isinstance(given["model"], dict):
+            given["pretrained_model"] = given.pop("model")
+        super().update_from_dict(
+            {RENAMED[key] if key in READ_ONLY else key: value for key, value in given.items()}
+        )
+        if self.env is None and names_env_settings(type(self), config_dict):
+            self.env = DEFAULT_ENV
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """As RLlib's, without what is so by default: Tune, which takes a config as this dict,
+        prints, logs and stores what was set, as it does with the settings of a YAML file."""
+        settings = super().to_dict()
+        untouched = AlgorithmConfig.to_dict(type(self)())
+        return {
+            key: value
+            for key, value in settings.items()
+            if key not in untouched or not _same(value, untouched[key])
+        }
+
+    def _takes(self, key: str) -> bool:
+        if not isinstance(key, str) or key in RETIRED:
+            return False
+        attribute = self._translate_special_keys(key, warn_deprecated=False)
+        known = key in known_names(type(self)) or key in RLLIB_KEYS
+        return known or attribute in vars(self) or attribute.startswith("_")
+
+    def check_table(self) -> None:
+        """Checks type and range of every setting in the table, and that those of RLlib which act
+        on nothing here were left alone.
+
+        Raises:
+            ValueError: naming the setting, the rule, the reason and a remedy.
+        """
+        for row in table(type(self)).values():
+            if row.place == IN_CONFIG:
+                row.check(row.value(self))
+        refuse_inert(self)
+        if isinstance(self.evaluation_config, Mapping):
+            given = flattened(type(self), self.evaluation_config)
+            unknown = [key for key in given if not self._takes(key)]
+            if unknown:
+                where = f"{type(self).__name__}.evaluation_config"
+                raise unknown_settings(type(self), unknown, where)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two settings are equal; what cannot be compared is not."""
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
+def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings`, the mappings that stand under the name of a section dissolved into it.
+
+    Raises:
+        UnknownSettingError: keys of a section that are none of its settings.
+        ValueError: a setting is given twice.
+    """
+    flat: dict[str, Any] = {}
+    env: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in section_names(config_class) or not isinstance(value, Mapping):
+            _add(flat, key, value, key)
+            continue
+        unknown = []
+        for name, item in value.items():
+            row = row_called(config_class, key, name)
+            if row is None:
+                unknown.append(name)
+            else:
+                _add(env if row.place == IN_ENV else flat, row.name, item, f"{key}.{name}")
+        if unknown:
+            raise unknown_settings(config_class, unknown, key)
+    if env:
+        for name, value in (flat.get("env_config") or {}).items():
+            _add(env, name, value, f"env_config.{name}")
+        flat["env_config"] = env
+    return flat
+
+
+def names_env_settings(config_class: ConfigClass, settings: Mapping[str, Any]) -> bool:
+    """Whether a section in `settings` has something of the environment: it then needs one."""
+    return any(
+        row.place == IN_ENV
+        for key, value in settings.items()
+        if key in section_names(config_class) and isinstance(value, Mapping)
+        for name in value
+        if (row := row_called(config_class, key, name)) is not None
+    )
+
+
+def _add(flat: dict[str, Any], name: str, value: Any, where: str) -> None:
+    if name in flat:
+        raise ValueError(
+            f"{where}={value!r} must be the only one: {name}={flat[name]!r} is given as well. "
+            "Leave one of them out."
+        )
+    flat[name] = value
+
+
+# Of RLlib's attributes, those it changes by itself, or whose values cannot be compared.
+_ITS_OWN = {"observation_space", "action_space", "policies", "policy_mapping_fn",
+            "policies_to_train", "stats_cls_lookup", "algo_class", "in_evaluation", "local_gpu_idx",
+            "worker_index", "off_policy_estimation_methods", "input_config"}  # fmt: skip
+_CHANGED_FOR_EVALUATION = {"batch_mode", "rollout_fragment_length", "num_env_runners"}
+
+
+def refuse_inert(config: TabledConfig) -> None:
+    """Refuses settings of RLlib that were changed and act on nothing here.
+
+    Raises:
+        ValueError: naming them all, and what does instead.
+    """
+    acting = {
+        row.attribute or row.name
+        for row in (*table(type(config)).values(), *rllib_table(type(config)).values())
+    }
+    skipped = _ITS_OWN | acting | (_CHANGED_FOR_EVALUATION if config.in_evaluation else set())
+    untouched = type(config)()
+    names = [
+        name
+        for name, value in vars(AlgorithmConfig()).items()
+        if name not in skipped
+        and not name.startswith("_")
+        and not (isinstance(value, int) and value == DEPRECATED_VALUE)
+        and getattr(config, name) != getattr(untouched, name)
+    ]
+    if not names:
+        return
+    algorithm = type(config).__name__.removesuffix("Config")
+    raise ValueError(
+        " ".join(
+            f"{name}={getattr(config, name)!r} must be left at {getattr(untouched, name)!r}: it is "
+            f"a setting of RLlib that acts on nothing in {algorithm}. "
+            f"{rllib.INSTEAD.get(name, 'Leave it out')}."
+            for name in names
+        )
+    )

@@ -1,0 +1,1 @@
+"""The rows of the table of settings, one file for each subject."""

@@ -1,0 +1,160 @@
+"""What is trained, where it starts from, and the processes that train it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
+
+ADAPTERS = Condition("lora is set", lambda c: c.lora is not None, "without lora", "Set lora={{}}")
+SEVERAL_LEARNERS = Condition(
+    "num_learners is 2 or more",
+    lambda c: c.num_learners >= 2,
+    "with num_learners={config.num_learners}",
+    "Use 2 or more",
+)
+REMOTE_LEARNERS = Condition(
+    "num_learners is 1 or more",
+    lambda c: c.num_learners >= 1,
+    "with num_learners=0: nobody is waited for",
+)
+
+MODEL = Setting(
+    name="model",
+    type=str | None,
+    default=None,
+    attribute="pretrained_model",
+    meaning="a Hugging Face folder, a hub id, or the dotted path of a function that returns "
+    "(model, tokenizer)",
+    note="It gives tokenizer and weights.",
+    also=("model_name_or_path", "model_name", "pretrained_model_name_or_path", "base_model"),
+)
+
+LANGUAGE_MODEL = Section(
+    "language_model",
+    "What the model starts from and what of it is trained.",
+    (
+        MODEL,
+        Setting(
+            name="dtype",
+            type=str,
+            default="float32",
+            choices=("float32", "bfloat16"),
+            meaning="what the weights being trained are kept in",
+            note="In bfloat16 optimiser steps below about 1e-3 of a weight are lost.",
+            reason="float16 holds nothing below 6e-8, where gradients vanish, and losses are not "
+            "scaled here",
+            remedy="Use 'bfloat16', or 'float32' with autocast_dtype='bfloat16'",
+            also=("torch_dtype", "model_dtype"),
+        ),
+        Setting(
+            name="autocast_dtype",
+            type=str | None,
+            default=None,
+            choices=("bfloat16",),
+            meaning="what matrix products are done in, in the sampler as well",
+            note="Weights, gradients and optimiser stay in `dtype`; None changes nothing.",
+            reason="float16 needs scaled losses, which are not built in",
+            remedy="Use 'bfloat16'",
+            also=("bf16", "fp16", "precision", "mixed_precision"),
+        ),
+        Setting(
+            name="gradient_checkpointing",
+            type=bool,
+            default=False,
+            meaning="whether only the layers' inputs are kept for the backward pass",
+            note="The rest is computed again: less memory for about a third more time.",
+        ),
+        Setting(
+            name="lora",
+            type=dict[str, Any] | None,
+            default=None,
+            meaning="the adapters that are trained on the frozen model, {r, alpha, dropout, "
+            "target_modules, ...}",
+            note="{} is r=16, alpha=32 on all linear layers; None: all weights are trained.",
+            remedy="Use {} for r=16, alpha=32, None to train all weights",
+            trl=("peft_config",),
+            also=("lora_config", "use_lora", "use_peft", "lora_r", "lora_alpha"),
+        ),
+        Setting(
+            name="quantization",
+            type=str,
+            default="none",
+            choices=("none", "int8", "nf4"),
+            meaning="what the frozen model under adapters is kept in (QLoRA)",
+            also=("load_in_4bit", "load_in_8bit", "quantization_config", "quantisation"),
+        ),
+    ),
+)
+
+LEARNERS = Section(
+    "learners",
+    "The processes that learn; RLlib's settings beside ours.",
+    (
+        Setting(
+            name="learner_strategy",
+            short="strategy",
+            type=str,
+            default="ddp",
+            choices=("ddp", "fsdp"),
+            meaning="what each of several learners holds",
+            note='"ddp": the whole model. "fsdp": a share of weights, gradients and optimiser '
+            "(FSDP2), a layer being gathered while it computes. The numbers are the same.",
+            acts=(SEVERAL_LEARNERS,),
+            also=("fsdp", "deepspeed"),
+        ),
+    ),
+)
+
+FAULT_TOLERANCE = Section(
+    "fault_tolerance",
+    "What happens to processes that die or hang; RLlib's settings beside ours.",
+    (
+        Setting(
+            name="learner_timeout_s",
+            type=float | Literal["auto"] | None,
+            default="auto",
+            above=0,
+            unit="seconds",
+            meaning="how long a learner may take to answer before the run ends with an error",
+            note='So that Tune can restart it. "auto": ten times the slowest answer of its kind so '
+            "far and at least 120 s, 1800 s for the first. Set a number to notice a hang sooner, "
+            "None to wait for ever.",
+            reason="a process that has not answered by then is killed",
+            remedy="Use None to wait for ever",
+            acts=(REMOTE_LEARNERS,),
+        ),
+        Setting(
+            name="setup_timeout_s",
+            type=float | None,
+            default=7200.0,
+            above=0,
+            unit="seconds",
+            meaning="how long a trial may take to be set up before it is killed",
+            note="So that Tune can restart it; None: for ever.",
+            reason="a process that has not answered by then is killed",
+            remedy="Use None to wait for ever",
+        ),
+    ),
+)
+
+SAMPLER_FAULTS = Section(
+    "fault_tolerance",
+    FAULT_TOLERANCE.meaning,
+    (
+        Setting(
+            name="sampler_timeout_s",
+            type=float | Literal["auto"] | None,
+            default="auto",
+            above=0,
+            unit="seconds",
+            meaning="how long a sampler may take to answer a request before it is killed and "
+            "started again",
+            note="Its prompts go to another; doubled for a request that was already taken from a "
+            'silent one. "auto": ten times the slowest answer so far, in proportion to the prompts '
+            "asked for, and at least 120 s; 1800 s for the first. None: for ever.",
+            reason="a process that has not answered by then is killed",
+            remedy="Use None to wait for ever",
+        ),
+    ),
+)

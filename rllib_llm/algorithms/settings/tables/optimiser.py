@@ -1,0 +1,337 @@
+"""The optimiser, its schedule, and how a batch is cut into its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
+
+DECAY = Condition(
+    "lr_schedule is not 'constant'",
+    lambda c: c.lr_schedule != "constant",
+    "with lr_schedule='constant'",
+    "Choose 'linear' or 'cosine'",
+)
+NEVER_CLIPPED_SO = Condition(
+    "never",
+    lambda c: False,
+    "here: gradients are clipped by their global norm",
+    never=True,
+)
+SHARE = "it says how much goes through the model at a time"
+LEAVE_OUT = "Raise it, or use null to leave it out"
+
+OPTIMISER = Section(
+    "training",
+    "The optimiser, and how a batch is cut into its steps.",
+    (
+        Setting(
+            name="lr",
+            type=float,
+            default=1e-5,
+            least=0,
+            meaning="the peak learning rate",
+            reason="schedules here count optimiser updates, not environment steps",
+            remedy="Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
+            trl=("learning_rate",),
+            also=("learning_rate", "lr_rate", "step_size", "actor_lr", "actor_learning_rate"),
+        ),
+        Setting(
+            name="lr_schedule",
+            type=str,
+            default="constant",
+            choices=("constant", "linear", "cosine"),
+            meaning="how the learning rate decays to 0 after warm-up",
+            trl=("lr_scheduler_type",),
+            also=("lr_scheduler", "scheduler_type"),
+        ),
+        Setting(
+            name="lr_num_warmup_updates",
+            type=int,
+            default=0,
+            least=0,
+            unit="optimiser steps",
+            meaning="the length of the linear warm-up",
+            note="Step u (from 0) of n takes (u + 1)/(n + 1) of `lr`, so that none is wasted at 0 "
+            "as transformers' first is.",
+            remedy="Use 0 for none",
+            trl=("warmup_steps",),
+            also=("num_warmup_steps", "lr_warmup_steps", "warmup_ratio"),
+        ),
+        Setting(
+            name="lr_num_updates",
+            type=int | None,
+            default=None,
+            unit="optimiser steps",
+            meaning="the step at which the decay reaches 0",
+            acts=(DECAY,),
+            also=("num_training_steps", "lr_decay_steps"),
+        ),
+        Setting(
+            name="adam_betas",
+            type=tuple[float, float],
+            default=(0.9, 0.999),
+            meaning="the decay of AdamW's two moments",
+            trl=("adam_beta1", "adam_beta2"),
+            also=("betas",),
+        ),
+        Setting(
+            name="adam_epsilon",
+            type=float | None,
+            default=1e-5,
+            above=0,
+            meaning="what AdamW adds to the root of the second moment",
+            note='1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of '
+            'RLHF with PPO").',
+            reason="gradients are divided by it",
+            remedy="Use 1e-8",
+            also=("adam_eps", "eps"),
+        ),
+        Setting(
+            name="weight_decay",
+            type=float,
+            default=0.0,
+            least=0,
+            meaning="the decay of AdamW, decoupled from the gradient",
+            note="Norms and biases do not decay, as in transformers' Trainer.",
+            reason="it shrinks the weights",
+            remedy="Use 0 for none",
+        ),
+        Setting(
+            name="grad_clip",
+            type=float | None,
+            default=1.0,
+            above=0,
+            meaning="the largest global norm of a gradient",
+            reason="gradients are divided by it",
+            remedy="Use null for none",
+            trl=("max_grad_norm",),
+            also=("clip_grad", "gradient_clipping", "grad_norm"),
+        ),
+        Setting(
+            name="grad_clip_by",
+            type=str,
+            default="global_norm",
+            meaning="how gradients are clipped",
+            acts=(NEVER_CLIPPED_SO,),
+        ),
+        Setting(
+            name="num_epochs",
+            type=int,
+            default=1,
+            least=1,
+            meaning="how often an iteration passes over its batch",
+            reason="an iteration without rows or passes learns nothing",
+            remedy="Raise it",
+            trl=("num_iterations", "num_ppo_epochs"),
+            rllib=("num_sgd_iter",),
+            also=("ppo_epochs", "num_policy_epochs", "mu"),
+        ),
+        Setting(
+            name="train_batch_size_per_learner",
+            type=int,
+            default=64,
+            least=1,
+            unit="rows",
+            meaning="the completions, texts or pairs that a learner has from one iteration",
+            reason="an iteration without rows or passes learns nothing",
+            remedy="Raise it",
+            trl=("generation_batch_size",),
+            rllib=("train_batch_size",),
+            also=("batch_size", "rollout_batch_size", "train_batch"),
+        ),
+        Setting(
+            name="minibatch_size",
+            type=int | None,
+            default=None,
+            least=1,
+            unit="rows",
+            meaning="the rows of one optimiser step per learner",
+            note="None: all. A default above the whole batch means the whole batch.",
+            reason=SHARE,
+            remedy=LEAVE_OUT,
+            trl=("gradient_accumulation_steps",),
+            rllib=("sgd_minibatch_size",),
+            also=("mini_batch_size", "ppo_mini_batch_size", "local_mini_batch_size"),
+        ),
+        Setting(
+            name="minibatch_tokens",
+            type=int | None,
+            default=None,
+            least=1,
+            unit="tokens",
+            meaning="the tokens of one optimiser step per learner, instead of minibatch_size",
+            note="Prompt and completion, without padding; rows are many where they are short.",
+            reason=SHARE,
+            remedy=LEAVE_OUT,
+        ),
+        Setting(
+            name="micro_batch_size",
+            type=int | None,
+            default=None,
+            least=1,
+            unit="rows",
+            meaning="the rows whose activations are held at a time",
+            note="Gradients are the same.",
+            reason=SHARE,
+            remedy=LEAVE_OUT,
+            trl=("per_device_train_batch_size",),
+            also=("per_gpu_train_batch_size", "micro_train_batch_size"),
+        ),
+        Setting(
+            name="micro_batch_tokens",
+            type=int | None,
+            default=16_384,
+            least=1,
+            unit="tokens",
+            meaning="the same as a budget of tokens, padding included",
+            note="Rows of like length go together. Set None to use micro_batch_size.",
+            reason=SHARE,
+            remedy=LEAVE_OUT,
+            also=("ppo_max_token_len_per_gpu", "max_tokens_per_batch"),
+        ),
+        Setting(
+            name="refused_batch_dir",
+            type=str | None,
+            default=None,
+            meaning="where a mini-batch with a non-finite loss is written",
+            note="None: a new folder among the system's temporary files, named in the log.",
+        ),
+    ),
+)
+
+SUPERVISED = Section(
+    "training",
+    "The data set.",
+    (
+        Setting(
+            name="data",
+            type=Any,
+            default=None,
+            meaning="a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted "
+            "path of a function returning rows",
+            note="Or {path: ..., split: ..., limit: ..., kwargs: ...}.",
+            trl=("train_dataset",),
+            also=("dataset", "dataset_name", "train_data", "train_file"),
+        ),
+        Setting(
+            name="eval_data",
+            type=Any,
+            default=None,
+            meaning="held-out rows, the same way",
+            note="None: no evaluation.",
+            trl=("eval_dataset",),
+            also=("validation_data", "eval_file"),
+        ),
+        Setting(
+            name="max_length",
+            type=int,
+            default=256,
+            least=2,
+            unit="tokens",
+            meaning="what is kept of each text",
+            reason="every token but the first is predicted",
+            remedy="Raise it to the tokens of your texts",
+            also=("max_seq_length", "max_seq_len", "model_max_length"),
+        ),
+        Setting(
+            name="shuffle",
+            type=bool,
+            default=True,
+            meaning="whether rows are drawn in a seeded order, new in every epoch",
+            trl=("shuffle_dataset",),
+        ),
+    ),
+)
+
+LOSS_ON = Setting(
+    name="loss_on",
+    type=str,
+    default="completion",
+    choices=("completion", "all"),
+    meaning="which tokens are targets",
+    note='"completion" leaves prompts and user turns out of the loss; "all" does not.',
+    remedy="Use 'completion' to leave prompts out",
+    trl=("completion_only_loss", "assistant_only_loss"),
+)
+
+REWARD_MODEL = Section(
+    "training",
+    "The scores.",
+    (
+        Setting(
+            name="center_rewards_coeff",
+            type=float,
+            default=0.0,
+            least=0,
+            meaning="the weight of the squared scores, which holds their mean near 0",
+            note='Eisenstein et al. 2023, "Helping or Herding?"; 0: off, 0.01 is usual.',
+            reason="it weighs a loss",
+            remedy="Use 0 to switch it off",
+            trl=("center_rewards_coefficient",),
+        ),
+        Setting(
+            name="normalization_data",
+            type=Any,
+            default=None,
+            meaning="reference samples whose scores get mean 0 and standard deviation 1",
+            note="Texts as for SFT, usually the policy's before training. Each is read to its "
+            "first `max_length` tokens, EOS included. None: the held-out pairs.",
+        ),
+    ),
+)
+
+PTX = Section(
+    "training",
+    "The pretraining loss.",
+    (
+        Setting(
+            name="ptx_coeff",
+            type=float,
+            default=0.0,
+            least=0,
+            meaning="γ, the weight of the mean cross-entropy of pretraining tokens",
+            note="InstructGPT: 27.8 against a loss summed differently; here 0.1 to 1 is a start. "
+            "0: only measured.",
+            reason="it weighs a loss",
+            remedy="Use 0 to switch it off",
+            also=("ptx_coef", "ptx_loss_coef", "gamma_ptx"),
+        ),
+        Setting(
+            name="ptx_data",
+            type=Any,
+            default=None,
+            meaning="a file, data set, hub id or dotted path of pretraining texts",
+            note="None: no pretraining loss.",
+            also=("pretrain_data", "pretraining_data"),
+        ),
+        Setting(
+            name="ptx_eval_data",
+            type=Any,
+            default=None,
+            meaning="held-out pretraining texts, the same way",
+            note="Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
+            "not measured.",
+        ),
+        Setting(
+            name="ptx_batch_size",
+            type=int,
+            default=8,
+            least=1,
+            unit="texts",
+            meaning="the pretraining texts per optimiser step and learner",
+            reason="it counts texts",
+            remedy="Raise it",
+        ),
+        Setting(
+            name="ptx_max_length",
+            type=int,
+            default=128,
+            least=2,
+            unit="tokens",
+            meaning="what is kept of each pretraining text",
+            reason="every token but the first is predicted",
+            remedy="Raise it",
+        ),
+    ),
+)

@@ -1,0 +1,303 @@
+"""How completions are sampled, and how weights reach whoever samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
+from rllib_llm.engines.external_engine import ENGINES
+
+ENGINE_OF_ITS_OWN = Condition(
+    "engine is 'vllm' or 'openai'",
+    lambda c: c.engine != "torch",
+    "with engine='torch'",
+    "Choose 'vllm', or remove it",
+)
+TORCH_SAMPLES = Condition(
+    "engine is 'torch'",
+    lambda c: c.engine == "torch" or not (c.in_evaluation or c.num_env_runners),
+    "with engine={config.engine!r}",
+)
+IN_TURN = "with num_env_runners=0: the driver's process samples and learns in turn"
+REMOTE_SAMPLERS = Condition(
+    "num_env_runners is 1 or more",
+    lambda c: bool(c.in_evaluation or c.num_env_runners),
+    IN_TURN,
+    "Use 1 or more",
+)
+OWN_MODULE = Condition(
+    "num_env_runners is 1 or more, or engine is 'torch'",
+    lambda c: c.engine != "vllm" or bool(c.in_evaluation or c.num_env_runners),
+    "with num_env_runners=0: sampler and learner share one module",
+    "Use 1 or more",
+)
+COUNTS = "it counts completions"
+
+TEMPERATURE = Setting(
+    name="temperature",
+    type=float,
+    default=1.0,
+    above=0,
+    meaning="what logits are divided by, in the sampler and in the loss",
+    reason="logits are divided by it",
+    remedy="To sample greedily, set top_k: 1 and leave temperature at 1",
+    also=("temp",),
+)
+TOP_P = Setting(
+    name="top_p",
+    type=float,
+    default=1.0,
+    above=0,
+    most=1,
+    meaning="the probability mass of the likeliest tokens that stay",
+    note="1.0: off, which keeps sampling on-policy.",
+    reason="it is a probability mass",
+    remedy="Use 1.0 to switch it off",
+)
+TOP_K = Setting(
+    name="top_k",
+    type=int,
+    default=0,
+    least=0,
+    unit="tokens",
+    meaning="how many of the likeliest tokens stay",
+    note="0: off, which keeps sampling on-policy; 1: greedy.",
+    remedy="Use 0 to switch it off",
+)
+MIN_NEW_TOKENS = Setting(
+    name="min_new_tokens",
+    type=int,
+    default=0,
+    least=0,
+    unit="tokens",
+    meaning="the shortest completion, EOS included",
+    also=("min_tokens", "min_length"),
+)
+MAX_NEW_TOKENS = Setting(
+    name="max_new_tokens",
+    type=int,
+    default=64,
+    least=1,
+    unit="tokens",
+    meaning="the longest completion, EOS included",
+    trl=("max_completion_length",),
+    also=("max_tokens", "response_length", "max_response_length", "generate_max_len",
+          "max_output_length", "max_completion_len"),
+)  # fmt: skip
+STOP_TOKEN_IDS = Setting(
+    name="stop_token_ids",
+    type=list[int] | None,
+    default=None,
+    unit="token ids",
+    meaning="what ends a completion",
+    note="None: all EOS ids of the model.",
+    reason="any of them ends a completion",
+    remedy="Write [2] for a single one",
+    also=("eos_token_id", "stop_token_id", "stop_tokens"),
+)
+
+SAMPLING = Section(
+    "sampling",
+    "How completions are sampled.",
+    (
+        Setting(
+            name="num_completions",
+            type=int,
+            default=1,
+            least=1,
+            meaning="how many completions each prompt gets",
+            note="Group algorithms need at least 2.",
+            remedy="Use 1 for a single one",
+            trl=("num_generations",),
+            also=("rloo_k", "group_size", "n_samples_per_prompt", "rollout_n", "num_samples", "n",
+                  "num_return_sequences"),
+        ),
+        TEMPERATURE,
+        TOP_P,
+        TOP_K,
+        MIN_NEW_TOKENS,
+        MAX_NEW_TOKENS,
+        STOP_TOKEN_IDS,
+        Setting(
+            name="sampling_batch_size",
+            type=int | None,
+            default=None,
+            least=1,
+            meaning="how many completions a sampler decodes at once",
+            note="The next prompts take the places of those that have ended; None: all that fit.",
+            reason=COUNTS,
+            remedy="Raise it",
+            rllib=("num_envs_per_env_runner",),
+            also=("max_num_seqs", "micro_rollout_batch_size", "local_rollout_forward_batch_size"),
+        ),
+        Setting(
+            name="cuda_graphs",
+            type=bool,
+            default=True,
+            meaning="whether the decode steps of Llama-shaped models are recorded on a CUDA device "
+            "and replayed",
+            note="False launches each operation by itself. No effect on a CPU.",
+            acts=(TORCH_SAMPLES,),
+            also=("enforce_eager",),
+        ),
+        Setting(
+            name="pipeline_depth",
+            type=int,
+            default=0,
+            choices=(0, 1),
+            meaning="how many updates ahead of the learner remote samplers work",
+            note="1: they make the next batch while this one is learnt from, with weights one "
+            "update older (`train/staleness`); 0: they wait.",
+            reason="batches older than one update are not offered",
+            remedy="Use 1 to overlap, 0 to wait",
+            acts=(REMOTE_SAMPLERS,),
+            also=("async_rollout", "max_staleness"),
+        ),
+        Setting(
+            name="engine",
+            type=str,
+            default="torch",
+            choices=tuple(ENGINES),
+            meaning="what generates in remote samplers",
+            note='"torch" is our decode loop; "openai", a server with that interface, is for '
+            "evaluation alone, in `evaluation_config`. A sampler in the driver's process shares "
+            'the learner\'s module and generates with "torch" instead of "vllm".',
+            remedy="Use 'torch'",
+            acts=(OWN_MODULE,),
+            trl=("use_vllm",),
+            also=("backend", "rollout_engine"),
+        ),
+        Setting(
+            name="engine_settings",
+            type=dict[str, Any] | None,
+            default=None,
+            meaning="further arguments of `VLLMEngine` or `OpenAIEngine`",
+            remedy="Write it as {name: value}",
+            acts=(ENGINE_OF_ITS_OWN,),
+            also=("vllm_kwargs", "engine_kwargs"),
+        ),
+        Setting(
+            name="log_samples_every",
+            type=int,
+            default=10,
+            least=0,
+            unit="iterations",
+            meaning="how far training samples in samples.jsonl are apart",
+            note="0: none.",
+            reason="it counts",
+            remedy="Use 0 for none",
+            trl=("log_completions",),
+        ),
+        Setting(
+            name="num_logged_samples",
+            type=int,
+            default=8,
+            least=0,
+            unit="rows",
+            meaning="how much is written to samples.jsonl each time",
+            reason="it counts",
+            remedy="Use 0 for none",
+            trl=("num_completions_to_print",),
+        ),
+    ),
+)  # fmt: skip
+
+WEIGHTS = Section(
+    "weights",
+    "How new weights leave the learner.",
+    (
+        Setting(
+            name="weights_transport",
+            short="transport",
+            type=str,
+            default="store",
+            choices=("store", "cuda_ipc", "nixl"),
+            meaning="how weights travel to the samplers",
+            note='"store": through the object store, everywhere; "cuda_ipc": they stay on the GPU '
+            "that learner and samplers share, as fractions of one (on two buffers of their size "
+            "there); \"nixl\": straight from the learner's memory into the samplers', by RDMA or "
+            "NVLink where GPUs have it (`pip install 'rllib-llm[nixl]'`). From the first time on "
+            "that a sampler cannot read them, these two go through the store.",
+        ),
+        Setting(
+            name="weights_checksum",
+            short="checksum",
+            type=bool,
+            default=False,
+            meaning="whether every receiver compares a CRC-32 of the bytes",
+            note="It fetches them again where it differs; costs half a second per GB on each side.",
+        ),
+        Setting(
+            name="weights_name",
+            short="name",
+            type=str | None,
+            default=None,
+            meaning="the name under which other processes of the cluster follow this run's weights",
+            note="Replicas of a server, say (`rllib_llm.weights.follower`); None: nobody.",
+        ),
+        Setting(
+            name="weights_keep",
+            short="keep",
+            type=int,
+            default=2,
+            least=1,
+            unit="versions",
+            meaning="what stays in the object store for followers",
+            reason="receivers ask for the latest weights",
+            remedy="Use 1",
+        ),
+    ),
+)
+
+DTYPE = Setting(
+    name="dtype",
+    type=str,
+    default="float32",
+    choices=("float32", "bfloat16", "float16"),
+    meaning="what the weights are kept in",
+)
+SEED = Setting(name="seed", type=int, default=0, meaning="the seed of the texts")
+GENERATE = Section(
+    "sampling",
+    "How texts are sampled.",
+    (
+        TEMPERATURE,
+        TOP_P,
+        TOP_K,
+        MIN_NEW_TOKENS,
+        MAX_NEW_TOKENS,
+        STOP_TOKEN_IDS,
+        Setting(
+            name="opening_tokens",
+            type=int | None,
+            default=None,
+            least=1,
+            unit="tokens",
+            meaning="what of a text makes its `prompt`, less a word that is cut",
+            note="None: no prompts.",
+        ),
+        Setting(
+            name="eval_fraction",
+            type=float,
+            default=0.0,
+            meaning="the share of the texts that go to eval.jsonl",
+            note="Texts of the same opening stay together.",
+        ),
+        Setting(
+            name="batch_size",
+            type=int,
+            default=64,
+            least=1,
+            meaning="how many texts one iteration samples at once",
+            remedy="Use 64",
+        ),
+        Setting(
+            name="num_gpus",
+            type=float,
+            default=0,
+            least=0,
+            meaning="how many GPUs the process that samples has",
+            note="0: it samples on the CPU.",
+        ),
+    ),
+)
