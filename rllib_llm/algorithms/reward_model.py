@@ -11,7 +11,8 @@ from ray.rllib.algorithms.algorithm_config import NotProvided
 from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
 from rllib_llm.algorithms.settings.checks import check_range
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
-from rllib_llm.data.texts import PairSource, TextSource
+from rllib_llm.data.preferences import PairSource
+from rllib_llm.data.texts import TextSource
 
 
 class RewardModelConfig(SupervisedConfig):

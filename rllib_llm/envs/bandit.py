@@ -20,6 +20,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
+from rllib_llm.data.encoding import pad_left
 from rllib_llm.envs.checked_completions import (
     BanditEnvError,
     check_actions,
@@ -27,7 +28,7 @@ from rllib_llm.envs.checked_completions import (
     pad_completions,
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
-from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, pad_left
+from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 
 RESET_OPTIONS = ("position", "num_prompts", "num_completions")
 

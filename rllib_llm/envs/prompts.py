@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from rllib_llm.data.encoding import encode_text, keep_end
 from rllib_llm.data.order import EpochOrder, permutation
 from rllib_llm.data.rows import Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.texts import keep_end
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
@@ -172,9 +171,7 @@ class PromptEncoder:
         tokenizer = self.tokenizer
         if isinstance(row.prompt, str):
             text = row.prompt
-            ids = tokenizer(text)["input_ids"]
-            if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-                ids = ids[:-1]  # added by the tokenizer: the completion would follow an end
+            ids = encode_text(tokenizer, text)
         else:
             text = self._render_chat(row)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -210,17 +207,6 @@ class PromptEncoder:
             row.prompt, tokenize=False, add_generation_prompt=True
         )
         return str(rendered)
-
-
-def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [B, P] int64 padded at the left, mask [B, P] bool), P the longest row."""
-    length = max(len(row) for row in rows)
-    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(rows), length), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, length - len(row) :] = torch.tensor(row, dtype=torch.int64)
-        mask[i, length - len(row) :] = True
-    return ids, mask
 
 
 def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:

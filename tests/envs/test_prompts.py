@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 
+from rllib_llm.data.encoding import pad_left
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.prompts import (
     PromptEncoder,
     PromptError,
     PromptRow,
     PromptSource,
-    pad_left,
 )
 from tests.envs.tiny_tokenizers import word_tokenizer
 
