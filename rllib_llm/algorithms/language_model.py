@@ -31,6 +31,7 @@ from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
+from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.tracebacks import explains_itself
 from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
@@ -48,6 +49,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self.enable_rl_module_and_learner = True
         self.enable_env_runner_and_connector_v2 = True
         self.pretrained_model: str | None = None
+        self.chat_template: str | None = None
         self.dtype = "float32"
         self.autocast_dtype: str | None = None
         self.gradient_checkpointing = False
@@ -84,6 +86,7 @@ class LanguageModelConfig(AlgorithmConfig):
         self,
         *,
         model: str = NotProvided,
+        chat_template: str | None = NotProvided,
         dtype: str = NotProvided,
         autocast_dtype: str | None = NotProvided,
         gradient_checkpointing: bool = NotProvided,
@@ -95,6 +98,8 @@ class LanguageModelConfig(AlgorithmConfig):
         Args:
             model: a Hugging Face folder, a hub id, or the dotted path of a function that returns
                 (model, tokenizer). It gives tokenizer and weights. In YAML simply `model:`.
+            chat_template: how conversations become text, where the tokenizer does not say or says
+                it otherwise: a Jinja file, or the template itself. It is saved with the model.
             dtype: of the weights being trained: "float32" (default; optimiser steps below about
                 1e-3 of a weight are lost in bfloat16) or "bfloat16".
             autocast_dtype: "bfloat16" has matrix products done in it, in the sampler as well, while
@@ -241,6 +246,7 @@ class LanguageModelConfig(AlgorithmConfig):
     def _model_config_auto_includes(self) -> dict[str, Any]:
         return super()._model_config_auto_includes | {
             "pretrained_model": self.pretrained_model,
+            "chat_template": self.chat_template,
             "dtype": self.dtype,
             "autocast_dtype": self.autocast_dtype,
             "gradient_checkpointing": self.gradient_checkpointing,
@@ -259,6 +265,10 @@ class LanguageModelConfig(AlgorithmConfig):
         log_once(f"{self.algo_class.__name__}_on_new_api_stack")
         super().validate()
         self.given_model()
+        if self.chat_template is not None:
+            text = read_chat_template(self.chat_template)
+            if text != self.chat_template:  # workers and later runs need not find the file
+                self.chat_template = text
         check_optimiser(self)
         check_cuts(self)
         check_precision(self)
@@ -266,6 +276,10 @@ class LanguageModelConfig(AlgorithmConfig):
         check_timeout("learner_timeout_s", self.learner_timeout_s)
         check_timeout("setup_timeout_s", self.setup_timeout_s, auto=False)
         warn_of_no_effect(self)
+
+    def load_tokenizer(self) -> Any:
+        """The model's tokenizer, with `chat_template` where one is set."""
+        return load_tokenizer(self.given_model(), chat_template=self.chat_template)
 
     def given_model(self) -> str:
         """`pretrained_model`, which must be set.

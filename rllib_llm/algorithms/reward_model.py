@@ -45,6 +45,13 @@ class RewardModelConfig(SupervisedConfig):
         self._assign(locals(), RewardModelConfig.training)
         return self
 
+    def make_source(
+        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
+    ) -> PairSource:
+        return PairSource(
+            data, tokenizer=tokenizer, max_length=max_length, seed=self.seed or 0, shuffle=shuffle
+        )
+
     def validate(self) -> None:
         super().validate()
         check_range(
@@ -78,27 +85,14 @@ class RewardModel(Supervised):
     def get_default_config(cls) -> RewardModelConfig:
         return RewardModelConfig(algo_class=cls)
 
-    def make_source(self, data: Any, *, shuffle: bool) -> PairSource:
-        from rllib_llm.modules.pretrained import load_tokenizer
-
-        return PairSource(
-            data,
-            tokenizer=load_tokenizer(self.config.given_model()),
-            max_length=self.config.max_length,
-            seed=self.config.seed or 0,
-            shuffle=shuffle,
-        )
-
-    def setup(self, config) -> None:
-        super().setup(config)
+    def make_sources(self) -> None:
+        super().make_sources()
         self._reference_source: TextSource | None = None
         if self.config.normalization_data is not None:
-            from rllib_llm.modules.pretrained import load_tokenizer
-
             self._reference_source = TextSource(
                 self.config.normalization_data,
-                tokenizer=load_tokenizer(self.config.given_model()),
-                max_length=self.config.max_length,
+                tokenizer=self.tokenizer,
+                max_length=self.max_length,
                 loss_on="all",
                 shuffle=False,
                 keep_end=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,10 @@ class PromptSource:
         """The prompts at positions `position, position + 1, ...`, across epochs."""
         return [self.row(int(index)) for index in self.indices(position, num_prompts)]
 
+    def all_rows(self) -> Iterator[PromptRow]:
+        """Every prompt of one epoch, in the order of the data set."""
+        return (self.row(int(index)) for index in self._members)
+
     def row(self, index: int) -> PromptRow:
         """The prompt in row `index` of the data set."""
         columns = dict(self._rows[index])
@@ -167,21 +171,19 @@ class PromptEncoder:
         """Whether the prompt in row `index` of the data set lost its beginning."""
         return index in self._truncated
 
+    def longest(self, source: PromptSource) -> int:
+        """Tokens of the longest prompt of `source`, before any is cut."""
+        return max(len(self._tokenize(row)[0]) for row in source.all_rows())
+
+    def check_all(self, source: PromptSource) -> None:
+        """Raises PromptError for a prompt of `source` that is too long, where such are refused."""
+        if self.overflow == "error":
+            for row in source.all_rows():
+                self._encode_row(row)
+
     def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
-        if isinstance(row.prompt, str):
-            text = row.prompt
-            ids = encode_text(tokenizer, text)
-        else:
-            text = self._render_chat(row)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids and tokenizer.bos_token_id is not None:
-            ids = [tokenizer.bos_token_id]
-        if not ids:
-            raise PromptError(
-                f"prompt in row {row.index} must have at least one token: it is {row.prompt!r} and "
-                "the tokenizer has no BOS. Remove the row or write a prompt."
-            )
+        ids, text = self._tokenize(row)
         if len(ids) <= self.max_prompt_len:
             return ids, text
         if self.overflow == "error":
@@ -196,12 +198,30 @@ class PromptEncoder:
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
         return ids, str(tokenizer.decode(ids, skip_special_tokens=is_text))
 
+    def _tokenize(self, row: PromptRow) -> tuple[list[int], str]:
+        """Token ids and text of the whole prompt."""
+        tokenizer = self.tokenizer
+        if isinstance(row.prompt, str):
+            text = row.prompt
+            ids = encode_text(tokenizer, text)
+        else:
+            text = self._render_chat(row)
+            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids and tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                f"prompt in row {row.index} must have at least one token: it is {row.prompt!r} and "
+                "the tokenizer has no BOS. Remove the row or write a prompt."
+            )
+        return ids, text
+
     def _render_chat(self, row: PromptRow) -> str:
         if not self.tokenizer.chat_template:
             raise PromptError(
                 f"prompt in row {row.index} must be text: it is a list of chat messages and the "
-                "tokenizer has no chat template. Take an instruction-tuned model, set "
-                "tokenizer.chat_template, or write the prompts as text."
+                "tokenizer has no chat template. Set chat_template (a file, or the template "
+                "itself), take an instruction-tuned model, or write the prompts as text."
             )
         rendered = self.tokenizer.apply_chat_template(
             row.prompt, tokenize=False, add_generation_prompt=True

@@ -18,7 +18,9 @@ class RewardModelModule(HuggingFaceModule):
 
     def load(self) -> None:
         config = self.model_config
-        self.tokenizer = load_tokenizer(config["pretrained_model"])
+        self.tokenizer = load_tokenizer(
+            config["pretrained_model"], chat_template=config.get("chat_template")
+        )
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )

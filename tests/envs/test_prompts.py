@@ -165,6 +165,15 @@ def test_too_long_prompts_are_refused_when_asked():
         PromptEncoder(word_tokenizer(), 4, "cut")
 
 
+def test_every_prompt_is_looked_at_where_long_ones_are_refused():
+    source = PromptSource([{"prompt": "a"}] * 12 + [{"prompt": "a b c d e"}], shuffle=False)
+    encoder = PromptEncoder(word_tokenizer(), 4, "error")
+    encoder.encode(source.rows(0, 12))
+    with pytest.raises(PromptError, match="prompt in row 12 must have at most max_prompt_len=4"):
+        encoder.check_all(source)
+    assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])
+
+
 def test_pad_left():
     ids, mask = pad_left([[5, 6, 7], [8]], pad_token_id=0)
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and ids.dtype == torch.int64
