@@ -26,6 +26,7 @@ _PUBLIC = {
     "ReinforcePPConfig": "rllib_llm.algorithms.critic_free",
     "SFTConfig": "rllib_llm.algorithms.sft",
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
+    "DPOConfig": "rllib_llm.algorithms.dpo",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
     "Progress": "rllib_llm.reports.live_table",

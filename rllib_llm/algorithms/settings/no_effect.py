@@ -33,7 +33,7 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "learner_timeout_s", "with num_learners=0: nobody is waited for", "Remove it"
     for name in config.ignored_settings:
         yield name, f"in {config.algo_class.__name__}", "Remove it"
-    if hasattr(config, "ref_kl_coeff"):
+    if hasattr(config, "ref_kl_in"):
         yield from _unused_kl(config)
         yield from _unused_policy(config)
         yield from _unused_sampling(config)
