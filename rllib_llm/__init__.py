@@ -27,6 +27,7 @@ _PUBLIC = {
     "SFTConfig": "rllib_llm.algorithms.sft",
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
     "GenerateConfig": "rllib_llm.algorithms.generate",
+    "DPOConfig": "rllib_llm.algorithms.dpo",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
     "Progress": "rllib_llm.reports.live_table",

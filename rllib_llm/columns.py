@@ -46,7 +46,12 @@ ATTENTION_MASK = "attention_mask"  # [N, L] bool
 TEXT_LOGPROBS = "text_logprobs"  # [N, L] float32, 0 where the loss mask is False
 
 # --- preference pairs ------------------------------------------------------------------------
+# Of a reward model whole texts; of a policy what follows the prompts, which stand in `prompt_ids`.
 CHOSEN_IDS = "chosen_ids"  # [N, L] int64, right-padded
 CHOSEN_MASK = "chosen_mask"  # [N, L] bool
 REJECTED_IDS = "rejected_ids"  # [N, L] int64, right-padded
 REJECTED_MASK = "rejected_mask"  # [N, L] bool
+CHOSEN_LOGPROBS = "chosen_logprobs"  # [N] float32, sums over the completion's tokens
+REJECTED_LOGPROBS = "rejected_logprobs"  # [N] float32
+REF_CHOSEN_LOGPROBS = "ref_chosen_logprobs"  # [N] float32, the frozen reference's
+REF_REJECTED_LOGPROBS = "ref_rejected_logprobs"  # [N] float32

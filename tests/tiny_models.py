@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -58,6 +58,27 @@ def byte_tokenizer(
         clean_up_tokenization_spaces=False,
         **{f"{role}_token": token for role, token in names.items()},
     )
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's and Mistral 0.1's: a space in front of every text, "\u2581" for spaces, BOS."""
+    names = ["<unk>", "<s>", "</s>", "<pad>", "\u2581", *"0123456789+= abcdefghijklmnopqrstuvwxyz."]
+    merged = ["\u2581t", "he", "\u2581the", "\u2581c", "at", "\u2581cat", "42"]
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("\u2581", "c"), ("a", "t"),
+              ("\u2581c", "at"), ("4", "2")]  # fmt: skip
+    vocabulary = {token: i for i, token in enumerate([*names, *merged])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        pad_token="<pad>", clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def llama_config(vocab_size: int = 260, **changes) -> LlamaConfig:

@@ -34,6 +34,7 @@ from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
+from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.tracebacks import explains_itself
 from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
@@ -45,6 +46,7 @@ class LanguageModelConfig(TabledConfig):
 
     sections: tuple[Section, ...] = (LANGUAGE_MODEL, OPTIMISER, LEARNERS, FAULT_TOLERANCE)
     minibatch_size: int | None
+    chat_template: str | None
     trains_adapters = True  # whether `lora` can be set
 
     language_model = SectionMethod()
@@ -90,6 +92,7 @@ class LanguageModelConfig(TabledConfig):
     def _model_config_auto_includes(self) -> dict[str, Any]:
         return super()._model_config_auto_includes | {
             "pretrained_model": self.pretrained_model,
+            "chat_template": self.chat_template,
             "dtype": self.dtype,
             "autocast_dtype": self.autocast_dtype,
             "gradient_checkpointing": self.gradient_checkpointing,
@@ -109,6 +112,10 @@ class LanguageModelConfig(TabledConfig):
         self.given_model()
         self.check_table()
         super().validate()
+        if self.chat_template is not None:
+            text = read_chat_template(self.chat_template)
+            if text != self.chat_template:  # workers and later runs need not find the file
+                self.chat_template = text
         check_optimiser(self)
         self._fit_minibatch()
         check_cuts(self)
@@ -121,6 +128,10 @@ class LanguageModelConfig(TabledConfig):
         size = self.minibatch_size
         if size is not None and size == defaults(type(self)).minibatch_size and size > rows:
             self.minibatch_size = rows
+
+    def load_tokenizer(self) -> Any:
+        """The model's tokenizer, with `chat_template` where one is set."""
+        return load_tokenizer(self.given_model(), chat_template=self.chat_template)
 
     def given_model(self) -> str:
         """`pretrained_model`, which must be set.

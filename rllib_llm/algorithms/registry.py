@@ -15,6 +15,7 @@ ALGORITHMS: dict[str, str] = {
     "ReinforcePP": "rllib_llm.algorithms.reinforce_pp:ReinforcePP",
     "SFT": "rllib_llm.algorithms.sft:SFT",
     "RewardModel": "rllib_llm.algorithms.reward_model:RewardModel",
+    "DPO": "rllib_llm.algorithms.dpo:DPO",
     "Generate": "rllib_llm.algorithms.generate:Generate",
 }
 

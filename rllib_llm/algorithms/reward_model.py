@@ -10,7 +10,8 @@ from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.optimiser import REWARD_MODEL
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.data.texts import PairSource, TextSource
+from rllib_llm.data.preferences import PairSource
+from rllib_llm.data.texts import TextSource
 
 
 class RewardModelConfig(SupervisedConfig):
@@ -21,6 +22,13 @@ class RewardModelConfig(SupervisedConfig):
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RewardModel)
+
+    def make_source(
+        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
+    ) -> PairSource:
+        return PairSource(
+            data, tokenizer=tokenizer, max_length=max_length, seed=self.seed or 0, shuffle=shuffle
+        )
 
     def module_class(self) -> type:
         from rllib_llm.modules.reward_model_module import RewardModelModule
@@ -48,27 +56,14 @@ class RewardModel(Supervised):
     def get_default_config(cls) -> RewardModelConfig:
         return RewardModelConfig(algo_class=cls)
 
-    def make_source(self, data: Any, *, shuffle: bool) -> PairSource:
-        from rllib_llm.modules.pretrained import load_tokenizer
-
-        return PairSource(
-            data,
-            tokenizer=load_tokenizer(self.config.given_model()),
-            max_length=self.config.max_length,
-            seed=self.config.seed or 0,
-            shuffle=shuffle,
-        )
-
-    def setup(self, config) -> None:
-        super().setup(config)
+    def make_sources(self) -> None:
+        super().make_sources()
         self._reference_source: TextSource | None = None
         if self.config.normalization_data is not None:
-            from rllib_llm.modules.pretrained import load_tokenizer
-
             self._reference_source = TextSource(
                 self.config.normalization_data,
-                tokenizer=load_tokenizer(self.config.given_model()),
-                max_length=self.config.max_length,
+                tokenizer=self.tokenizer,
+                max_length=self.max_length,
                 loss_on="all",
                 shuffle=False,
                 keep_end=True,

@@ -37,6 +37,18 @@ class SFTConfig(SupervisedConfig):
 
         return SFTLearner
 
+    def make_source(
+        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
+    ) -> TextSource:
+        return TextSource(
+            data,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            seed=self.seed or 0,
+            loss_on=self.loss_on,
+            shuffle=shuffle,
+        )
+
 
 class SFT(Supervised):
     """RLlib Algorithm; see `SFTConfig`. Results: loss/sft, eval/loss, eval/perplexity."""
@@ -46,18 +58,6 @@ class SFT(Supervised):
     @classmethod
     def get_default_config(cls) -> SFTConfig:
         return SFTConfig(algo_class=cls)
-
-    def make_source(self, data: Any, *, shuffle: bool) -> TextSource:
-        from rllib_llm.modules.pretrained import load_tokenizer
-
-        return TextSource(
-            data,
-            tokenizer=load_tokenizer(self.config.given_model()),
-            max_length=self.config.max_length,
-            seed=self.config.seed or 0,
-            loss_on=self.config.loss_on,
-            shuffle=shuffle,
-        )
 
     def summarize(self, totals: Counter[str]) -> dict[str, float]:
         means = super().summarize(totals)

@@ -7,6 +7,7 @@ its seeded order, epoch after epoch.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from rllib_llm.algorithms.settings.checks import check_range, given, require
 from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.optimiser import SUPERVISED
 from rllib_llm.data.texts import BatchSource
+from rllib_llm.modules.model_limits import num_positions
 
 PIPELINE_STATE = "rllib_llm"
 EVALUATION_BATCH = 64  # rows scored at once
@@ -40,6 +42,17 @@ class SupervisedConfig(LanguageModelConfig):
         texts = Repeated(Discrete(2), 1)
         self.observation_space, self.action_space = texts, texts
 
+    def make_source(
+        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
+    ) -> BatchSource:
+        """The rows of `data`, tokenised."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_source.")
+
+    def longest_text(self) -> int:
+        """Tokens kept of each text: no text is longer than what the model reads."""
+        positions = num_positions(self.given_model())
+        return min(self.max_length, positions or self.max_length)
+
     def validate(self) -> None:
         super().validate()
         require(
@@ -58,21 +71,36 @@ class SupervisedConfig(LanguageModelConfig):
 
 
 class Supervised(LanguageModelAlgorithm):
-    """Subclasses define `make_source(data)` and the learner's `evaluate_batch`."""
+    """Subclasses define the config's `make_source` and the learner's `evaluate_batch`."""
 
     config: SupervisedConfig
 
-    def make_source(self, data: Any, *, shuffle: bool) -> BatchSource:
-        """The rows of `data`, tokenised."""
-        raise NotImplementedError(f"{type(self).__name__} must define make_source.")
-
     def setup(self, config) -> None:
         self.position = 0  # rows handed out so far
+        self.make_sources()  # what is wrong with the data is known before a learner is built
         super().setup(config)
-        self._source = self.make_source(self.config.data, shuffle=self.config.shuffle)
+
+    def make_sources(self) -> None:
+        """Reads the data sets and the tokenizer that makes tokens of them."""
+        config = self.config
+        self.tokenizer = config.load_tokenizer()
+        self.max_length = config.longest_text()
+        settings = {"tokenizer": self.tokenizer, "max_length": self.max_length}
+        self._source = config.make_source(config.data, shuffle=config.shuffle, **settings)
         self._eval_source: BatchSource | None = None
-        if self.config.eval_data is not None:
-            self._eval_source = self.make_source(self.config.eval_data, shuffle=False)
+        if config.eval_data is not None:
+            self._eval_source = config.make_source(config.eval_data, shuffle=False, **settings)
+            self._tell_of_rows_not_evaluated(len(self._eval_source))
+
+    def _tell_of_rows_not_evaluated(self, num_rows: int) -> None:
+        num_read = self.config.evaluation_duration
+        if num_read < num_rows:
+            warnings.warn(
+                f"evaluation_duration={num_read} is less than the {num_rows} held-out rows: the "
+                f"first {num_read} of them are evaluated, the others never. Set "
+                f"evaluation_duration: {num_rows} to read them all.",
+                stacklevel=3,
+            )
 
     @classmethod
     def _should_create_evaluation_env_runners(cls, eval_config) -> bool:

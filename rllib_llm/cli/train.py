@@ -53,7 +53,7 @@ def train(
             "--run",
             "-a",
             "-r",
-            help="Algorithm: PPOPtx, SFT, RewardModel, "
+            help="Algorithm: PPOPtx, SFT, RewardModel, DPO, "
             "GRPO, ..., any of RLlib's (PPO, ...), or a dotted path to a class.",
         ),
     ] = None,

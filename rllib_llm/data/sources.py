@@ -20,6 +20,7 @@ from rllib_llm.dotted import import_dotted, looks_dotted
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
 
 _SOURCE_KEYS = ("path", "name", "split", "revision", "columns", "limit", "kwargs")
+_QUICK_BYTES = 64 * 1024**2
 _ALLOWED = (
     f"a file ({', '.join(SUFFIXES)}; a pattern or a list of files), a data set folder, a Hugging "
     "Face hub id, a dotted path to a function returning rows, or the rows themselves"
@@ -72,6 +73,23 @@ def check_source(source: Source | None, *, name: str = "data") -> None:
         is_name = isinstance(item, (str, Path)) and (item is source or _is_file(item))
         if is_name:
             _locate(str(item), options, name)
+
+
+def is_quick_to_read(source: Source | None) -> bool:
+    """True for rows at hand: what a function gives, a list, and files of at most 64 MiB; not for
+    data sets of the hub, nor for data set folders."""
+    options: dict[str, Any] = {}
+    if isinstance(source, Mapping):
+        options, source = dict(source), source.get("path")
+    if isinstance(source, str | Path):
+        found = _locate(str(source), options, "data")
+        if isinstance(found, str):
+            return False
+        files = found if isinstance(found, list) else []
+    else:
+        items = source if isinstance(source, list | tuple) else []
+        files = [Path(item).expanduser() for item in items if _is_file(item)]
+    return sum(file.stat().st_size for file in files) <= _QUICK_BYTES
 
 
 def _source_options(source: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
+from rllib_llm.data.encoding import pad_left
 from rllib_llm.envs.checked_completions import (
     BanditEnvError,
     check_actions,
@@ -27,7 +28,8 @@ from rllib_llm.envs.checked_completions import (
     pad_completions,
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
-from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, pad_left
+from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
+from rllib_llm.modules.model_limits import check_lengths, num_positions
 
 RESET_OPTIONS = ("position", "num_prompts", "num_completions")
 
@@ -93,6 +95,7 @@ class BanditEnv(VectorEnv):
         self.position = 0
         self.global_step = 0  # updates of the policy so far, for reward functions that ask
         self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
+        self._encoder.check_all(prompts)
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
         self._observation: dict[str, torch.Tensor] = {}
@@ -108,6 +111,10 @@ class BanditEnv(VectorEnv):
     def max_prompt_len(self) -> int:
         """Longest prompt [tokens]."""
         return self._encoder.max_prompt_len
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt there is, before any is cut: reads and encodes them all."""
+        return self._encoder.longest(self.prompts)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, int] | None = None
@@ -273,6 +280,31 @@ class BanditEnv(VectorEnv):
             needs_logprobs=self.kl_coeff > 0,
             device=self.device,
         )
+
+
+def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:
+    """Raises ValueError where prompts of `env` and completions do not fit into `model`, or into the
+    environment's reference, together.
+
+    chosen: whether someone set `max_prompt_len`. By default it says little, and the longest prompt
+        of the data is asked for where it matters.
+    """
+    if not isinstance(env, BanditEnv) or model is None:
+        return
+    limits = {f"model={str(model)!r}": num_positions(model)}
+    reference = getattr(env.reference, "model", None)
+    if reference is not None:
+        text_config = reference.config.get_text_config(decoder=True)
+        limits["the reference"] = getattr(text_config, "max_position_embeddings", None)
+    for name, positions in limits.items():
+        if positions is not None and env.max_prompt_len + max_new_tokens > positions:
+            check_lengths(
+                positions,
+                max_prompt_len=env.max_prompt_len,
+                max_new_tokens=max_new_tokens,
+                model=name,
+                longest_prompt=None if chosen else env.longest_prompt(),
+            )
 
 
 def _check_positive_integers(**settings: int) -> None:

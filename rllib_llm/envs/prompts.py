@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from rllib_llm.data.encoding import encode_text, keep_end
 from rllib_llm.data.order import EpochOrder, permutation
 from rllib_llm.data.rows import Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.texts import keep_end
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
@@ -107,6 +106,10 @@ class PromptSource:
         """The prompts at positions `position, position + 1, ...`, across epochs."""
         return [self.row(int(index)) for index in self.indices(position, num_prompts)]
 
+    def all_rows(self) -> Iterator[PromptRow]:
+        """Every prompt of one epoch, in the order of the data set."""
+        return (self.row(int(index)) for index in self._members)
+
     def row(self, index: int) -> PromptRow:
         """The prompt in row `index` of the data set."""
         columns = dict(self._rows[index])
@@ -168,23 +171,19 @@ class PromptEncoder:
         """Whether the prompt in row `index` of the data set lost its beginning."""
         return index in self._truncated
 
+    def longest(self, source: PromptSource) -> int:
+        """Tokens of the longest prompt of `source`, before any is cut."""
+        return max(len(self._tokenize(row)[0]) for row in source.all_rows())
+
+    def check_all(self, source: PromptSource) -> None:
+        """Raises PromptError for a prompt of `source` that is too long, where such are refused."""
+        if self.overflow == "error":
+            for row in source.all_rows():
+                self._encode_row(row)
+
     def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
-        if isinstance(row.prompt, str):
-            text = row.prompt
-            ids = tokenizer(text)["input_ids"]
-            if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-                ids = ids[:-1]  # added by the tokenizer: the completion would follow an end
-        else:
-            text = self._render_chat(row)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids and tokenizer.bos_token_id is not None:
-            ids = [tokenizer.bos_token_id]
-        if not ids:
-            raise PromptError(
-                f"prompt in row {row.index} must have at least one token: it is {row.prompt!r} and "
-                "the tokenizer has no BOS. Remove the row or write a prompt."
-            )
+        ids, text = self._tokenize(row)
         if len(ids) <= self.max_prompt_len:
             return ids, text
         if self.overflow == "error":
@@ -199,28 +198,35 @@ class PromptEncoder:
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
         return ids, str(tokenizer.decode(ids, skip_special_tokens=is_text))
 
+    def _tokenize(self, row: PromptRow) -> tuple[list[int], str]:
+        """Token ids and text of the whole prompt."""
+        tokenizer = self.tokenizer
+        if isinstance(row.prompt, str):
+            text = row.prompt
+            ids = encode_text(tokenizer, text)
+        else:
+            text = self._render_chat(row)
+            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids and tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                f"prompt in row {row.index} must have at least one token: it is {row.prompt!r} and "
+                "the tokenizer has no BOS. Remove the row or write a prompt."
+            )
+        return ids, text
+
     def _render_chat(self, row: PromptRow) -> str:
         if not self.tokenizer.chat_template:
             raise PromptError(
                 f"prompt in row {row.index} must be text: it is a list of chat messages and the "
-                "tokenizer has no chat template. Take an instruction-tuned model, set "
-                "tokenizer.chat_template, or write the prompts as text."
+                "tokenizer has no chat template. Set chat_template (a file, or the template "
+                "itself), take an instruction-tuned model, or write the prompts as text."
             )
         rendered = self.tokenizer.apply_chat_template(
             row.prompt, tokenize=False, add_generation_prompt=True
         )
         return str(rendered)
-
-
-def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [B, P] int64 padded at the left, mask [B, P] bool), P the longest row."""
-    length = max(len(row) for row in rows)
-    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(rows), length), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, length - len(row) :] = torch.tensor(row, dtype=torch.int64)
-        mask[i, length - len(row) :] = True
-    return ids, mask
 
 
 def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:

@@ -7,24 +7,20 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.modules.model_source import (
-    DOTTED,
-    build_from_dotted,
-    load_with_retries,
-    source_kind,
-)
+from rllib_llm.modules.model_limits import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.pretrained import load_tokenizer
 from rllib_llm.modules.quantize import check_quantization
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
     "tokenizer": None,  # where it is not the model's: an object, folder, hub id or dotted path
+    "chat_template": None,  # a file or the text of one, instead of the tokenizer's own
     "split": "train",  # "train" | "eval"
     "eval_fraction": 0.0,  # share of the prompts held out for split "eval"
     "split_seed": 0,  # chooses the held-out prompts and their order, whatever the seed
@@ -116,7 +112,7 @@ def build_bandit(
         num_envs=settings["num_envs"],
         max_prompt_len=settings["max_prompt_len"],
         max_completion_len=settings["max_completion_len"],
-        reference=_reference(settings),
+        reference=_reference(settings, tokenizer),
         kl_coeff=settings["kl_coeff"],
         temperature=settings["temperature"],
         prompt_overflow=settings["prompt_overflow"],
@@ -174,7 +170,9 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
             "env_config must have 'model' (or 'tokenizer'): prompts are handed out as the policy's "
             "token ids. Set it to the policy's folder, hub id or dotted path."
         )
-    return chosen if isinstance(chosen, PreTrainedTokenizerBase) else load_tokenizer(chosen)
+    if isinstance(chosen, PreTrainedTokenizerBase):
+        return chosen
+    return load_tokenizer(chosen, chat_template=settings["chat_template"])
 
 
 def _is_eval(settings: Mapping[str, Any]) -> bool:
@@ -183,14 +181,7 @@ def _is_eval(settings: Mapping[str, Any]) -> bool:
 
 def _model_vocab_size(model: str | None) -> int | None:
     """Rows of the policy's embedding, all of which it may sample; often more than tokens."""
-    if model is None:
-        return None
-    kind, value = source_kind(model)
-    if kind == DOTTED:
-        network: Any = build_from_dotted(value)[0]
-        return network.get_input_embeddings().num_embeddings
-    config: Any = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
-    return config.get_text_config().vocab_size
+    return None if model is None else num_embeddings(model)
 
 
 def _as_model_settings(given: Any, key: str) -> dict[str, Any]:
@@ -204,11 +195,15 @@ def _as_model_settings(given: Any, key: str) -> dict[str, Any]:
     )
 
 
-def _reference(settings: Mapping[str, Any]) -> Any | None:
-    if settings["reference"] is None:
-        return None
-    from rllib_llm.envs.reference import FrozenReference
+def check_reference(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The settings of the reference, its model among them.
 
+    Raises:
+        EnvConfigError: no model is named.
+        ValueError: it has another vocabulary than the policy.
+    """
     chosen = _as_model_settings(settings["reference"], "reference")
     model = chosen.pop("model", None) or settings["model"]
     if model is None:
@@ -216,7 +211,18 @@ def _reference(settings: Mapping[str, Any]) -> Any | None:
             f"env_config['reference']={settings['reference']!r} must name a model: there is no "
             "'model' of the policy either. Set reference.model."
         )
-    return FrozenReference(model, **{"device": settings["device"], **chosen})
+    if model != settings["model"] or settings["tokenizer"] is not None:
+        check_reference_vocabulary(model, tokenizer)
+    return {"model": model, **chosen}
+
+
+def _reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any | None:
+    if settings["reference"] is None:
+        return None
+    from rllib_llm.envs.reference import FrozenReference
+
+    chosen = check_reference(settings, tokenizer)
+    return FrozenReference(chosen.pop("model"), **{"device": settings["device"], **chosen})
 
 
 def _reward_model_term(

@@ -12,6 +12,7 @@ from typing import Any
 from rllib_llm.checkpoints.finding import restore_source
 from rllib_llm.config_schema import build_config, flat_settings, suggestion
 from rllib_llm.experiments.algorithms import algorithm_class
+from rllib_llm.experiments.check_data import check_data, data_settings
 from rllib_llm.experiments.check_sources import check_sources
 from rllib_llm.experiments.experiment import Experiment
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
@@ -92,11 +93,15 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
         if is_ours(experiment.run, algo_class):
             _check_stop(experiment)
         needed: dict[str, float] = {}
+        read: set[str] = set()
         for settings in examples(search_space(experiment)):
             config = build_config(algo_class, settings, f"{name}.config")
             check_env(config, algo_class)
             if is_ours(experiment.run, algo_class):
                 check_sources(settings, f"{name}.config")
+                if data_settings(settings) not in read:
+                    check_data(config, f"{name}.config")
+                    read.add(data_settings(settings))
             for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
                 needed[resource] = max(needed.get(resource, 0.0), amount)
     except ValueError as error:

@@ -7,7 +7,6 @@ An algorithm is a subclass with one method, `compute_advantages`. The arithmetic
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -16,9 +15,8 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
-from rllib_llm.modules.lora import adapters_off
+from rllib_llm.learners.own_reference import own_reference
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
-from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 
@@ -73,19 +71,12 @@ class RLHFLearner(LanguageModelLearner):
         return batch
 
     def _make_reference(self) -> ReferencePolicy | None:
-        """The reference that this learner owns: the policy's trunk with its adapters off, or a
-        copy of what training started from. The copy is a plain attribute: neither trained, nor
-        published, nor kept in checkpoints. None where the environment has it or the KL is off."""
+        """The reference that this learner owns. None where the environment has it or the KL is
+        off."""
         place = self.config.reference_place
         if place == "environment" or not self.config.ref_kl_coeff:
             return None
-        if place == "policy":
-            model = self.module[DEFAULT_MODULE_ID].unwrapped().model
-            return ReferencePolicy(model, functools.partial(adapters_off, model))
-        model = load_causal_lm(
-            self.config.pretrained_model, dtype=self.config.dtype, device=self._device
-        )
-        return ReferencePolicy(model.requires_grad_(False))
+        return own_reference(self, copy=place != "policy")
 
     def _reference_kl(self, batch: Batch) -> torch.Tensor | None:
         """KL of the policy before the update from the reference, [B, T], None without one; adds

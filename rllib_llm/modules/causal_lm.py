@@ -72,7 +72,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     def load(self) -> None:
         config = self.model_config
         self.temperature = float(config["temperature"])
-        self.tokenizer = load_tokenizer(config["pretrained_model"])
+        self.tokenizer = load_tokenizer(
+            config["pretrained_model"], chat_template=config.get("chat_template")
+        )
         self.model = _load_policy(config)
         self.save_memory(self.model)
         self.has_critic = config["critic"] != "none" and not self.inference_only

@@ -18,7 +18,9 @@ class RewardModelModule(HuggingFaceModule):
 
     def load(self) -> None:
         config = self.model_config
-        self.tokenizer = load_tokenizer(config["pretrained_model"])
+        self.tokenizer = load_tokenizer(
+            config["pretrained_model"], chat_template=config.get("chat_template")
+        )
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )
@@ -37,29 +39,19 @@ class RewardModelModule(HuggingFaceModule):
         if columns.INPUT_IDS in batch:
             ids, mask = batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK]
         else:
-            ids, mask = _stack(
-                batch[columns.CHOSEN_IDS],
-                batch[columns.CHOSEN_MASK],
-                batch[columns.REJECTED_IDS],
-                batch[columns.REJECTED_MASK],
-            )
+            ids, mask = stack_pairs(batch)
         with self.autocast():
             return {columns.SCORES: sequence_scores(self.model, ids, mask).float()}
 
 
-def _stack(
-    chosen: torch.Tensor,
-    chosen_mask: torch.Tensor,
-    rejected: torch.Tensor,
-    rejected_mask: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded rows of both under each other, as long as the longer."""
-    length = max(chosen.shape[1], rejected.shape[1])
+def stack_pairs(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [2N, L] of the right-padded chosen and rejected rows under each other, as long
+    as the longer."""
+    names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (columns.CHOSEN_MASK, columns.REJECTED_MASK)
+    length = max(batch[name].shape[1] for name in names[0])
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
 
-    return (
-        torch.cat([widen(chosen), widen(rejected)]),
-        torch.cat([widen(chosen_mask), widen(rejected_mask)]),
-    )
+    ids, mask = (torch.cat([widen(batch[name]) for name in both]) for both in names)
+    return ids, mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -18,10 +19,13 @@ from rllib_llm.modules.model_source import (
 )
 
 
-def load_tokenizer(model: str | os.PathLike) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: str | os.PathLike, *, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of `model` (folder, hub id or dotted path), with a pad token.
 
-    See `ensure_pad_token` for a missing pad token and one that is EOS too.
+    See `ensure_pad_token` for a missing pad token and one that is EOS too, and
+    `read_chat_template` for a template that takes the place of the tokenizer's own.
 
     Raises:
         ModelSourceError: nothing can be loaded from `model`.
@@ -45,7 +49,29 @@ def load_tokenizer(model: str | os.PathLike) -> PreTrainedTokenizerBase:
         num_embeddings = config.get_text_config().vocab_size
     check_vocabulary(tokenizer, num_embeddings)
     ensure_pad_token(tokenizer, eos_token_ids(*sources))
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
+
+
+def read_chat_template(given: str) -> str:
+    """The text of a chat template, which is Jinja: `given` itself, or what the file holds that it
+    names.
+
+    Raises:
+        ValueError: there is no such file, or no Jinja in it.
+    """
+    if "{%" in given or "{{" in given:
+        return given
+    file = Path(given).expanduser()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if "{%" not in text and "{{" not in text:
+        found = "it holds no Jinja" if file.is_file() else "there is no such file"
+        raise ValueError(
+            f"chat_template={given!r} must be a Jinja template or the file of one: {found}. Give "
+            "the file chat_template.jinja of a model with the same special tokens."
+        )
+    return text
 
 
 def load_generation_config(model: str | os.PathLike) -> GenerationConfig | None:

@@ -30,6 +30,7 @@ from ray.rllib.utils.typing import StateDict
 
 from rllib_llm import columns
 from rllib_llm.engines.external_engine import ExternalEngine, open_engine
+from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
 from rllib_llm.rollouts.generation import generate_completions
@@ -88,6 +89,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         settings.setdefault("max_completion_len", config.max_new_tokens)
         settings.setdefault("temperature", config.temperature)
         settings.setdefault("seed", config.seed or 0)
+        if config.chat_template is not None:
+            settings.setdefault("chat_template", config.chat_template)
         settings.setdefault("device", str(self._device))
         settings.setdefault("split", "eval" if config.in_evaluation else "train")
         elsewhere = config.reference_place != "environment"  # then the learner has it
@@ -97,6 +100,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             settings.setdefault("reference", {"model": config.pretrained_model})
         context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
+        check_env_lengths(
+            self.env,
+            model=config.pretrained_model,
+            max_new_tokens=config.max_new_tokens,
+            chosen="max_prompt_len" in config.env_config,
+        )
         make_callback(
             "on_environment_created",
             callbacks_objects=self._callbacks,

@@ -229,7 +229,9 @@ def test_rows_of_an_iteration_are_those_of_all_learners():
         config.validate()
 
 
-@pytest.mark.parametrize("name", ["PPOPtx", "GRPO", "RLOO", "ReinforcePP", "SFT", "RewardModel"])
+@pytest.mark.parametrize(
+    "name", ["PPOPtx", "GRPO", "RLOO", "ReinforcePP", "SFT", "RewardModel", "DPO"]
+)
 def test_every_algorithm_is_known_by_name(name):
     assert name in ALGORITHMS
     algorithm = get_algorithm_class(name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.data.texts import encode_start
+from rllib_llm.data.encoding import encode_text
 from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from tests.algorithms import tiny_runs
 
@@ -20,7 +20,7 @@ def mean_cross_entropy(model, tokenizer, texts: list[str]) -> float:
     """Nats per token of whole texts with their EOS, one text at a time, from the model's logits."""
     total, count = 0.0, 0
     for text in texts:
-        ids = torch.tensor([encode_start(tokenizer, text) + [tokenizer.eos_token_id]])
+        ids = torch.tensor([encode_text(tokenizer, text) + [tokenizer.eos_token_id]])
         with torch.no_grad():
             logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
         total -= float(logprobs.gather(1, ids[0, 1:, None]).sum())

@@ -51,6 +51,20 @@ def test_batches_that_do_not_divide_the_data_go_round():
     assert results[-1]["epoch"] == 3.0
 
 
+def test_rows_that_are_never_evaluated_are_told_of():
+    config = tiny.sft(eval_data=tiny.TEXTS[:5]).evaluation(evaluation_duration=3)
+    with pytest.warns(UserWarning, match="evaluation_duration=3 is less than the 5 held-out rows"):
+        algorithm = config.build_algo()
+    algorithm.stop()
+
+
+def test_texts_are_cut_to_what_the_model_reads():
+    # 32 positions; the default of max_length is 256.
+    warned = pytest.warns(UserWarning, match="longer than max_length=32 tokens")
+    with tiny.built(tiny.sft(data=[{"text": "1" * 50}] * 6)) as algorithm, warned:
+        algorithm.train()
+
+
 def test_an_empty_data_set_is_refused():
     with pytest.raises(DataSourceError, match="empty|no rows|must have"):
         tiny.sft(data=[]).build_algo()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
+from rllib_llm.algorithms.dpo import DPOConfig
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.reward_model import RewardModelConfig
@@ -26,7 +27,7 @@ PAIRS = [
     {"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "-" * (1 + a % 3)} for a in range(8)
 ]
 # Of a result, what depends on learning alone: not on time, and not on who sampled.
-LEARNT = ("objective", "policy", "loss", "val", "train", "env", "lr", "episode")
+LEARNT = ("objective", "policy", "loss", "val", "train", "env", "rewards", "logps", "lr", "episode")
 
 
 def build_model(seed: int = 3):
@@ -102,6 +103,11 @@ def sft(**training: Any) -> SFTConfig:
 def reward_model(**training: Any) -> RewardModelConfig:
     settings = {"data": PAIRS, "train_batch_size_per_learner": 4, "lr": 1e-3, **training}
     return RewardModelConfig().language_model(model=MODEL).training(**settings)
+
+
+def dpo(**training: Any) -> DPOConfig:
+    settings = {"data": PAIRS, "train_batch_size_per_learner": 4, "lr": 1e-3, **training}
+    return DPOConfig().language_model(model=MODEL).training(**settings)
 
 
 def learnt(result: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 
 from rllib_llm import columns
+from rllib_llm.data.preferences import PairSource
 from rllib_llm.data.rows import DataSourceError
-from rllib_llm.data.texts import PairSource, TextSource, keep_end, pad_right
+from rllib_llm.data.texts import TextSource
+from rllib_llm.modules.packing.logprobs import text_logprobs
 from tests.algorithms.tiny_runs import build_model
-from tests.tiny_models import ENCODER_SPECIALS, byte_tokenizer
+from tests.tiny_models import ENCODER_SPECIALS, byte_tokenizer, llama, sentencepiece_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}A:"
@@ -23,6 +26,12 @@ CHAT = [
     {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
     {"role": "user", "content": "ok"}, {"role": "assistant", "content": "bye"},
 ]  # fmt: skip
+
+SENTENCEPIECE_ROWS = [
+    {"prompt": "2+2=", "completion": "4"}, {"prompt": "the cat", "completion": " the cat."},
+    {"prompt": "4", "completion": "2+1=43"}, {"prompt": "the ", "completion": "cat"},
+]  # fmt: skip
+TEXT_COLUMNS = (columns.INPUT_IDS, columns.ATTENTION_MASK, columns.LOSS_MASK)
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +81,51 @@ def test_long_texts_keep_their_beginning(tokenizer):
     assert batch[columns.LOSS_MASK][0].int().tolist() == [0, 0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("template, expected", [
-    (TEMPLATE, "yo</s>bye</s>"),  # all of the assistant's turns
-    (PLAIN_TEMPLATE, "bye</s>"),  # without marks, the last turn
-])  # fmt: skip
-def test_only_the_assistant_is_learnt_of_a_conversation(template, expected):
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_only_the_assistant_is_learnt_of_a_conversation(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    assert targets(tokenizer, [{"messages": CHAT}]) == [expected]
+    # All of the assistant's turns, with marks in the template or without; the user's never.
+    rows = [{"messages": CHAT}, {"messages": CHAT[:3]}]
+    assert targets(tokenizer, rows) == ["yo</s>bye</s>", "yo</s>"]
 
 
-def test_prompt_and_completion_may_be_messages():
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_prompt_and_completion_may_be_messages(template):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    assert targets(tokenizer, [{"prompt": CHAT[:3], "completion": CHAT[3:]}]) == ["bye</s>"]
+    tokenizer.chat_template = template
+    rows = [{"prompt": CHAT[:3], "completion": CHAT[3:]}, {"prompt": "hi", "completion": CHAT[1:2]}]
+    assert targets(tokenizer, rows) == ["bye</s>", "yo</s>"]
+
+
+def test_a_completion_is_tokenised_behind_its_prompt():
+    # As one text: tokenised by itself it would begin with a space of its own. The token "42" has
+    # characters of both sides, and is what the model has to write.
+    tokenizer = sentencepiece_tokenizer()
+    source = TextSource(
+        SENTENCEPIECE_ROWS, tokenizer=tokenizer, max_length=16, shuffle=False
+    ).batch(0, 4)
+    rows = zip(*(source[name] for name in (columns.INPUT_IDS, columns.ATTENTION_MASK)), strict=True)
+    tokens = [tokenizer.convert_ids_to_tokens(ids[mask]) for ids, mask in rows]
+    assert tokens == [
+        ["<s>", "\u2581", "2", "+", "2", "=", "4", "</s>"],
+        ["<s>", "\u2581the", "\u2581cat", "\u2581the", "\u2581cat", ".", "</s>"],
+        ["<s>", "\u2581", "42", "+", "1", "=", "4", "3", "</s>"],
+        ["<s>", "\u2581the", "\u2581cat", "</s>"],
+    ]
+    num_targets = source[columns.LOSS_MASK].sum(1).tolist()
+    assert num_targets == [2, 4, 7, 2]
+
+
+def test_the_loss_of_a_tokenizer_that_prepends_a_space_is_that_of_trl():
+    tokenizer = sentencepiece_tokenizer()
+    batch = TextSource(SENTENCEPIECE_ROWS, tokenizer=tokenizer, max_length=16).batch(0, 4)
+    mask = batch[columns.LOSS_MASK]
+    with torch.no_grad():
+        logprobs = text_logprobs(llama(), *(batch[name] for name in TEXT_COLUMNS))
+    # SFTTrainer.compute_loss of TRL 1.16.0 (transformers 5.23, torch 2.13) on the same rows, model
+    # and tokenizer, made by tests/tiny_models.py. Tokenised apart it was 6.188.
+    assert float(-logprobs.sum() / mask.sum()) == pytest.approx(6.1417379, abs=1e-5)
 
 
 def test_texts_end_with_a_token_that_there_must_be():
@@ -141,56 +181,3 @@ def test_a_row_that_is_no_text_is_refused(tokenizer):
 def test_an_unknown_loss_on_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"loss_on='prompt' must be one of"):
         TextSource([{"text": "1"}], tokenizer=tokenizer, max_length=8, loss_on="prompt")
-
-
-def test_pairs_share_their_prompt_and_end_with_eos(tokenizer):
-    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "33"}, {"chosen": "4", "rejected": "5"}]
-    batch = PairSource(rows, tokenizer=tokenizer, max_length=32, shuffle=False).batch(0, 2)
-
-    def texts(ids, mask):
-        pairs = zip(batch[ids], batch[mask], strict=True)
-        return [tokenizer.decode(row[keep]) for row, keep in pairs]
-
-    assert texts(columns.CHOSEN_IDS, columns.CHOSEN_MASK) == ["1+1=2<eos>", "4<eos>"]
-    assert texts(columns.REJECTED_IDS, columns.REJECTED_MASK) == ["1+1=33<eos>", "5<eos>"]
-
-
-def test_long_pairs_keep_their_end(tokenizer):
-    rows = [{"prompt": "123456", "chosen": "7", "rejected": "8"}]
-    batch = PairSource(rows, tokenizer=tokenizer, max_length=4).batch(0, 1)
-    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "567<eos>"
-
-
-def test_keep_end():
-    assert keep_end([1, 5, 6, 7], 2, (1, None)) == [1, 7]
-    assert keep_end([4, 5, 6, 7], 2, (1, None)) == [6, 7]
-    assert keep_end([1, 5, 6, 7], 1, (1,)) == [7]  # a BOS alone would say nothing
-    assert keep_end([1, 5], 2, (1,)) == [1, 5]
-
-
-def test_long_pairs_keep_the_token_they_begin_with():
-    # As the scorer reads them: see `RewardTextEncoder.shorten`.
-    tokenizer = byte_tokenizer()
-    batch = PairSource([{"chosen": "1234", "rejected": "5"}], tokenizer=tokenizer,
-                       max_length=4).batch(0, 1)  # fmt: skip
-    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "<s>34</s>"
-
-
-def test_pairs_of_conversations_go_through_the_chat_template():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    rows = [{"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [CHAT[3]]}]
-    batch = PairSource(rows, tokenizer=tokenizer, max_length=64).batch(0, 1)
-    assert tokenizer.decode(batch[columns.CHOSEN_IDS][0]) == "U:hiA:yo</s>"
-
-
-def test_a_row_that_is_no_pair_is_refused(tokenizer):
-    source = PairSource([{"chosen": "1"}], tokenizer=tokenizer, max_length=8)
-    with pytest.raises(DataSourceError, match="must have 'chosen' and 'rejected'"):
-        source.batch(0, 1)
-
-
-def test_pad_right():
-    ids, mask = pad_right([[1, 2], [3]], 9)
-    assert ids.tolist() == [[1, 2], [3, 9]]
-    assert mask.tolist() == [[True, True], [True, False]]

@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 
+from rllib_llm.data.encoding import pad_left
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.prompts import (
     PromptEncoder,
     PromptError,
     PromptRow,
     PromptSource,
-    pad_left,
 )
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -163,6 +163,15 @@ def test_too_long_prompts_are_refused_when_asked():
         _encode(word_tokenizer(), "the cat", "the cat sat on", max_prompt_len=2, overflow="error")
     with pytest.raises(PromptError, match="prompt_overflow='cut' must be one of"):
         PromptEncoder(word_tokenizer(), 4, "cut")
+
+
+def test_every_prompt_is_looked_at_where_long_ones_are_refused():
+    source = PromptSource([{"prompt": "a"}] * 12 + [{"prompt": "a b c d e"}], shuffle=False)
+    encoder = PromptEncoder(word_tokenizer(), 4, "error")
+    encoder.encode(source.rows(0, 12))
+    with pytest.raises(PromptError, match="prompt in row 12 must have at most max_prompt_len=4"):
+        encoder.check_all(source)
+    assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])
 
 
 def test_pad_left():

@@ -171,3 +171,9 @@ def test_a_tokenizer_without_a_model():
     assert env.tokenizer is tokenizer and env.vocab_size == len(tokenizer)
     with pytest.raises(EnvConfigError, match="must name a model"):
         rlhf.create({**settings, "tokenizer": tokenizer, "reference": {"dtype": "float32"}})
+
+
+def test_a_reference_of_another_vocabulary_is_refused_at_build(files):
+    settings = {"model": MODEL, "prompts": str(files / "prompts.txt"), "reward_functions": SHOUTING}
+    with pytest.raises(ValueError, match="must have the vocabulary of the policy"):
+        rlhf.create({**settings, "reference": "rllib_llm.envs.toys.arithmetic.build_model"})

@@ -167,7 +167,8 @@ def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
     folder = save(tmp_path / "small", llama(vocab_size=250), byte_tokenizer())
     with pytest.raises(UserError, match=r"reward_model\.model: .*at most the 250 rows"):
         check_experiments([counter("texts"), reviews(reward_model={"model": folder})])
-    check_experiments([counter("texts"), reviews(reference={"model": folder})])  # reads ids alone
+    with pytest.raises(UserError, match="reference.model=.* must have the vocabulary of the pol"):
+        check_experiments([counter("texts"), reviews(reference={"model": folder})])
     folder = save(tmp_path / "pad", llama(), byte_tokenizer(pad="</s>"))
     with pytest.warns(UserWarning, match="pad token '</s>' is an end-of-sequence token"):
         check_experiments([counter("texts"), reviews(model=folder)])

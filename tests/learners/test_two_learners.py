@@ -7,8 +7,10 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
+from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.weights.broadcast import WeightsPublisher, WeightsReceiver
 from rllib_llm.weights.flat_buffer import unpack
+from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 from tests.learners import two_learners as two
 
@@ -87,6 +89,18 @@ def test_two_learners_come_to_the_same_state(group, config, strategy):
     learner = tiny.build(two.alone(config))
     # Groups of three completions for GRPO: the last mini-batch has one group for two learners.
     batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5, 3, 3, 2))
+    two.train(learner, batches)
+    state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
+    two.assert_same_state(state, learner.get_state())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_learners_of_pairs_are_one(group, strategy):
+    config = two.dpo(loss_type="kto")
+    learner = tiny.build(two.alone(config))
+    tokenizer = two.build_model()[1]
+    source = PromptedPairSource(tiny_runs.PAIRS, tokenizer=tokenizer, max_length=16)
+    batches = [source.batch(position, 7) for position in (0, 7)]
     two.train(learner, batches)
     state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
     two.assert_same_state(state, learner.get_state())

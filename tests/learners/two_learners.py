@@ -59,6 +59,11 @@ def grpo(**training: Any):
     return tiny_runs.grpo(**settings).language_model(model=MODEL)
 
 
+def dpo(**training: Any):
+    settings = {"minibatch_size": 3, "micro_batch_size": 2, "adam_epsilon": 1e-3, **training}
+    return tiny_runs.dpo(**settings).language_model(model=MODEL)
+
+
 def alone(config):
     """The same settings for one learner: what is counted per learner, it has twice."""
     config = config.copy(copy_frozen=False)

@@ -8,7 +8,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from transformers import AutoModelForSequenceClassification
 
 from rllib_llm import columns
-from rllib_llm.data.texts import PairSource
+from rllib_llm.data.preferences import PairSource
 from rllib_llm.modules.reward_model_module import RewardModelModule
 from tests.algorithms.tiny_runs import HERE, MODEL, PAIRS, build_model
 from tests.modules.test_causal_lm import SPACE

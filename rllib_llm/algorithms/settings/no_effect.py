@@ -30,7 +30,7 @@ def _value(config: Any, name: str) -> Any:
 def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
     """(setting, why it is not used, remedy) under this config, changed or not."""
     for name in config.ignored_settings:
-        yield name, f"in {type(config).__name__.removesuffix('Config')}", "Remove it"
+        yield name, f"in {config.algo_class.__name__}", "Remove it"
     rows = (*table(type(config)).values(), *rllib_table(type(config)).values())
     for row in rows:
         if row.place != IN_CONFIG or row.name in config.ignored_settings:

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.data.texts import keep_end
+from rllib_llm.data.chats import encode_judged_chat
+from rllib_llm.data.encoding import encode_text, keep_end
 
 PAIR, CHAT = "pair", "chat"
 DEFAULT_TEMPLATE = "{prompt}{completion}"
@@ -27,8 +28,9 @@ class RewardTextEncoder:
         "pair" (the tokenizer's own joining of two texts, as encoders are trained), or a text with
         {prompt} and {completion}.
     max_length: tokens; longer texts lose their beginning, and `num_truncated` counts them.
-    append_eos: an EOS is put behind finished completions (not in chats or pairs, whose own ends
-        are the tokenizer's matter).
+    append_eos: texts end as those of the RewardModel stage do: with an EOS behind completions that
+        are finished, without one behind others; chats with the token that ends a finished turn and
+        with nothing behind it. Otherwise their ends are the tokenizer's matter, as those of pairs.
 
     Raises:
         ValueError: a template without {completion}, or "chat" without a chat template.
@@ -82,6 +84,8 @@ class RewardTextEncoder:
         if self.template == CHAT or (self.template is None and is_chat and tokenizer.chat_template):
             turns = list(chat) if is_chat else [{"role": "user", "content": prompt}]
             turns.append({"role": "assistant", "content": completion})
+            if self.append_eos:
+                return self.shorten(encode_judged_chat(tokenizer, turns, finished=finished))
             encoded: Any = tokenizer.apply_chat_template(turns, return_dict=True)
             return self.shorten(list(encoded["input_ids"]))
         text = prompt if isinstance(prompt, str) else _plain_text(prompt)
@@ -91,8 +95,10 @@ class RewardTextEncoder:
         template = self.template or DEFAULT_TEMPLATE
         before, after = template.split("{completion}", 1)
         joined = before.replace("{prompt}", text) + completion + after.replace("{prompt}", text)
-        ids = list(tokenizer(joined)["input_ids"])
-        if self.append_eos and finished and (not ids or ids[-1] != tokenizer.eos_token_id):
+        if not self.append_eos:
+            return self.shorten(list(tokenizer(joined)["input_ids"]))
+        ids = encode_text(tokenizer, joined)
+        if finished and (not ids or ids[-1] != tokenizer.eos_token_id):
             ids.append(tokenizer.eos_token_id)
         return self.shorten(ids)
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rllib_llm import columns
+from rllib_llm.data.preferences import PairSource
 from rllib_llm.envs.judges.reward_texts import RewardTextEncoder, same_tokenizer
 from tests import tiny_models as tiny
 
@@ -76,6 +78,34 @@ def test_template_without_one_place_for_the_completion(template):
 def test_chat_needs_a_chat_template():
     with pytest.raises(ValueError, match="tokenizer has no chat template"):
         RewardTextEncoder(tiny.byte_tokenizer(), template="chat")
+
+
+@pytest.mark.parametrize("make, row", [
+    (tiny.sentencepiece_tokenizer, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}),
+    (tiny.byte_tokenizer, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}),
+    (chat_tokenizer, {"prompt": CHAT, "chosen": "hello", "rejected": "go"}),
+])  # fmt: skip
+def test_the_judge_reads_what_it_was_trained_on(make, row):
+    tokenizer = make()
+    if tokenizer.chat_template:
+        tokenizer.chat_template = TEMPLATE.replace("{% endfor %}", "</s>{{ '\n' }}{% endfor %}")
+    batch = PairSource([row], tokenizer=tokenizer, max_length=256).batch(0, 1)
+    trained = batch[columns.CHOSEN_IDS][0].tolist()
+    encoder = RewardTextEncoder(tokenizer, append_eos=True)
+    assert encoder.encode([row["prompt"]], [row["chosen"]]) == [trained]
+    # A completion that the length limit ended has no end, in a chat neither.
+    cut_off = encoder.encode([row["prompt"]], [row["chosen"]], finished=[False])
+    assert cut_off == [trained[:-1]]
+    # Where the policy has the same tokenizer the judge reads its ids as they were sampled.
+    text = row["prompt"]
+    if isinstance(text, list):
+        text = "".join(f"<{turn['role']}>{turn['content']}</s>\n" for turn in CHAT) + "<assistant>"
+        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        prompt_ids = tokenizer(text)["input_ids"]
+    sampled = trained[len(prompt_ids) :]
+    assert trained[: len(prompt_ids)] == prompt_ids
+    assert tokenizer.decode(sampled) == row["chosen"] + "</s>"
 
 
 def test_same_tokenizer():

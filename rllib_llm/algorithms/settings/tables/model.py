@@ -36,6 +36,14 @@ LANGUAGE_MODEL = Section(
     (
         MODEL,
         Setting(
+            name="chat_template",
+            type=str | None,
+            default=None,
+            meaning="how conversations become text: a Jinja file, or the template itself",
+            note="Where the tokenizer has none, or another is wanted. It is saved with the model.",
+            trl=("chat_template_path",),
+        ),
+        Setting(
             name="dtype",
             type=str,
             default="float32",

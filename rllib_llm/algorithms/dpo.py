@@ -1,0 +1,86 @@
+"""Direct preference optimisation (Rafailov et al. 2023) and its kin, on preference pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.tables.preferences import PREFERENCES
+from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.data.preferences import PromptedPairSource
+
+
+class DPOConfig(SupervisedConfig):
+    """The policy itself is trained on {"prompt", "chosen", "rejected"} rows, those of
+    `RewardModel`; the reference is the model that training starts from, usually the SFT model."""
+
+    sections: tuple[Section, ...] = (*SupervisedConfig.sections, PREFERENCES)
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class or DPO)
+        self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
+
+    def module_class(self) -> type:
+        from rllib_llm.modules.preference_module import PreferenceModule
+
+        return PreferenceModule
+
+    @property
+    def _model_config_auto_includes(self) -> dict[str, Any]:
+        return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
+
+    def get_default_learner_class(self) -> type:
+        from rllib_llm.learners.dpo_learner import DPOLearner
+
+        return DPOLearner
+
+    def make_source(
+        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
+    ) -> PromptedPairSource:
+        return PromptedPairSource(
+            data, tokenizer=tokenizer, max_length=max_length, seed=self.seed or 0, shuffle=shuffle
+        )
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            0 <= self.label_smoothing < 0.5, "label_smoothing", self.label_smoothing,
+            "in [0, 0.5)", "it is the share of pairs that are the wrong way round",
+            "Use 0 for none",
+        )  # fmt: skip
+        for name in ("label_smoothing", "target_margin"):
+            value = getattr(self, name)
+            require(
+                not value or self.loss_type in ("sigmoid", "sigmoid_norm"), name, value,
+                f"0 with loss_type={self.loss_type!r}", "that loss has no use for it",
+                "Leave it out, or use a sigmoid loss",
+            )  # fmt: skip
+        is_kto = self.loss_type == "kto"
+        require(
+            not (is_kto and self.reference_free), "reference_free", self.reference_free,
+            "False with loss_type='kto'", "it judges by the KL from the reference",
+            "Use loss_type='sigmoid_norm' without a reference",
+        )  # fmt: skip
+        require(
+            not is_kto or self.minibatch_size != 1, "minibatch_size", self.minibatch_size,
+            "at least 2 with loss_type='kto'",
+            "the KL is measured on completions of other pairs of the mini-batch", "Raise it",
+        )  # fmt: skip
+
+
+class DPO(Supervised):
+    """RLlib Algorithm; see `DPOConfig`. Results: loss/dpo, train/accuracy, rewards/{chosen,
+    rejected, margins} (β times the log-ratios), logps/{chosen, rejected} (nats per completion), and
+    the same of held-out pairs: eval/loss, eval/accuracy, eval/rewards/margins ...
+
+    The first update's loss is log 2 = 0.693 and its margins are 0: the policy is the reference. A
+    falling logps/chosen means that the policy forgets what was chosen, too: lower `lr`, or raise
+    `ref_kl_coeff`.
+    """
+
+    config: DPOConfig
+
+    @classmethod
+    def get_default_config(cls) -> DPOConfig:
+        return DPOConfig(algo_class=cls)

@@ -1,0 +1,188 @@
+"""Conversations: put together from a row's columns, rendered, and what of them the assistant says.
+
+A chat template is a program, and only running it tells what it writes. So the text of an
+assistant's turn is found by rendering the conversation up to it, with the generation prompt, and
+again with it: where one is not the beginning of the other nothing is known, and that is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from rllib_llm.data.encoding import Span, encode_spans
+from rllib_llm.data.rows import DataSourceError
+
+Messages = list[dict[str, Any]]
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SPLIT_IT = (
+    "Make each assistant turn a row of its own ({prompt: the messages before it, completion: "
+    "[it]}), or give a template that renders turns alike wherever they stand, with chat_template"
+)
+
+
+def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
+    """The conversation of a prompt and what answers it, and how many of its turns are the prompt.
+
+    Either is text or a list of messages; a text is the user's turn or the assistant's. An answer
+    may repeat the prompt in front, as many preference data sets do.
+
+    Raises:
+        DataSourceError: an answer that begins with another turn than the assistant's and does not
+            hold the prompt.
+    """
+    turns = list(answer) if isinstance(answer, list) else [_turn("assistant", answer)]
+    if prompt is None:
+        return turns, _num_before_answer(turns)
+    before = list(prompt) if isinstance(prompt, list) else [_turn("user", prompt)]
+    if [_plain(turn) for turn in turns[: len(before)]] == [_plain(turn) for turn in before]:
+        return turns, len(before)
+    if turns and turns[0]["role"] == "assistant":
+        return before + turns, len(before)
+    if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
+        return turns, _num_before_answer(turns)  # a system message, then the prompt
+    raise DataSourceError(
+        f"prompt={str(prompt)[:60]!r} must be followed or repeated by the messages that answer it: "
+        f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}. Drop the "
+        "prompt, or let the answer begin with the assistant's turn."
+    )
+
+
+def _turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
+    return str(turn.get("role")), str(turn.get("content")).strip()
+
+
+def _num_before_answer(turns: Messages) -> int:
+    """Turns before the last run of the assistant's."""
+    count = len(turns)
+    while count and turns[count - 1]["role"] == "assistant":
+        count -= 1
+    return count
+
+
+def render(tokenizer: Any, messages: Sequence[Any], *, generation_prompt: bool = False) -> str:
+    """The conversation as the tokenizer's chat template writes it.
+
+    Raises:
+        DataSourceError: the tokenizer has no template, or the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise DataSourceError(
+            "messages must be rendered by a chat template: the tokenizer has none. Set "
+            "chat_template (a file, or the template itself), take an instruction-tuned model, or "
+            "write the rows as text."
+        )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except TemplateError as error:
+        roles = [message.get("role") for message in messages]
+        raise DataSourceError(
+            f"messages with the roles {roles} must be what the chat template takes: it refuses "
+            f"them ({error}). Correct the row, or set chat_template to one that takes them."
+        ) from error
+    return str(rendered)
+
+
+def encode_chat(
+    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation, and whether each is the assistant's: of the turns from
+    `num_prompt_turns` on, what it says and what the template ends the turn with.
+
+    A template's own `{% generation %}` marks are believed.
+
+    Raises:
+        DataSourceError: no assistant turn, or a template that does not show where one is.
+    """
+    own = [
+        i for i, message in enumerate(messages)
+        if i >= num_prompt_turns and message["role"] == "assistant"
+    ]  # fmt: skip
+    if not own:
+        raise DataSourceError(
+            f"messages with the roles {[message['role'] for message in messages]} must have a turn "
+            "of 'assistant' to learn from: there is none behind the prompt. Drop the row, or "
+            "rename its roles."
+        )
+    if _MARK.search(str(tokenizer.chat_template or "")):
+        return _encode_marked(tokenizer, messages, own[0])
+    text = render(tokenizer, messages)
+    spans = [_span(tokenizer, messages, turn, text) for turn in own]
+    return encode_spans(tokenizer, text, spans, add_special_tokens=False)
+
+
+def encode_judged_chat(
+    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True
+) -> list[int]:
+    """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
+    it: a sampled completion has nothing behind that token, and without it when not `finished`."""
+    text = render(tokenizer, messages)
+    trimmed = text.rstrip()
+    for end in tokenizer.all_special_tokens:
+        if trimmed.endswith(end):
+            text = trimmed if finished else trimmed.removesuffix(end)
+            break
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _span(tokenizer: Any, messages: Messages, turn: int, text: str) -> Span:
+    """Characters of `text`, the whole conversation rendered, that are the assistant's turn."""
+    before = render(tokenizer, messages[:turn], generation_prompt=True)
+    if not text.startswith(before):
+        raise _not_shown(turn, before, text)
+    upto = render(tokenizer, messages[: turn + 1])
+    if text.startswith(upto):
+        return len(before), len(upto)
+    # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
+    # ends it here as well.
+    said = str(messages[turn]["content"]).strip()
+    closing = upto[upto.rindex(said) + len(said) :] if said and said in upto else None
+    start = text.find(said, len(before))
+    end = start + len(said)
+    follows = start >= 0 and not text[len(before) : start].strip()
+    if closing and follows and text.startswith(closing, end):
+        return len(before), end + len(closing)
+    raise _not_shown(turn, upto, text)
+
+
+def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
+    same = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
+    return DataSourceError(
+        f"messages[{turn}] must be rendered by the chat template as it is before an answer: there "
+        f"it writes {part[same : same + 40]!r} where the whole conversation has "
+        f"{text[same : same + 40]!r}, so that it is not known which tokens are the assistant's, "
+        f"and a model would be asked for them after another text. {_SPLIT_IT}."
+    )
+
+
+def _encode_marked(
+    tokenizer: Any, messages: Messages, first_turn: int
+) -> tuple[list[int], list[bool]]:
+    encoded = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+    if any(message["role"] == "assistant" for message in messages[:first_turn]):
+        text = render(tokenizer, messages)
+        before = render(tokenizer, messages[:first_turn], generation_prompt=True)
+        if not text.startswith(before):
+            raise _not_shown(first_turn, before, text)
+        span = (len(before), len(text))
+        _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
+        marked = [one and other for one, other in zip(marked, later, strict=True)]
+    if not any(marked):
+        raise DataSourceError(
+            "messages must have tokens that the chat template marks with {% generation %}: it "
+            "marks none here. Put the marks around the assistant's turns, or remove them all."
+        )
+    return ids, marked

@@ -1,0 +1,108 @@
+"""Token ids of texts, and which of them lie in a part of the text.
+
+A prompt and its completion are tokenised as one text. Tokenised by itself a completion would begin
+with the space that SentencePiece puts in front of every text: "2+2=" and "4" would make "2+2= 4".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+Span = tuple[int, int]  # of characters, the end excluded
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text that begins a sequence: a BOS where the tokenizer adds one, never an EOS."""
+    return _without_added_eos(tokenizer, text, list(tokenizer(text)["input_ids"]))
+
+
+def encode_ended(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
+    """Ids of `prompt + completion` with one EOS at the end, and how many belong to the prompt.
+
+    A token that holds characters of both is the completion's: the model has to write it.
+    """
+    text = prompt + completion
+    ids, targets = encode_spans(
+        tokenizer, text, [(len(prompt), len(text))], add_special_tokens=True
+    )
+    border = targets.index(True) if any(targets) else len(ids)
+    if not ids or ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
+    return ids, min(border, len(ids) - 1)
+
+
+def encode_spans(
+    tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool
+) -> tuple[list[int], list[bool]]:
+    """Ids of `text`, without an EOS that the tokenizer adds, and whether each one ends in a span.
+
+    Tokenizers without offsets (those not made with the `tokenizers` library) tell where a span
+    begins by the tokens that the text has in common with its beginning alone.
+    """
+    if tokenizer.is_fast:
+        encoded = tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+        )
+        ends = [end for _, end in encoded["offset_mapping"]]
+        ids = _without_added_eos(tokenizer, text, list(encoded["input_ids"]))
+        inside = [any(start < end <= stop for start, stop in spans) for end in ends[: len(ids)]]
+        return ids, inside
+
+    def encode(part: str) -> list[int]:
+        ids = list(tokenizer(part, add_special_tokens=add_special_tokens)["input_ids"])
+        return _without_added_eos(tokenizer, part, ids)
+
+    ids = encode(text)
+    inside = [False] * len(ids)
+    for start, stop in spans:
+        first, last = (common_prefix_len(encode(text[:edge]), ids) for edge in (start, stop))
+        inside[first:last] = [True] * (last - first)
+    return ids, inside
+
+
+def common_prefix_len(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) -> list[int]:
+    """The last `max_length` ids; a first one that is among `starts` (BOS, CLS) is kept, since
+    models read all else after it."""
+    if len(ids) <= max_length:
+        return ids
+    if ids[0] in starts and max_length > 1:
+        return [ids[0], *ids[len(ids) - max_length + 1 :]]
+    return ids[len(ids) - max_length :]
+
+
+def pad_right(rows: Sequence[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [rows, L] int64 and mask [rows, L] bool of rows of unequal length."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((len(rows), longest), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = True
+    return ids, mask
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [rows, P] int64 padded at the left and mask [rows, P] bool, P the longest row."""
+    length = max(len(row) for row in rows)
+    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((len(rows), length), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :] = torch.tensor(row, dtype=torch.int64)
+        mask[i, length - len(row) :] = True
+    return ids, mask
+
+
+def _without_added_eos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
+    eos = tokenizer.eos_token_id
+    if eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
+        return ids[:-1]
+    return ids

@@ -1,0 +1,225 @@
+"""Preference pairs as token batches, for reward models and for direct preference optimisation.
+
+A row is {"chosen", "rejected"} and maybe "prompt": texts, or lists of chat messages. Where there is
+no prompt, or where chats repeat it, what both begin with is the prompt.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from rllib_llm import columns
+from rllib_llm.data.chats import as_turns, encode_chat, encode_judged_chat
+from rllib_llm.data.encoding import (
+    common_prefix_len,
+    encode_ended,
+    keep_end,
+    pad_left,
+    pad_right,
+)
+from rllib_llm.data.order import EpochOrder
+from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.data.sources import Source, load_rows
+from rllib_llm.data.texts import warn_of_cuts
+
+
+class PreferenceSource:
+    """Batches of pairs by position; subclasses say in which columns.
+
+    Pairs whose chosen and rejected texts are the same say nothing of what is preferred: they are
+    left out, with a warning that counts them.
+
+    Raises:
+        DataSourceError: no rows, a row without a text of either kind, or no pair that differs.
+    """
+
+    def __init__(
+        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True
+    ):
+        self._rows = load_rows(data)
+        self._members = _telling_pairs(self._rows)
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._num_cut = 0
+        self._order = EpochOrder(len(self._members), seed, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
+        """Columns [count, ...] of the pairs from `position` on, epoch after epoch."""
+        indices = self._members[self._order.indices(position, count)]
+        cut_before = self._num_cut
+        pairs = [self._encode_row(int(index)) for index in indices]
+        if cut_before == 0 and self._num_cut:
+            warn_of_cuts(self._num_cut, 2 * count, self._max_length, self._lost)
+        return self._columns(pairs)
+
+    _lost = "beginning"  # what a text loses that is too long
+
+    def _encode_row(self, index: int) -> tuple[Any, ...]:
+        try:
+            return self._encode(self._rows[index])
+        except DataSourceError as error:
+            raise DataSourceError(f"row {index} of {self._rows.description}: {error}") from error
+
+    def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{type(self).__name__} must define _encode.")
+
+    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} must define _columns.")
+
+
+class PairSource(PreferenceSource):
+    """Whole texts, prompt and answer, as a reward model reads them: `chosen_ids`, `chosen_mask`,
+    `rejected_ids`, `rejected_mask`, each [count, L], right-padded. Long ones keep their end."""
+
+    def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        prompt = row.get("prompt")
+        return self._text(prompt, row["chosen"]), self._text(prompt, row["rejected"])
+
+    def _text(self, prompt: Any, answer: Any) -> list[int]:
+        ids = self._tokenize(prompt, answer)
+        self._num_cut += len(ids) > self._max_length
+        starts = (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
+        return keep_end(ids, self._max_length, starts)
+
+    def _tokenize(self, prompt: Any, answer: Any) -> list[int]:
+        if _is_chat(prompt, answer):
+            return encode_judged_chat(self._tokenizer, as_turns(prompt, answer)[0])
+        if self._tokenizer.eos_token_id is None:  # an encoder's: it puts its own end
+            return list(self._tokenizer((prompt or "") + answer)["input_ids"])
+        return encode_ended(self._tokenizer, prompt or "", answer)[0]
+
+    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+        pad = self._tokenizer.pad_token_id
+        chosen, chosen_mask = pad_right([ids for ids, _ in pairs], pad)
+        rejected, rejected_mask = pad_right([ids for _, ids in pairs], pad)
+        return {
+            columns.CHOSEN_IDS: chosen,
+            columns.CHOSEN_MASK: chosen_mask,
+            columns.REJECTED_IDS: rejected,
+            columns.REJECTED_MASK: rejected_mask,
+        }
+
+
+class PromptedPairSource(PreferenceSource):
+    """Prompts and what follows them, as a policy writes it: `prompt_ids` and `prompt_mask`
+    [count, P], left-padded; of both answers ids and mask [count, T], right-padded.
+
+    The prompt is what both texts have in common up to the answers, so that a model reads it once.
+    A pair longer than `max_length` first loses the beginning of its prompt, of which at least half
+    of `max_length` stays, then the ends of its answers.
+    """
+
+    _lost = "prompt's beginning, then their end"
+
+    def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+        prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
+        encode = self._encode_chats if _is_chat(prompt, answers[0]) else self._encode_texts
+        chosen, rejected, border = encode(prompt, *answers)
+        border = min(border, common_prefix_len(chosen, rejected))
+        prompt = chosen[:border]
+        if not prompt:
+            raise DataSourceError(
+                "a pair must have a prompt, or texts that begin alike: the answers' first tokens "
+                "are predicted from what stands before them, and the tokenizer has no BOS. Add "
+                "the column 'prompt'."
+            )
+        return self._shorten(prompt, chosen[border:], rejected[border:])
+
+    def _encode_texts(
+        self, prompt: str | None, chosen: str, rejected: str
+    ) -> tuple[list[int], list[int], int]:
+        """Ids of both texts and where their answers begin, as far as the row tells."""
+        both = [encode_ended(self._tokenizer, prompt or "", text) for text in (chosen, rejected)]
+        (chosen_ids, border), (rejected_ids, other_border) = both
+        told = min(border, other_border) if prompt else len(chosen_ids)
+        return chosen_ids, rejected_ids, told
+
+    def _encode_chats(
+        self, prompt: Any, chosen: Any, rejected: Any
+    ) -> tuple[list[int], list[int], int]:
+        one, num_prompt_turns = as_turns(prompt, chosen)
+        other, num_other = as_turns(prompt, rejected)
+        answers = [*one[num_prompt_turns:], *other[num_other:]]
+        if one[:num_prompt_turns] != other[:num_other] or any(
+            turn["role"] != "assistant" for turn in answers
+        ):
+            raise DataSourceError(
+                "chosen and rejected messages must answer the same prompt, with nothing but turns "
+                "of the assistant: what others say is not the policy's to learn. Put all turns "
+                "before the answer into 'prompt'."
+            )
+        chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns)
+        rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other)
+        return chosen_ids, rejected_ids, min(own.index(True), other_own.index(True))
+
+    def _shorten(
+        self, prompt: list[int], chosen: list[int], rejected: list[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        longest = max(len(chosen), len(rejected))
+        if len(prompt) + longest <= self._max_length:
+            return prompt, chosen, rejected
+        self._num_cut += sum(
+            len(prompt) + len(answer) > self._max_length for answer in (chosen, rejected)
+        )
+        room = max(self._max_length - longest, self._max_length // 2)
+        prompt = keep_end(prompt, room, (self._tokenizer.bos_token_id,))
+        rest = self._max_length - len(prompt)
+        return prompt, chosen[:rest], rejected[:rest]
+
+    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+        pad = self._tokenizer.pad_token_id
+        prompts, prompt_mask = pad_left([prompt for prompt, _, _ in pairs], pad)
+        chosen, chosen_mask = pad_right([ids for _, ids, _ in pairs], pad)
+        rejected, rejected_mask = pad_right([ids for _, _, ids in pairs], pad)
+        return {
+            columns.PROMPT_IDS: prompts,
+            columns.PROMPT_MASK: prompt_mask,
+            columns.CHOSEN_IDS: chosen,
+            columns.CHOSEN_MASK: chosen_mask,
+            columns.REJECTED_IDS: rejected,
+            columns.REJECTED_MASK: rejected_mask,
+        }
+
+
+def _is_chat(prompt: Any, answer: Any) -> bool:
+    return isinstance(answer, list) or isinstance(prompt, list)
+
+
+def _telling_pairs(rows: Rows) -> np.ndarray:
+    """Indices [pairs] int64 of the rows whose two texts differ."""
+    for name in ("chosen", "rejected"):
+        if name not in rows.columns:
+            raise DataSourceError(
+                f"{rows.description} has columns {sorted(rows.columns)} and must have 'chosen' "
+                "and 'rejected' (and 'prompt', where they lack it): a pair is two texts. "
+                "Rename a column, or make pairs with rllib_llm.data.pairs."
+            )
+    chosen, rejected = rows.column("chosen"), rows.column("rejected")
+    for index, pair in enumerate(zip(chosen, rejected, strict=True)):
+        if not all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair):
+            raise DataSourceError(
+                f"row {index} of {rows.description} must have text or messages as 'chosen' and "
+                f"'rejected': they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}. Correct "
+                "the row, or drop it."
+            )
+    differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
+    if not differ:
+        raise DataSourceError(
+            f"{rows.description} must have pairs whose chosen and rejected texts differ: all "
+            f"{len(rows)} are the same. Check the columns."
+        )
+    if len(differ) < len(rows):
+        warnings.warn(
+            f"{len(rows) - len(differ)} of {len(rows)} pairs of {rows.description} are left out: "
+            "their chosen and rejected texts are the same, which says nothing of what is "
+            "preferred.",
+            stacklevel=4,
+        )
+    return np.array(differ, dtype=np.int64)

@@ -1,0 +1,27 @@
+"""A reference that a learner owns."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm.modules.lora import adapters_off, has_adapters
+from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from rllib_llm.modules.pretrained import load_causal_lm
+
+
+def own_reference(learner: Any, *, copy: bool) -> ReferencePolicy:
+    """The policy's trunk with its adapters off, or a `copy` of what training started from.
+
+    The copy is neither trained, nor published, nor kept in checkpoints: the learner holds it as a
+    plain attribute.
+    """
+    model = learner.module[DEFAULT_MODULE_ID].unwrapped().model
+    if not copy:
+        assert has_adapters(model), "only a policy under adapters contains its reference"
+        return ReferencePolicy(model, functools.partial(adapters_off, model))
+    config = learner.config
+    frozen = load_causal_lm(config.pretrained_model, dtype=config.dtype, device=learner._device)
+    return ReferencePolicy(frozen.requires_grad_(False))

@@ -1,0 +1,105 @@
+"""What a model can read, told without loading its weights: how many tokens, which ids."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from rllib_llm.modules.model_source import (
+    DOTTED,
+    ModelSourceError,
+    build_from_dotted,
+    load_with_retries,
+    source_kind,
+)
+
+
+def num_embeddings(model: str | os.PathLike) -> int:
+    """Rows of the model's embedding, all of which it may sample; often more than tokens."""
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        network: Any = build_from_dotted(value)[0]
+        return network.get_input_embeddings().num_embeddings
+    return _text_config(model).vocab_size
+
+
+def num_positions(model: str | os.PathLike) -> int | None:
+    """Tokens that the model reads at most; None where its config names no limit."""
+    return getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def _text_config(model: str | os.PathLike) -> Any:
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        network: Any = build_from_dotted(value)[0]
+        return network.config.get_text_config(decoder=True)
+    config: Any = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+    return config.get_text_config(decoder=True)
+
+
+def check_reference_vocabulary(
+    reference: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises ValueError where a reference would read an id of the policy's `tokenizer` as another
+    token, or has no embedding for it.
+
+    A reference without a tokenizer of its own is asked for the number of its embeddings alone.
+    """
+    name, remedy = f"reference.model={str(reference)!r}", "Name the model that training starts from"
+    vocabulary = tokenizer.get_vocab()
+    own = _tokens_by_id(reference)
+    for i, token in sorted((i, token) for token, i in vocabulary.items()):
+        if own.get(i, token) != token:
+            raise ValueError(
+                f"{name} must have the vocabulary of the policy: its token {i} is {own[i]!r}, the "
+                f"policy's {token!r}, and a KL between them would be of nothing. {remedy}, or "
+                "leave reference out."
+            )
+    rows, largest = num_embeddings(reference), max(vocabulary.values())
+    if largest >= rows:
+        raise ValueError(
+            f"{name} must have an embedding for each of the policy's tokens: it has {rows} rows "
+            f"and the policy's largest id is {largest}. {remedy}, or leave reference out."
+        )
+
+
+def _tokens_by_id(model: str | os.PathLike) -> dict[int, str]:
+    """What the ids mean to the model's own tokenizer; {} where it has none."""
+    kind, value = source_kind(model)
+    try:
+        tokenizer: Any = (
+            build_from_dotted(value)[1]
+            if kind == DOTTED
+            else load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
+        )
+    except ModelSourceError:
+        return {}
+    return {i: token for token, i in tokenizer.get_vocab().items()}
+
+
+def check_lengths(
+    positions: int | None,
+    *,
+    max_prompt_len: int,
+    max_new_tokens: int,
+    model: str = "the model",
+    longest_prompt: int | None = None,
+) -> None:
+    """Raises ValueError where prompt and completion can be longer than `positions`.
+
+    `longest_prompt`: tokens of the longest prompt of the data, where that is known: shorter ones
+    need no room for `max_prompt_len`.
+    """
+    longest = min(max_prompt_len, longest_prompt or max_prompt_len)
+    if positions is None or longest + max_new_tokens <= positions:
+        return
+    told = f"the longest prompt has {longest_prompt} tokens, " if longest_prompt else ""
+    room = positions - max_new_tokens
+    remedy = f"Set max_prompt_len: {room}" if room > 0 else "Lower max_new_tokens"
+    raise ValueError(
+        f"env_config.max_prompt_len={max_prompt_len!r} must be at most {max(room, 0)} with "
+        f"max_new_tokens={max_new_tokens}: {told}and {model} reads {positions} tokens, of prompt "
+        f"and completion together. {remedy}, or take a model with more positions."
+    )

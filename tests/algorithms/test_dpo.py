@@ -1,0 +1,63 @@
+"""Direct preference optimisation as an algorithm: it learns, is evaluated and restored."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import rllib_llm
+from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.modules.pretrained import load_causal_lm
+from tests.algorithms import tiny_runs as tiny
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "kto", "sigmoid_norm"])
+def test_it_learns_to_tell_the_pairs_apart_and_reports(loss_type):
+    config = tiny.dpo(
+        lr=1e-2, loss_type=loss_type, eval_data=tiny.PAIRS, train_batch_size_per_learner=8
+    )
+    config.evaluation(evaluation_interval=5)
+    with tiny.built(config) as algorithm:
+        results = [algorithm.train() for _ in range(10)]
+    first, last = results[0], results[-1]
+    if loss_type.startswith("sigmoid"):
+        assert first["loss"]["dpo"] == pytest.approx(math.log(2))
+    assert last["loss"]["dpo"] < first["loss"]["dpo"]
+    assert last["train"]["accuracy"] == last["eval"]["accuracy"] == 1.0
+    assert last["eval"]["rewards/margins"] > 0 == first["rewards"]["margins"]
+    assert last["eval"]["loss"] < first["eval"]["loss"]
+    assert last["logps"]["rejected"] < first["logps"]["rejected"]
+    assert last["episode"] == 80
+
+
+def test_a_restored_run_goes_on_from_the_same_reference(tmp_path):
+    with tiny.built(tiny.dpo(lr=1e-2)) as algorithm:
+        tiny.train(algorithm, 2)
+        algorithm.save_to_path(str(tmp_path / "checkpoint"))
+        expected = tiny.train(algorithm, 2)
+    with tiny.built(tiny.dpo(lr=1e-2)) as algorithm:
+        algorithm.restore_from_path(str(tmp_path / "checkpoint"))
+        assert tiny.train(algorithm, 2) == expected
+    # The policy alone is kept, as an ordinary folder.
+    load_causal_lm(str(tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT))
+
+
+def test_its_config_is_public():
+    assert rllib_llm.DPOConfig is tiny.DPOConfig
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"loss_type": "dpo"}, "loss_type='dpo' must be one of"),
+    ({"ref_kl_coeff": 0.0}, "ref_kl_coeff=0.0 must be a number above 0"),
+    ({"label_smoothing": 0.5}, r"label_smoothing=0.5 must be in \[0, 0.5\)"),
+    ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing=0.1 must be 0 with loss_type"),
+    ({"target_margin": 1.0, "loss_type": "kto"}, "target_margin=1.0 must be 0 with loss_type"),
+    ({"loss_type": "kto", "reference_free": True}, "reference_free=True must be False with"),
+    ({"loss_type": "kto", "minibatch_size": 1}, "minibatch_size=1 must be at least 2"),
+])  # fmt: skip
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.dpo(**settings).validate()

@@ -1,0 +1,88 @@
+"""Whose text is what in a rendered conversation; what cannot be told is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.data.chats import as_turns, encode_chat, encode_judged_chat, render
+from rllib_llm.data.rows import DataSourceError
+from tests.tiny_models import byte_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+YO, BYE = ({"role": "assistant", "content": text} for text in ("yo", "bye"))
+CHAT = [USER, YO, {"role": "user", "content": "yo"}, BYE]
+ROLES = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<U>{{ m['content'] }}\n"
+    "{% else %}<A>ANSWER{% endif %}{% endfor %}"
+)
+# As Qwen3 does it: only the last turn shows that there were thoughts.
+LAST_THINKS = (
+    ROLES.replace("ANSWER", "{% if loop.last %}<think></think>{% endif %}{{ m['content'] }}</s>\n")
+    + "{% if add_generation_prompt %}<A>{% endif %}"
+)
+# As DeepSeek-R1's: the generation prompt opens thoughts that the conversation does not show.
+OPENS_THOUGHTS = ROLES.replace("ANSWER", "{{ m['content'] }}</s>\n") + (
+    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
+)
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+
+
+def tokenizer_with(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learnt(template, *chat):
+    tokenizer = tokenizer_with(template)
+    ids, own = encode_chat(tokenizer, *chat)
+    return tokenizer.decode([i for i, mine in zip(ids, own, strict=True) if mine])
+
+
+def test_a_last_turn_may_be_written_in_another_way():
+    # The user repeats the assistant's word, which must not be taken for it.
+    assert learnt(LAST_THINKS, CHAT) == "yo</s>\n<think></think>bye</s>\n"
+    assert learnt(LAST_THINKS, CHAT[:2]) == "<think></think>yo</s>\n"
+    assert learnt(LAST_THINKS, CHAT, 2) == "<think></think>bye</s>\n"
+
+
+def test_a_generation_prompt_that_the_conversation_lacks_is_refused():
+    message = (
+        r"messages\[1\] must be rendered .* there it writes '<think>\\n' where the whole "
+        r"conversation has 'yo</s>.*Make each assistant turn a row .* with chat_template"
+    )
+    with pytest.raises(DataSourceError, match=message):
+        learnt(OPENS_THOUGHTS, CHAT)
+
+
+def test_a_conversation_without_the_assistant_is_refused():
+    with pytest.raises(DataSourceError, match=r"roles \['user'\] must have a turn of 'assistant'"):
+        learnt(LAST_THINKS, [USER])
+
+
+def test_what_a_template_refuses_is_told():
+    with pytest.raises(
+        DataSourceError, match=r"roles \['assistant'\].*it refuses them \(user first"
+    ):
+        learnt(STRICT + LAST_THINKS, [YO])
+
+
+def test_a_tokenizer_without_a_template_says_what_to_do():
+    with pytest.raises(DataSourceError, match="the tokenizer has none. Set chat_template"):
+        render(byte_tokenizer(), CHAT)
+
+
+def test_judged_chats_end_where_a_sampled_turn_does():
+    tokenizer = tokenizer_with(OPENS_THOUGHTS)
+    assert tokenizer.decode(encode_judged_chat(tokenizer, CHAT[:2])) == "<U>hi\n<A>yo</s>"
+    cut_off = encode_judged_chat(tokenizer, CHAT[:2], finished=False)
+    assert tokenizer.decode(cut_off) == "<U>hi\n<A>yo"
+
+
+def test_as_turns():
+    system = {"role": "system", "content": "be kind"}
+    assert as_turns("hi", "yo") == ([USER, YO], 1)
+    assert as_turns("hi", [YO]) == ([USER, YO], 1)
+    assert as_turns([system, USER], "yo") == ([system, USER, YO], 2)
+    assert as_turns("hi", [system, USER, YO]) == ([system, USER, YO], 2)
+    assert as_turns(None, CHAT) == (CHAT, 3)

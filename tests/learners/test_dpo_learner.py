@@ -1,0 +1,133 @@
+"""Direct preference optimisation: TRL's numbers, the reference, and any split of the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.algorithms.dpo import DPOConfig
+from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from tests import tiny_models
+from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, dpo
+from tests.learners import tiny_learners as tiny
+
+ROWS = [
+    {"prompt": "ab", "chosen": "cde", "rejected": "f"},
+    {"prompt": "a", "chosen": "bc", "rejected": "cb"},
+    {"prompt": "xyz", "chosen": "x", "rejected": "yzzy"},
+]
+# DPOTrainer.compute_loss (KTOTrainer's for kto) of TRL 1.16.0 on ROWS in one batch: policy and
+# byte tokenizer of tests/tiny_models.py, the reference llama(seed). Loss and norm of its gradient.
+TRL = {
+    "sigmoid": ({}, 1, 0.7566447854042053, 1.9499726295471191),
+    "sigmoid at 0.5": ({"ref_kl_coeff": 0.5}, 1, 1.1104155778884888, 10.806844711303711),
+    "ipo": ({"loss_type": "ipo"}, 1, 31.55401611328125, 130.49034118652344),
+    "sigmoid_norm": ({"loss_type": "sigmoid_norm"}, 1, 0.724047839641571, 0.5945345759391785),
+    "kto": ({"loss_type": "kto"}, 4, 0.5204095840454102, 0.4694505035877228),
+    "kto at 0": ({"loss_type": "kto"}, 1, 0.5143765807151794, 0.4663832187652588),
+}
+LOSSES = ["sigmoid", "ipo", "kto", "sigmoid_norm"]
+
+
+def of_llama(seed, **training):
+    """The learner of `tiny_models.llama`, its reference that of another seed, and its batch."""
+    config = DPOConfig().language_model(model="tests.tiny_models.build_llama")
+    config.training(data=ROWS, grad_clip=None, **training)
+    learner = tiny.build(config)
+    if seed is not None:
+        learner.reference = ReferencePolicy(tiny_models.llama(seed))
+    tokenizer = tiny_models.byte_tokenizer()
+    source = PromptedPairSource(ROWS, tokenizer=tokenizer, max_length=32, shuffle=False)
+    return learner, source.batch(0, 3)
+
+
+def pairs(count=5):
+    _, tokenizer = build_model()
+    source = PromptedPairSource(PAIRS, tokenizer=tokenizer, max_length=16, shuffle=False)
+    return source.batch(0, count)
+
+
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 1}])
+@pytest.mark.parametrize("name", TRL)
+def test_loss_and_gradient_equal_trl(name, cut):
+    settings, seed, loss, norm = TRL[name]
+    metrics = tiny.update(*of_llama(seed, **settings, **cut))
+    assert metrics["loss/dpo"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    if name == "kto":
+        assert metrics["train/kto_kl"] == pytest.approx(0.8543294072151184, rel=1e-4)
+
+
+def test_metrics_equal_trl():
+    metrics = tiny.update(*of_llama(1))
+    recorded = {
+        "rewards/chosen": -0.27021315693855286, "rewards/rejected": -0.15456444025039673,
+        "rewards/margins": -0.11564872413873672, "train/accuracy": 0.3333333432674408,
+        "logps/chosen": -18.24939727783203, "logps/rejected": -19.294143676757812,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in recorded} == pytest.approx(recorded, rel=1e-4)
+
+
+def test_without_a_reference_and_with_a_margin_it_is_simpo():
+    learner, batch = of_llama(
+        None, loss_type="sigmoid_norm", reference_free=True, ref_kl_coeff=2.0, target_margin=1.0
+    )
+    assert learner.reference is None
+    model = tiny.module_of(learner).model
+
+    def mean_logprob(row, name):
+        """The completion's mean log-prob by transformers, the text alone and without padding."""
+        prompt = batch[columns.PROMPT_IDS][row][batch[columns.PROMPT_MASK][row]]
+        ids = batch[f"{name}_ids"][row][batch[f"{name}_mask"][row]]
+        text = torch.cat([prompt, ids]).unsqueeze(0)
+        labels = text.clone()
+        labels[0, : len(prompt)] = -100
+        with torch.no_grad():
+            return -float(model(input_ids=text, labels=labels).loss)
+
+    # Meng et al. 2024, eq. 6.
+    margins = [2.0 * (mean_logprob(i, "chosen") - mean_logprob(i, "rejected")) for i in range(3)]
+    expected = sum(math.log(1 + math.exp(1.0 - margin)) for margin in margins) / 3
+    assert tiny.update(learner, batch)["loss/dpo"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "alpha": 8}])
+def test_it_starts_as_its_reference_and_moves_away_from_it(lora):
+    learner = tiny.build(dpo(lr=1e-2).language_model(lora=lora))
+    first, second = (tiny.update(learner, pairs()) for _ in range(2))
+    assert first["loss/dpo"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["rewards/margins"] == 0.0
+    assert second["loss/dpo"] < first["loss/dpo"]
+    assert second["rewards/margins"] > 0
+    # Under adapters there is no second copy of the trunk.
+    own = learner.reference.model is tiny.module_of(learner).model
+    assert own == (lora is not None)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_micro_batches_change_nothing(loss_type):
+    states = []
+    for cut in ({}, {"micro_batch_size": 2}, {"micro_batch_tokens": 24}):
+        learner = tiny.build(dpo(loss_type=loss_type, num_epochs=2, minibatch_size=3, **cut))
+        metrics = [tiny.update(learner, pairs()) for _ in range(2)][-1]
+        states.append((metrics, tiny.parameters(learner)))
+    for metrics, weights in states[1:]:
+        assert metrics["loss/dpo"] == pytest.approx(states[0][0]["loss/dpo"], rel=1e-5)
+        assert_same_weights(weights, states[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_is_the_same_loss_and_changes_nothing():
+    learner = tiny.build(dpo(loss_type="kto", lr=1e-2, micro_batch_size=2))
+    tiny.update(learner, pairs())
+    before = tiny.parameters(learner)
+    sums = learner.evaluate_batch(pairs())
+    assert_same_weights(tiny.parameters(learner), before)
+    metrics = tiny.update(learner, pairs())
+    for name, in_training in (("loss", "loss/dpo"), ("accuracy", "train/accuracy"),
+                              ("rewards/margins", "rewards/margins")):  # fmt: skip
+        assert sums[f"{name}_sum"] / 5 == pytest.approx(metrics[in_training], rel=1e-5)
+        assert sums[f"{name}_count"] == 5

@@ -1,0 +1,66 @@
+"""How much a model reads, and references that read ids otherwise, told before any weights are."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.modules import model_limits
+from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
+from tests import tiny_models as tiny
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def test_positions_and_embeddings(tmp_path):
+    folder = tiny.save(tmp_path / "llama", tiny.llama(), tiny.byte_tokenizer())
+    # As tiny_models.llama_config has them; GPT-2 calls its positions otherwise.
+    for model in (folder, "tests.tiny_models.build_llama"):
+        assert model_limits.num_positions(model) == 128
+        assert model_limits.num_embeddings(model) == 260
+    folder = tiny.save(tmp_path / "gpt2", tiny.gpt2(), tiny.byte_tokenizer())
+    assert model_limits.num_positions(folder) == 128
+
+
+def test_prompt_and_completion_share_the_positions():
+    model_limits.check_lengths(None, max_prompt_len=4000, max_new_tokens=16)
+    model_limits.check_lengths(512, max_prompt_len=496, max_new_tokens=16)
+    model_limits.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=496)
+    with pytest.raises(ValueError, match="max_prompt_len=4000 must be at most 496 with max_new_to"):
+        model_limits.check_lengths(512, max_prompt_len=4000, max_new_tokens=16)
+    with pytest.raises(ValueError, match="the longest prompt has 500 tokens, and the model reads"):
+        model_limits.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=500)
+    with pytest.raises(ValueError, match="must be at most 0 .* Lower max_new_tokens"):
+        model_limits.check_lengths(16, max_prompt_len=4, max_new_tokens=16)
+
+
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
+    ours = tiny.byte_tokenizer()
+    other = tiny.save(tmp_path / "other", tiny.llama(), tiny.byte_tokenizer(reverse=True))
+    with pytest.raises(ValueError, match="its token 4 is .* a KL between them would be of nothing"):
+        model_limits.check_reference_vocabulary(other, ours)
+    small = tiny.save(tmp_path / "small", tiny.llama(vocab_size=260), ours)
+    model_limits.check_reference_vocabulary(small, ours)
+    larger = tiny.byte_tokenizer()
+    larger.add_tokens(["<extra>"])
+    with pytest.raises(ValueError, match="it has 260 rows and the policy's largest id is 260"):
+        model_limits.check_reference_vocabulary(small, larger)
+
+
+def test_a_reference_without_a_tokenizer_is_asked_for_its_rows(tmp_path):
+    model = tiny.llama()
+    model.save_pretrained(tmp_path / "bare")
+    model_limits.check_reference_vocabulary(str(tmp_path / "bare"), tiny.byte_tokenizer())
+
+
+def test_a_chat_template_is_a_text_or_a_file(tmp_path):
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(TEMPLATE)
+    assert read_chat_template(str(file)) == read_chat_template(TEMPLATE) == TEMPLATE
+    folder = tiny.save(tmp_path / "model", tiny.llama(), tiny.byte_tokenizer())
+    assert load_tokenizer(folder).chat_template is None
+    assert load_tokenizer(folder, chat_template=str(file)).chat_template == TEMPLATE
+    with pytest.raises(ValueError, match="chat_template='none.jinja' .* there is no such file"):
+        read_chat_template("none.jinja")
+    file.write_text("no template")
+    with pytest.raises(ValueError, match="it holds no Jinja"):
+        read_chat_template(str(file))
