@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.rllib.algorithms.algorithm_config import NotProvided
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig, NotProvided
 
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
@@ -270,6 +270,13 @@ class RLHFConfig(LanguageModelConfig):
         super().training(**kwargs)
         self._assign(locals(), RLHFConfig.training)
         return self
+
+    def get_evaluation_config_object(self):
+        """As RLlib's; evaluation is greedy unless its config has `explore: true`."""
+        config = super().get_evaluation_config_object()
+        if config is not None and not isinstance(self.evaluation_config, AlgorithmConfig):
+            config.explore = (self.evaluation_config or {}).get("explore", False)
+        return config
 
     def module_class(self) -> type:
         from rllib_llm.modules.causal_lm import CausalLMModule
