@@ -12,6 +12,8 @@ from rllib_llm import columns
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.envs.toys import arithmetic
 from rllib_llm.learners.critic_free_learners import GRPOLearner
+from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.source import RolloutSource
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers
 HERE = "benchmarks.chaos_run"
@@ -41,6 +43,22 @@ def read_ledgers(folder: Path) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time"])
 
 
+class AccountedRollouts:
+    """A source of batches that notes what it is asked for and what it gives."""
+
+    def __init__(self, source: RolloutSource) -> None:
+        self._source = source
+
+    def next(self) -> JudgedBatch:
+        note("handed_out", position=self._source.position, num_prompts=NUM_PROMPTS)
+        batch = self._source.next()
+        note("completed", rows=batch.columns[columns.ROW_ID].tolist())
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
 class AccountedGRPO(GRPO):
     """GRPO that notes which prompts it hands out and learns from."""
 
@@ -53,11 +71,8 @@ class AccountedGRPO(GRPO):
         super().setup(config)
         note("ready")
 
-    def _sample(self):
-        note("handed_out", position=self.position, num_prompts=NUM_PROMPTS)
-        batch = super()._sample()
-        note("completed", rows=batch.columns[columns.ROW_ID].tolist())
-        return batch
+    def make_rollouts(self) -> AccountedRollouts:
+        return AccountedRollouts(super().make_rollouts())
 
     def step(self) -> dict[str, Any]:
         results = super().step()

@@ -1,17 +1,28 @@
 """Every column of a training batch: name, shape, dtype, meaning.
 
 Shapes: B completions (rows), P prompt tokens (left-padded), T completion tokens (right-padded),
-N pretraining texts of L tokens. The rows of a group, the completions of one prompt, are adjacent.
-Masks are bool and True where a token counts.
+N pretraining texts of L tokens. Masks are bool and True where a token counts.
+
+A completion may hold tokens that the policy did not sample: what an environment or a tool said.
+`COMPLETION_MASK` says which tokens exist, and so what is attended to, packed and held in memory;
+`LOSS_MASK` says which of them the policy sampled, and so what losses, KL, entropy, advantages,
+lengths and denominators are taken over (`sampled_mask`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # --- made by the environment and the sampler -------------------------------------------------
 PROMPT_IDS = "prompt_ids"  # [B, P] int64, left-padded
 PROMPT_MASK = "prompt_mask"  # [B, P] bool
 COMPLETION_IDS = "completion_ids"  # [B, T] int64, right-padded
-COMPLETION_MASK = "completion_mask"  # [B, T] bool, the stop token is inside
+COMPLETION_MASK = "completion_mask"  # [B, T] bool, the token exists; the stop token is inside
+LOSS_MASK = "loss_mask"  # [B, T] bool, sampled (absent: all that exist); of texts [N, L]: a target
 SAMPLER_LOGPROBS = "sampler_logprobs"  # [B, T] float32, the sampler's own, at its temperature
 SAMPLER_VALUES = "sampler_values"  # [B, T] float32, the critic's, where the sampler has it
 REF_LOGPROBS = "ref_logprobs"  # [B, T] float32, the frozen reference's
@@ -20,7 +31,8 @@ VALID = "valid"  # [B] bool, False where the judge failed: the row must not be l
 FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
 PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
 ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
-WEIGHTS_VERSION = "weights_version"  # [B] int64, version of the weights that sampled the row
+GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
+WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
 
 # --- metrics of the environment that count over all rows, also those that were not judged -------
 FAILED = "_failed"  # behind the name of a reward function: 1 where it failed
@@ -41,7 +53,6 @@ COMPUTED_AND_PADDING = "computed_and_padding"  # [2] float32: tokens through the
 
 # --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
 INPUT_IDS = "input_ids"  # [N, L] int64, right-padded
-LOSS_MASK = "loss_mask"  # [N, L] bool, True where the token is a target; never the first
 ATTENTION_MASK = "attention_mask"  # [N, L] bool
 TEXT_LOGPROBS = "text_logprobs"  # [N, L] float32, 0 where the loss mask is False
 
@@ -55,3 +66,14 @@ CHOSEN_LOGPROBS = "chosen_logprobs"  # [N] float32, sums over the completion's t
 REJECTED_LOGPROBS = "rejected_logprobs"  # [N] float32
 REF_CHOSEN_LOGPROBS = "ref_chosen_logprobs"  # [N] float32, the frozen reference's
 REF_REJECTED_LOGPROBS = "ref_rejected_logprobs"  # [N] float32
+
+
+def sampled_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which completion tokens the policy sampled, [B, T] bool.
+
+    The loss mask where there is one, else every token that exists. In a batch that holds texts
+    beside completions the loss mask is the texts'.
+    """
+    if LOSS_MASK in batch and INPUT_IDS not in batch:
+        return batch[LOSS_MASK]
+    return batch[COMPLETION_MASK]

@@ -29,7 +29,9 @@ _MOVED = {
             "decoder engine external_engine kv_cache llama_step noise openai_engine params "
             "row_budget static_step token_sampling vllm_engine"
         ),
-        "rollouts": "ahead collect env_runner errors faults generation request samplers",
+        "rollouts": (
+            "ahead collect env_runner errors faults generation=policy request samplers=sampler_pool"
+        ),
     },
     "envs": {
         "envs.judges": (

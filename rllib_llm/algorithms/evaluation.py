@@ -1,7 +1,8 @@
 """Evaluation on held-out prompts, through RLlib's own evaluation samplers.
 
-The same prompts and the same noise every time: a change in a result is a change in the policy.
-Training's prompt position and randomness are untouched, being functions of position and seed.
+Completions are greedy, one of each prompt, unless `evaluation_config` has `explore: true`. The same
+prompts and the same noise every time: a change in a result is a change in the policy. Training's
+prompt position and randomness are untouched, being functions of position and seed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
@@ -26,6 +28,38 @@ from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 logger = logging.getLogger(__name__)
 
 
+def evaluate_by_request(algorithm) -> dict[str, Any]:
+    """`Algorithm.evaluate` without what the samplers here do not need: RLlib's would send them the
+    whole state of the model first, twice, into memory of their own.
+
+    Raises:
+        ValueError: the algorithm was built without evaluation samplers.
+    """
+    config, group = algorithm.config, algorithm.eval_env_runner_group
+    if group is None:
+        raise ValueError(
+            f"evaluation_interval={config.evaluation_interval!r} must be at least 1: an algorithm "
+            "that is built without it has no samplers of held-out prompts. Set it, large where "
+            "evaluate() is to be called by hand alone."
+        )
+    options = {"algorithm": algorithm, "metrics_logger": algorithm.metrics}
+    make_callback(
+        "on_evaluate_start",
+        callbacks_objects=algorithm.callbacks,
+        callbacks_functions=config.callbacks_on_evaluate_start,
+        kwargs=options,
+    )
+    config.custom_evaluation_function(algorithm, group)
+    results = algorithm.metrics.peek(key=EVALUATION_RESULTS, default={}, latest_merged_only=True)
+    make_callback(
+        "on_evaluate_end",
+        callbacks_objects=algorithm.callbacks,
+        callbacks_functions=config.callbacks_on_evaluate_end,
+        kwargs={**options, "evaluation_metrics": results},
+    )
+    return results
+
+
 def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any], int, int]:
     """RLlib's `custom_evaluation_function`: judges `evaluation_duration` completions.
 
@@ -38,7 +72,8 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
             `evaluation_error_after_n_consecutive_skips` times.
     """
     config = algorithm.evaluation_config
-    n = config.num_completions
+    # Greedy completions of a prompt are all alike.
+    n = config.num_completions if config.explore else 1
     request = SampleRequest(
         position=0,
         num_prompts=-(-algorithm.config.evaluation_duration // n),
@@ -85,7 +120,7 @@ def _skip(algorithm, error: SamplingError) -> None:
 def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
     """What is reported under `eval/`: scores, components and diagnostics of the rows that were
     judged, length and finished share of all."""
-    mask = batch.columns[columns.COMPLETION_MASK]
+    mask = batch.sampled_mask
     scores = batch.columns[columns.SCORES][batch.columns[columns.VALID]].float()
     return {
         "scores": float(scores.mean()) if len(scores) else 0.0,

@@ -2,9 +2,10 @@
 
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
-`RLHF.training_step` is one turn. With `pipeline_depth=1` the samplers make the next batch while the
-learners learn from this one. The settings are in `rlhf_config.py`; what an algorithm adds is in its
-learner class.
+`RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
+business of the rollout source (`rollouts/on_policy.py`): with `pipeline_depth=1` samplers make the
+next batch while the learners learn from this one. The settings are in `rlhf_config.py`; what an
+algorithm adds is in its learner class.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -28,25 +28,28 @@ from ray.rllib.utils.metrics import (
 )
 
 from rllib_llm import columns
+from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.ray_compat import local_learner
-from rllib_llm.rollouts.ahead import RequestInFlight
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
-from rllib_llm.rollouts.errors import PublishedWeightsLostError, SamplingError
+from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
+from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.samplers import Samplers, stop_samplers
+from rllib_llm.rollouts.sampler_actors import SamplerActors
+from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.tune.samples import SampleLog
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.published import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
-MAX_SECONDS_TO_STOP = 60.0  # that the end of a run waits for a request in flight
 
 
 class RLHF(LanguageModelAlgorithm):
@@ -63,20 +66,19 @@ class RLHF(LanguageModelAlgorithm):
         return RLHFConfig(algo_class=cls)
 
     def setup(self, config) -> None:
-        self.position = 0  # prompt groups handed out so far
         self.weights_version = 0  # learner updates so far
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
+        self._collectors: dict[EnvRunnerGroup, Collector] = {}
         start = time.monotonic()
-        self._in_flight: RequestInFlight | None = None  # the next batch, being sampled
         try:
             super().setup(config)
         except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered
-            Samplers(self.env_runner_group, self.faults).require_built()
+            SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
         self._collectors = self._make_collectors(time.monotonic() - start)
         for collector in self._collectors.values():
-            collector.samplers.require_built()
+            collector.pool.require_built()
         self.samples = SampleLog(self.trial_folder)
         local = self.learner_group.is_local
         self._publisher = WeightsPublisher(
@@ -91,7 +93,20 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)
-        self.published_weights = self._publisher.publish(self.weights_version)
+        self.rollouts = self.make_rollouts()
+        self._publish()
+
+    def make_rollouts(self) -> RolloutSource:
+        """Where batches come from; algorithms that sample otherwise override it."""
+        config = self.config
+        return OnPolicy(
+            self._collectors[self.env_runner_group],
+            num_prompts=config.num_prompts_per_iteration,
+            num_completions=config.num_completions,
+            is_ahead=bool(config.pipeline_depth and config.num_env_runners),
+            texts_every=config.log_samples_every,
+            publish_again=self._publish_again,
+        )
 
     def _background_publisher(self) -> BackgroundPublisher | None:
         """For receivers that this algorithm does not ask, if the run has a name for them."""
@@ -110,15 +125,14 @@ class RLHF(LanguageModelAlgorithm):
         start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
         self.doing(f"sampling and judging {num_rows} completions")
-        sampled = self._sample()
-        self._sample_ahead()
+        sampled = self.rollouts.next()
+        self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions")
         self.update_learners(sampled.columns, sampled.num_rows)
         publish_start = time.perf_counter()
-        self.position += self.config.num_prompts_per_iteration
         self.weights_version += 1
-        self.published_weights = self._publisher.publish(self.weights_version)
+        self._publish()
         end = time.perf_counter()
         self._log(
             sampled,
@@ -131,64 +145,51 @@ class RLHF(LanguageModelAlgorithm):
         )
 
     @property
+    def position(self) -> int:
+        """Prompt groups handed out so far."""
+        return self.rollouts.position
+
+    @property
     def num_iterations_done(self) -> int:
         """Iterations learnt so far, the current one included once its weights are published."""
         return self.weights_version
 
-    def _sample(self) -> JudgedBatch:
-        """All completions of this iteration, in the order of their prompts' positions."""
-        batch = self._sampled()
-        self.tell(batch.messages)
-        return batch
-
-    def _sampled(self) -> JudgedBatch:
-        try:
-            if self._in_flight is not None and self._in_flight.position == self.position:
-                return self._in_flight.result()
-            return self._collect(ahead=0)()
-        except PublishedWeightsLostError as error:
-            self._in_flight = None
-            self._publish_again(error)
-            return self._collect(ahead=0)()
-        except SamplingError:
-            self._in_flight = None  # whoever tries again asks anew
-            raise
-
-    def _sample_ahead(self) -> None:
-        """Has remote samplers make the next batch while this one is learnt from."""
-        self._in_flight = None
-        if self.config.pipeline_depth and self.config.num_env_runners:
-            position = self.position + self.config.num_prompts_per_iteration
-            self._in_flight = RequestInFlight(position, self._collect(ahead=1))
-
-    def _collect(self, *, ahead: int) -> Callable[[], JudgedBatch]:
-        """Samples the batch `ahead` iterations from now, with the weights as they are now."""
-        write = self.config.log_samples_every
-        num_prompts = self.config.num_prompts_per_iteration
-        request = SampleRequest(
-            position=self.position + ahead * num_prompts,
-            num_prompts=num_prompts,
-            num_completions=self.config.num_completions,
-            return_texts=bool(write) and (self.iteration + ahead) % write == 0,
-        )
-        collector = self._collectors[self.env_runner_group]
-        return functools.partial(collector.collect, request, self.published_weights)
+    def _publish(self) -> None:
+        self.published_weights = self._publisher.publish(self.weights_version)
+        self.rollouts.publish(self.published_weights)
 
     def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
         """The answer of a group of samplers, made with the weights as they are published."""
         collector = self._collectors[group]
+        published = self.published_weights
+        if not published.ref and collector.pool.num_samplers:
+            published = self._publish_for_evaluation()
         try:
-            batch = collector.collect(request, self.published_weights)
+            batch = collector.collect(request, published)
         except PublishedWeightsLostError as error:
-            self._publish_again(error)
-            batch = collector.collect(request, self.published_weights)
+            batch = collector.collect(request, self._publish_again(error))
         self.tell(batch.messages)
         return batch
 
-    def _publish_again(self, error: PublishedWeightsLostError) -> None:
+    def _publish_for_evaluation(self) -> PublishedWeights:
+        """The current weights in the store, for remote evaluation samplers of a run whose training
+        samples with the learner's own module; they go with the request."""
+        publisher = WeightsPublisher(
+            self.learner_group, shared_module=False, checksum=self.config.weights_checksum
+        )
+        return publisher.publish(self.weights_version)
+
+    def _publish_again(self, error: PublishedWeightsLostError) -> PublishedWeights:
         """Once: where they are lost again, something is wrong that this does not mend."""
         logger.warning("Weights %d are published again: %s", self.weights_version, error)
         self.published_weights = self._publisher.publish_again(self.weights_version)
+        self.rollouts.publish(self.published_weights)
+        return self.published_weights
+
+    def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
+        """As RLlib's, but evaluation samplers get the weights that are published already, with the
+        request, as training's do."""
+        return evaluate_by_request(self)
 
     def verify_weights(self) -> dict[int, list[str]]:
         """Parameters that are not bit for bit as published, by sampler; {} when all is well.
@@ -217,9 +218,10 @@ class RLHF(LanguageModelAlgorithm):
         scores = sampled.columns[columns.SCORES][sampled.columns[columns.VALID]]
         if len(scores) > 1:
             groups.setdefault("objective", {})["scores_std"] = float(scores.float().std())
-        # Updates between the weights that sampled the batch and those that learnt from it.
-        versions = sampled.columns[columns.WEIGHTS_VERSION].float()
-        groups["train"]["staleness"] = self.weights_version - 1 - float(versions.mean())
+        # Updates between the weights that sampled a token and those that learnt from it.
+        groups["train"]["staleness"] = (
+            self.weights_version - 1 - float(sampled.versions.double().mean())
+        )
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
@@ -229,7 +231,7 @@ class RLHF(LanguageModelAlgorithm):
         }
         sampled_with = self.published_weights.version - 1  # published for the next iteration
         groups["weights"]["versions_behind"] = sampled_with - groups["weights"]["oldest_version"]
-        num_tokens = int(sampled.columns[columns.COMPLETION_MASK].sum())
+        num_tokens = int(sampled.sampled_mask.sum())
         groups["throughput"] = {
             "tokens_per_s": num_tokens / seconds["iteration"],
             "samples_per_s": sampled.num_rows / seconds["iteration"],
@@ -274,10 +276,9 @@ class RLHF(LanguageModelAlgorithm):
     def _make_collectors(self, start_seconds: float) -> dict[EnvRunnerGroup, Collector]:
         return {
             group: Collector(
-                group,
+                SamplerPool(SamplerActors(group), self.faults, start_seconds),
+                local=group.local_env_runner,
                 timeout_s=self.config.sampler_timeout_s,
-                faults=self.faults,
-                start_seconds=start_seconds,
             )
             for group in (self.env_runner_group, self.eval_env_runner_group)
             if group is not None
@@ -286,15 +287,13 @@ class RLHF(LanguageModelAlgorithm):
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
         """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be
         restored: a request brings the weights with it."""
-        return self._collectors[env_runner_group].samplers.pop_revived()
+        return self._collectors[env_runner_group].pool.pop_revived()
 
     def cleanup(self) -> None:
-        if self._in_flight is not None:
-            self._in_flight.wait(MAX_SECONDS_TO_STOP)
+        self.rollouts.stop()
         self._publisher.stop()
-        for group in (self.env_runner_group, self.eval_env_runner_group):
-            if group is not None:
-                stop_samplers(group)
+        for collector in self._collectors.values():
+            collector.pool.actors.stop()
         super().cleanup()
 
     # --- state -------------------------------------------------------------------------------
@@ -302,10 +301,9 @@ class RLHF(LanguageModelAlgorithm):
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)
         state[PIPELINE_STATE] = {
-            "position": self.position,
             "weights_version": self.weights_version,
             "eval_metrics": self.eval_metrics,
-            "in_flight": None if self._in_flight is None else self._in_flight.get_state(),
+            **self.rollouts.state(),
         }
         return state
 
@@ -313,14 +311,11 @@ class RLHF(LanguageModelAlgorithm):
         super().set_state(state)
         if PIPELINE_STATE in state:
             own = state[PIPELINE_STATE]
-            self.position = own["position"]
             self.weights_version = own["weights_version"]
             self.eval_metrics = own["eval_metrics"]
-            if self._in_flight is not None:
-                self._in_flight.wait()  # its samplers are wanted
-            self._in_flight = RequestInFlight.from_state(own.get("in_flight"))
+            self.rollouts.set_state(own)
 
     def restore_from_path(self, path, *args, **kwargs) -> None:
         super().restore_from_path(path, *args, **kwargs)
         # The same version may now mean other weights: every sampler must load them.
-        self.published_weights = self._publisher.publish(self.weights_version)
+        self._publish()

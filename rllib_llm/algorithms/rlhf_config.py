@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
@@ -73,6 +75,13 @@ class RLHFConfig(LanguageModelConfig):
         if given.get("policy_loss") == "rloo" and is_default:
             follows["loss_reduction"] = "sequence_mean"
         return follows
+
+    def get_evaluation_config_object(self):
+        """As RLlib's; evaluation is greedy unless its config has `explore: true`."""
+        config = super().get_evaluation_config_object()
+        if config is not None and not isinstance(self.evaluation_config, AlgorithmConfig):
+            config.explore = (self.evaluation_config or {}).get("explore", False)
+        return config
 
     def module_class(self) -> type:
         from rllib_llm.modules.causal_lm import CausalLMModule

@@ -17,6 +17,8 @@ _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
     columns.COMPLETION_MASK: (
         columns.COMPLETION_IDS,
         columns.COMPLETION_MASK,
+        columns.LOSS_MASK,
+        columns.WEIGHTS_VERSION,
         columns.SAMPLER_LOGPROBS,
         columns.SAMPLER_VALUES,
         columns.REF_LOGPROBS,
@@ -155,8 +157,8 @@ def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tens
 
 
 def row_lengths(batch: dict[str, Tensor]) -> Tensor:
-    """Number of tokens of each row over all its sequences, int64 [batch]."""
-    masks = [batch[name] for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
+    """Number of tokens that a model reads of each row over all its sequences, int64 [batch]."""
+    masks = [_read(batch, name) for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
     if not masks:
         raise ValueError(
             f"batch with columns {sorted(batch)} must have one of "
@@ -179,10 +181,18 @@ def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             _cut(trimmed, names, slice(dead, None))
     for mask_name, names in _RIGHT_PADDED.items():
         if mask_name in batch:
-            alive = batch[mask_name].any(dim=0)
+            alive = _read(batch, mask_name).any(dim=0)
             dead = int(_num_leading_dead(alive.flip(0)))
             _cut(trimmed, names, slice(None, len(alive) - dead))
     return trimmed
+
+
+def _read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
+    """Which tokens a model reads, [batch, length] bool: those that exist, and of a completion those
+    up to the last sampled one. Nobody asks what follows from tokens behind it."""
+    if mask_name != columns.COMPLETION_MASK or columns.LOSS_MASK not in batch:
+        return batch[mask_name]
+    return columns.sampled_mask(batch).flip(1).cumsum(dim=1).flip(1) > 0
 
 
 def _num_leading_dead(alive: Tensor) -> int:

@@ -13,47 +13,51 @@ from rllib_llm.numerics.advantages import (
     masked_whiten,
     reinforce_returns,
     token_rewards,
-    zero_variance_groups,
+    zero_variance_rows,
 )
 
 
 class GroupLearner(RLHFLearner):
     """Shared by algorithms whose advantage is one number per completion, from its group."""
 
-    def row_advantages(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Advantage [B] of each completion from the processed scores [B]."""
+    def row_advantages(
+        self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """Advantage [B] of each completion from the processed scores [B]; `groups` [B]: rows alike
+        in it are completions of one prompt."""
         raise NotImplementedError(f"{type(self).__name__} must define row_advantages.")
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
-        valid, mask = batch[columns.VALID], batch[columns.COMPLETION_MASK]
+        groups, valid, mask = (
+            batch[columns.GROUP], batch[columns.VALID], columns.sampled_mask(batch)
+        )  # fmt: skip
         # KL is taken into the score before the baseline.
         scores = scores - self.reward_kl_coeff * kl.sum(dim=1)
-        advantages = self.row_advantages(scores, valid)
-        flat = zero_variance_groups(scores, self.config.num_completions, valid)
-        self.means.add("train/zero_variance_groups", flat.float().mean() / self.world_size, 1)
+        advantages = self.row_advantages(scores, groups, valid)
+        flat = zero_variance_rows(scores, groups, valid)
+        share = torch.tensor(len(groups[flat].unique()) / len(groups.unique()))
+        self.means.add("train/zero_variance_groups", share / self.world_size, 1)
         if self.config.drop_zero_variance_groups:
-            rows = flat.repeat_interleave(self.config.num_completions)
-            batch[columns.COMPLETION_MASK] = mask = mask & ~rows.unsqueeze(1)
+            batch[columns.LOSS_MASK] = mask = mask & ~flat.unsqueeze(1)
         return {columns.ADVANTAGES: advantages.unsqueeze(1) * mask}
 
 
 class GRPOLearner(GroupLearner):
     """A_i = (s_i − mean)/(std + 1e-4) (Shao et al. 2024); without std: Dr. GRPO."""
 
-    def row_advantages(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        return group_normalized(
-            scores,
-            self.config.num_completions,
-            scale_by_std=self.config.scale_by_std,
-            valid=valid,
-        )
+    def row_advantages(
+        self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        return group_normalized(scores, groups, scale_by_std=self.config.scale_by_std, valid=valid)
 
 
 class RLOOLearner(GroupLearner):
     """A_i = s_i − mean of the others (Ahmadian et al. 2024)."""
 
-    def row_advantages(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        advantages = leave_one_out(scores, self.config.num_completions, valid)
+    def row_advantages(
+        self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        advantages = leave_one_out(scores, groups, valid)
         if not self.config.whiten_advantages:
             return advantages
         return masked_whiten(advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
@@ -64,7 +68,7 @@ class ReinforcePPLearner(RLHFLearner):
     whitening it is REINFORCE, no baseline at all."""
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
-        mask = batch[columns.COMPLETION_MASK]
+        mask = columns.sampled_mask(batch)
         rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
         returns = reinforce_returns(rewards, mask, self.config.gamma)
         if self.config.whiten_advantages:

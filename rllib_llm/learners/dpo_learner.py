@@ -6,7 +6,7 @@ over its pairs. The arithmetic is in `numerics/preference_losses.py`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class DPOLearner(LanguageModelLearner):
         batch = {name: column.to(self._device) for name, column in batch.items()}
         batch |= self._reference_logprobs(batch)
         kl = self._reference_point(batch)
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for micro_batch, outputs in self.evaluated(batch):
             for name, values in self._per_pair(micro_batch, outputs, kl).items():
                 sums[f"{MEANS[name]}_sum"] += float(values.sum())

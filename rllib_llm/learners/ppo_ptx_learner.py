@@ -42,7 +42,7 @@ class PPOPtxLearner(RLHFLearner):
         return super().prepare(batch)
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
-        mask = batch[columns.COMPLETION_MASK]
+        mask = columns.sampled_mask(batch)
         rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
         if self.config.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)

@@ -34,8 +34,9 @@ class RLHFLearner(LanguageModelLearner):
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         """The columns `advantages` [B, T] and, with a critic, `returns` [B, T].
 
-        `scores` [B]: processed, 0 in invalid rows. `kl` [B, T]: estimate against the reference,
-        0 where masked out; to be used only with `self.reward_kl_coeff`.
+        `batch[columns.LOSS_MASK]` [B, T] says which tokens count: sampled by the policy, in rows
+        that were judged. `scores` [B]: processed, 0 in invalid rows. `kl` [B, T]: estimate against
+        the reference, 0 where masked out; to be used only with `self.reward_kl_coeff`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages.")
 
@@ -52,9 +53,8 @@ class RLHFLearner(LanguageModelLearner):
         self._num_minibatches = 0
         batch = dict(batch)
         # A row whose judge failed keeps its tokens out of every sum.
-        batch[columns.COMPLETION_MASK] = batch[columns.COMPLETION_MASK] & batch[
-            columns.VALID
-        ].unsqueeze(1)
+        sampled = columns.sampled_mask(batch)
+        batch[columns.LOSS_MASK] = sampled & batch[columns.VALID].unsqueeze(1)
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
@@ -82,7 +82,7 @@ class RLHFLearner(LanguageModelLearner):
         """KL of the policy before the update from the reference, [B, T], None without one; adds
         the reference's log-probs to `batch` unless the environment did."""
         in_reward, estimator = self.config.ref_kl_in == "reward", self.config.ref_kl_estimator
-        mask = batch[columns.COMPLETION_MASK]
+        mask = columns.sampled_mask(batch)
         if self.reference is not None and in_reward and estimator == "full":
             name = columns.FULL_KL
             return self.evaluate_rows(batch, [name], full_kl_to=self.reference)[name]
@@ -120,7 +120,7 @@ class RLHFLearner(LanguageModelLearner):
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
         if has_critic and not recomputes and columns.SAMPLER_VALUES in batch:
-            mask = batch[columns.COMPLETION_MASK]
+            mask = columns.sampled_mask(batch)
             old[columns.OLD_VALUES] = batch[columns.SAMPLER_VALUES].where(mask, 0.0)
         elif has_critic:
             names[columns.VALUES] = columns.OLD_VALUES
@@ -133,7 +133,7 @@ class RLHFLearner(LanguageModelLearner):
     def _process_scores(self, batch: Batch) -> torch.Tensor:
         """Scores [B] after penalties, clipping and running scaling, in this order."""
         config = self.config
-        lengths = batch[columns.COMPLETION_MASK].sum(dim=1)
+        lengths = columns.sampled_mask(batch).sum(dim=1)
         score = batch[columns.SCORES].float()
         if config.missing_eos_penalty:
             score = scores.missing_eos_penalty(
@@ -155,7 +155,7 @@ class RLHFLearner(LanguageModelLearner):
     # --- per micro-batch ---------------------------------------------------------------------
 
     def start_minibatch(self, minibatch: Batch) -> None:
-        mask = minibatch[columns.COMPLETION_MASK]
+        mask = columns.sampled_mask(minibatch)
         self.denominators = losses.LossDenominators.count(mask, self.config.max_new_tokens)
         self._approx_kl_total = torch.zeros((), device=self._device)
         for name in (
@@ -177,7 +177,7 @@ class RLHFLearner(LanguageModelLearner):
     def compute_loss_for_module(
         self, *, module_id: str, config: Any, batch: Batch, fwd_out: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        mask = batch[columns.COMPLETION_MASK]
+        mask = columns.sampled_mask(batch)
         logprobs = fwd_out[columns.LOGPROBS]
         use = self.effective.use
         policy = losses.policy_loss(
@@ -224,7 +224,7 @@ class RLHFLearner(LanguageModelLearner):
             cap=self.config.importance_sampling_cap,
             mode=self.config.importance_sampling,
             level=self.config.importance_sampling_level,
-            mask=batch[columns.COMPLETION_MASK],
+            mask=columns.sampled_mask(batch),
         )
 
     def _loss_kl(
@@ -275,7 +275,7 @@ class RLHFLearner(LanguageModelLearner):
         """Known names of the field (TRL's PPO); means over valid rows. The whole batch is here,
         so each learner adds its share of the rows only. Without a reference (`kl` None) there is no
         KL to tell: a 0 would look measured."""
-        mask, valid = batch[columns.COMPLETION_MASK], batch[columns.VALID]
+        mask, valid = columns.sampled_mask(batch), batch[columns.VALID]
         kl_sum = torch.zeros_like(processed) if kl is None else kl.sum(dim=1)
         non_score = -self.reward_kl_coeff * kl_sum
         per_row = {

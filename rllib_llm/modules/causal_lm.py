@@ -209,11 +209,12 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
 
 def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Of completions the sampled tokens are scored; all that come before them are read."""
     return (
         batch[columns.PROMPT_IDS],
         batch[columns.PROMPT_MASK],
         batch[columns.COMPLETION_IDS],
-        batch[columns.COMPLETION_MASK],
+        columns.sampled_mask(batch),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -95,23 +96,22 @@ def masked_whiten(
     return torch.where(mask, whitened, torch.zeros_like(whitened)).float()
 
 
-def leave_one_out(scores: Tensor, num_completions: int, valid: Tensor | None = None) -> Tensor:
+def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
     """Each score minus the mean of the others of its group, float32 [batch].
 
     A_i = s_i - sum_{j != i} s_j / (n - 1) (RLOO; Ahmadian et al. 2024, eq. 7), which equals
-    n/(n-1) (s_i - mean). Rows of a group are adjacent. Rows that are not `valid` [batch] are left
-    out of the baselines and get 0, as does a row whose group has no other valid one.
+    n/(n-1) (s_i - mean). `groups` [batch] int64: rows alike in it are a group, wherever they lie
+    and however many they are. Rows that are not `valid` [batch] are left out of the baselines and
+    get 0, as does a row whose group has no other valid one.
     """
-    grouped, counts = _grouped(scores, num_completions, valid)
-    num_valid = counts.sum(dim=1, keepdim=True)
-    centred = _centred(grouped, counts)
-    advantages = centred * num_valid / (num_valid - 1).clamp(min=1)
-    return advantages.reshape(-1)
+    table = _GroupTable.lay_out(scores, groups, valid)
+    num_valid = table.counts.sum(dim=1, keepdim=True)
+    return table.rows(table.centred() * num_valid / (num_valid - 1).clamp(min=1))
 
 
 def group_normalized(
     scores: Tensor,
-    num_completions: int,
+    groups: Tensor,
     *,
     scale_by_std: bool = True,
     eps: float = 1e-4,
@@ -120,57 +120,88 @@ def group_normalized(
     """Each score minus its group's mean, divided by the group's std + eps, float32 [batch].
 
     A_i = (s_i - mean) / (std + eps), std with ddof = 1 (GRPO; Shao et al. 2024, section 4.1.2; eps
-    and ddof as in TRL). `scale_by_std=False` is Dr. GRPO's (Liu et al. 2025). Rows of a group are
-    adjacent; rows that are not `valid` [batch] stay out of the statistics and get 0.
+    and ddof as in TRL). `scale_by_std=False` is Dr. GRPO's (Liu et al. 2025). `groups` [batch] as
+    for `leave_one_out`; rows that are not `valid` [batch] stay out of the statistics and get 0.
     """
-    grouped, counts = _grouped(scores, num_completions, valid)
-    centred = _centred(grouped, counts)
+    table = _GroupTable.lay_out(scores, groups, valid)
+    centred = table.centred()
     if scale_by_std:
-        num_valid = counts.sum(dim=1, keepdim=True)
+        num_valid = table.counts.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (num_valid - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
-    return centred.reshape(-1)
+    return table.rows(centred)
 
 
-def zero_variance_groups(
-    scores: Tensor, num_completions: int, valid: Tensor | None = None
-) -> Tensor:
-    """True for each group whose valid scores are all equal, bool [batch / num_completions].
+def zero_variance_rows(scores: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
+    """True for each row of a group whose valid scores are all equal, bool [batch].
 
     Such a group teaches nothing: its advantages are 0. So does one with fewer than two valid rows.
     """
-    grouped, counts = _grouped(scores, num_completions, valid)
-    largest = grouped.masked_fill(~counts, -torch.inf).amax(dim=1)
-    smallest = grouped.masked_fill(~counts, torch.inf).amin(dim=1)
-    return smallest >= largest
+    table = _GroupTable.lay_out(scores, groups, valid)
+    largest, smallest = table.extremes()
+    return table.rows((smallest >= largest).expand_as(table.scores))
 
 
-def _grouped(scores: Tensor, num_completions: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores (0 where not valid) and validity as [groups, num_completions]."""
-    if num_completions < 2:
-        raise ValueError(
-            f"num_completions={num_completions!r} must be at least 2: a score is judged against "
-            "the other completions of its prompt. Sample more per prompt, or use an advantage "
-            "without a group (gae, reinforce_returns)."
-        )
-    if scores.ndim != 1 or len(scores) % num_completions:
-        raise ValueError(
-            f"scores of shape {tuple(scores.shape)} must be [groups * {num_completions}]: rows of "
-            "a group are adjacent and groups are whole. Keep groups whole when a batch is cut."
-        )
-    counts = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
-    scores = torch.where(counts, scores.float(), torch.zeros_like(scores, dtype=torch.float32))
-    return scores.view(-1, num_completions), counts.view(-1, num_completions)
+@dataclass(frozen=True)
+class _GroupTable:
+    """The rows of a batch, one group a line; groups that have lost a member are filled up.
 
+    scores [groups, rows of the largest group] float32, 0 where not valid; counts, of this shape:
+    bool, True where a valid row is; places [batch] int64: where each row is in the flat table.
+    """
 
-def _centred(grouped: Tensor, counts: Tensor) -> Tensor:
-    """Scores minus the mean of their group's valid ones; 0 where not valid."""
-    mean = grouped.sum(dim=1, keepdim=True) / counts.sum(dim=1, keepdim=True).clamp(min=1)
-    # Equal scores must give exactly 0: rounding of the mean would be blown up by 1 / eps.
-    largest = grouped.masked_fill(~counts, -torch.inf).amax(dim=1, keepdim=True)
-    smallest = grouped.masked_fill(~counts, torch.inf).amin(dim=1, keepdim=True)
-    teaches = counts & (smallest < largest)
-    return torch.where(teaches, grouped - mean, torch.zeros_like(grouped))
+    scores: Tensor
+    counts: Tensor
+    places: Tensor
+
+    @classmethod
+    def lay_out(cls, scores: Tensor, groups: Tensor, valid: Tensor | None) -> _GroupTable:
+        """The rows of each group in the order of the batch."""
+        if scores.ndim != 1 or groups.shape != scores.shape:
+            raise ValueError(
+                f"groups of shape {tuple(groups.shape)} must be that of scores, "
+                f"{tuple(scores.shape)}, with one dimension: it says which group a row belongs "
+                "to. Give an id for each row."
+            )
+        line, sizes = torch.unique(groups, return_inverse=True, return_counts=True)[1:]
+        width = int(sizes.max())
+        if width < 2:
+            raise ValueError(
+                f"groups={groups.tolist()} must have two rows alike: a score is judged against "
+                "the other completions of its prompt. Sample more per prompt, or use an advantage "
+                "without a group (gae, reinforce_returns)."
+            )
+        order = line.argsort(stable=True)
+        starts = sizes.cumsum(dim=0) - sizes
+        places = torch.empty_like(line)
+        ranks = torch.arange(len(line), device=line.device)
+        places[order] = line[order] * width + ranks - starts[line[order]]
+        counts = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+        table = torch.zeros(len(sizes) * width, device=scores.device)
+        table[places] = torch.where(counts, scores.float(), torch.zeros_like(table[places]))
+        is_valid = torch.zeros_like(table, dtype=torch.bool)
+        is_valid[places] = counts
+        return cls(table.view(-1, width), is_valid.view(-1, width), places)
+
+    def rows(self, table: Tensor) -> Tensor:
+        """The entries of a table of this shape in the order of the batch, [batch]."""
+        return table.reshape(-1)[self.places]
+
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """Largest and smallest valid score of each group, two [groups, 1]; without one, -inf and
+        inf."""
+        largest = self.scores.masked_fill(~self.counts, -torch.inf).amax(dim=1, keepdim=True)
+        smallest = self.scores.masked_fill(~self.counts, torch.inf).amin(dim=1, keepdim=True)
+        return largest, smallest
+
+    def centred(self) -> Tensor:
+        """Scores minus the mean of their group's valid ones, a table; 0 where not valid."""
+        count = self.counts.sum(dim=1, keepdim=True).clamp(min=1)
+        mean = self.scores.sum(dim=1, keepdim=True) / count
+        # Equal scores must give exactly 0: rounding of the mean would be blown up by 1 / eps.
+        largest, smallest = self.extremes()
+        teaches = self.counts & (smallest < largest)
+        return torch.where(teaches, self.scores - mean, torch.zeros_like(self.scores))
 
 
 def _masked_sum(x: Tensor, mask: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ray.rllib.env.env_runner_group import EnvRunnerGroup
+from ray.exceptions import RayError, RayTaskError
 
 from rllib_llm.openai_client import ServerError
 from rllib_llm.rollouts.errors import (
@@ -17,11 +18,10 @@ from rllib_llm.rollouts.errors import (
     PublishedWeightsLostError,
     SamplingError,
 )
-from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
-from rllib_llm.rollouts.samplers import Samplers
+from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.time_limit import TimeLimit
-from rllib_llm.weights.broadcast import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -42,34 +42,47 @@ class Part:
 
 @dataclass
 class Flight:
-    """A part on its way."""
+    """A part on its way; None: an answer that nobody wants any more, of a request that failed."""
 
-    part: Part
+    part: Part | None
+    call: Any  # the reference that becomes the answer
     sent: float  # monotonic seconds
     limit: float | None  # seconds
 
 
+class LocalSampler(Protocol):
+    """The sampler in this process."""
+
+    def serve(
+        self, request: SampleRequest, published: PublishedWeights
+    ) -> JudgedBatch | SampleFailure:
+        """The judged completions; an exception passes through."""
+
+
 class Collector:
-    """Has requests answered by a group of samplers, of which any may die or hang at any moment.
+    """Has requests answered by a pool of samplers, of which any may die or hang at any moment.
 
     A sampler has no state: a part that one did not answer is given to the next that is idle, and
     the completions are the same.
+
+    Args:
+        pool: the remote samplers.
+        local: the sampler of this process, which serves where the pool is empty.
+        timeout_s: of an answer, see `TimeLimit`.
     """
 
     def __init__(
         self,
-        group: EnvRunnerGroup,
+        pool: SamplerPool,
         *,
+        local: LocalSampler | None = None,
         timeout_s: float | str | None = "auto",
-        faults: Faults | None = None,
-        start_seconds: float = 0.0,
     ):
-        self.group = group
-        self.faults = Faults() if faults is None else faults
-        self.samplers = Samplers(group, self.faults, start_seconds)
+        self.pool = pool
+        self.local = local
         self.limit = TimeLimit(timeout_s)
+        self.flights: dict[int, Flight] = {}  # by worker
         self.nodes: dict[int, str] = {}  # by worker, as its last answer said
-        self._num_requests = 0
 
     def collect(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """The judged completions of `request`, ordered by position, whoever made them.
@@ -82,152 +95,159 @@ class Collector:
             NoSamplersError: all are gone, and none came back in the time that a start may take.
             NoServerError: they generate with a server, and that gave no answer.
         """
-        if self.group.num_remote_env_runners() == 0:
-            try:
-                return self.group.local_env_runner.serve(request, published)
-            except ServerError as error:
-                raise NoServerError(str(error)) from error
-        self._num_requests += 1
-        return _Collection(self, request, published, f"serve {self._num_requests}").run()
+        if self.pool.num_samplers:
+            return _Collection(self, request, published).run()
+        assert self.local is not None, "a group without remote samplers has a local one"
+        try:
+            answer = self.local.serve(request, published)
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
+        assert isinstance(answer, JudgedBatch), "the local sampler raises its exceptions"
+        return answer
 
 
 class _Collection:
     """One request being answered."""
 
-    def __init__(
-        self, collector: Collector, request: SampleRequest, published: PublishedWeights, tag: str
-    ):
+    def __init__(self, collector: Collector, request: SampleRequest, published: PublishedWeights):
         self.collector = collector
-        self.group, self.faults = collector.group, collector.faults
-        self.request, self.tag = request, tag
-        # Pulled by one node after the other where there are several.
-        self.waiting = deal(request.num_prompts, self.group.num_remote_env_runners())
+        self.pool, self.actors = collector.pool, collector.pool.actors
+        self.flights = collector.flights
+        self.request = request
+        self.waiting = deal(request.num_prompts, self.pool.num_samplers)
         # Where they are on several nodes, these pull the weights in turns.
-        asked = self.group.healthy_worker_ids()[: len(self.waiting)]
+        asked = self.actors.healthy()[: len(self.waiting)]
         nodes = dict.fromkeys(collector.nodes.get(worker, "") for worker in asked)
         self.published = dataclasses.replace(published, nodes=tuple(filter(None, nodes)))
-        self.flights: dict[int, Flight] = {}  # by worker
         self.done: dict[int, JudgedBatch] = {}  # by start of their part
         self.num_losses = 0  # since the last answer
         self.first_failure: SampleFailure | None = None
         self.someone_seen = time.monotonic()
 
     def run(self) -> JudgedBatch:
-        while self.waiting or self.flights:
-            self._send()
-            self._receive()
-            self._take_from_the_dead()
-            self._take_from_the_silent()
-            self._require_progress()
+        try:
+            while self.waiting or any(flight.part is not None for flight in self.flights.values()):
+                self._send()
+                self._receive()
+                self._take_from_the_dead()
+                self._take_from_the_silent()
+                self._require_progress()
+        finally:
+            # After an error samplers may be at work for nobody; the next request waits for them
+            # only where no other is idle.
+            for flight in self.flights.values():
+                flight.part = None
         return concatenate([self.done[start] for start in sorted(self.done)])
 
     def _send(self) -> None:
         if not self.waiting:
             return
-        idle = [w for w in self.collector.samplers.healthy() if w not in self.flights]
-        now = time.monotonic()
+        idle = [worker for worker in self.pool.healthy() if worker not in self.flights]
         for worker in idle[: len(self.waiting)]:
             part = self.waiting.pop(0)
             limit = self.collector.limit.seconds(part.num_prompts)
+            request = self.request.part(part.start, part.num_prompts)
+            call = self.actors.call(worker, "serve", request, self.published)
             # It may be the part that is slow, not the sampler.
-            self.flights[worker] = Flight(part, now, limit and limit * 2**part.num_hung)
-            self.group.foreach_env_runner_async(
-                serve_part,
-                tag=self.tag,
-                kwargs={
-                    "start": part.start,
-                    "part": self.request.part(part.start, part.num_prompts),
-                    "published": self.published,
-                },
-                healthy_only=False,
-                remote_worker_ids=[worker],
-            )
+            limit = limit and limit * 2**part.num_hung
+            self.flights[worker] = Flight(part, call, time.monotonic(), limit)
 
     def _receive(self) -> None:
         if not self.flights:
             time.sleep(POLL_SECONDS)
             return
-        for worker, answer in self.group.fetch_ready_async_reqs(
-            tags=self.tag, timeout_seconds=POLL_SECONDS
-        ):
+        workers = {flight.call: worker for worker, flight in self.flights.items()}
+        for call in self.actors.ready(list(workers), POLL_SECONDS):
+            worker = workers[call]
             flight = self.flights.pop(worker)
-            seconds = time.monotonic() - flight.sent
-            if isinstance(answer, SampleFailure):
-                self._fail(flight, answer, seconds)
+            try:
+                answer = self.actors.answer(call)
+            except RayTaskError as error:  # it is alive: what it answered cannot be sent, say
+                answer = SampleFailure.from_exception(error)
+            except RayError as error:
+                self.actors.mark(worker, healthy=False)
+                self._lose(worker, flight, f": {error}")
                 continue
-            self.collector.nodes[worker] = answer.node
-            self.collector.limit.record(seconds, flight.part.num_prompts)
-            self.done[flight.part.start] = answer
-            self.num_losses = 0
+            self._take(worker, flight, answer)
 
-    def _fail(self, flight: Flight, failure: SampleFailure, seconds: float) -> None:
+    def _take(self, worker: int, flight: Flight, answer: JudgedBatch | SampleFailure) -> None:
+        if flight.part is None:
+            return
+        seconds = time.monotonic() - flight.sent
+        if isinstance(answer, SampleFailure):
+            self._fail(flight.part, answer, seconds)
+            return
+        self.collector.nodes[worker] = answer.node
+        self.collector.limit.record(seconds, flight.part.num_prompts)
+        self.done[flight.part.start] = answer
+        self.num_losses = 0
+
+    def _fail(self, part: Part, failure: SampleFailure, seconds: float) -> None:
         self.first_failure = self.first_failure or failure
         if failure.weights_lost:
             raise PublishedWeightsLostError(failure.error)
         if failure.no_server:
             raise NoServerError(failure.error)
-        flight.part.num_failed += 1
-        if not failure.may_pass or flight.part.num_failed >= MAX_FAILURES:
+        part.num_failed += 1
+        if not failure.may_pass or part.num_failed >= MAX_FAILURES:
             first = self.first_failure
             kind = SamplingError if failure.may_pass else BrokenSamplerError
             raise kind(f"{first.error}\n\nIn the sampler:\n{first.traceback}")
         logger.warning("A sampler failed and is asked again: %s", failure.error)
-        self._give_back(flight.part, seconds)
+        self._give_back(part, seconds)
 
     def _take_from_the_dead(self) -> None:
-        healthy = set(self.group.healthy_worker_ids())
+        healthy = set(self.actors.healthy())
         for worker in [worker for worker in self.flights if worker not in healthy]:
-            flight = self.flights.pop(worker)
-            logger.warning("Sampler %d died; its prompts are sampled again.", worker)
+            self._lose(worker, self.flights.pop(worker))
+
+    def _lose(self, worker: int, flight: Flight, reason: str = "") -> None:
+        """Of a sampler that died."""
+        logger.warning("Sampler %d died; its prompts are sampled again%s", worker, reason)
+        if flight.part is not None:
             self._give_back(flight.part, time.monotonic() - flight.sent)
             self.num_losses += 1
 
     def _take_from_the_silent(self) -> None:
         now = time.monotonic()
         for worker, flight in list(self.flights.items()):
-            if flight.limit is not None and now - flight.sent > flight.limit:
-                del self.flights[worker]
-                self.collector.samplers.replace(
-                    worker,
-                    f"it gave no answer in {flight.limit:.0f} s (sampler_timeout_s="
-                    f"{self.collector.limit.setting!r}; slowest answer so far "
-                    f"{self.collector.limit.slowest:.1f} s)",
-                )
+            if flight.limit is None or now - flight.sent <= flight.limit:
+                continue
+            del self.flights[worker]
+            self.pool.replace(
+                worker,
+                f"it gave no answer in {flight.limit:.0f} s (sampler_timeout_s="
+                f"{self.collector.limit.setting!r}; slowest answer so far "
+                f"{self.collector.limit.slowest:.1f} s)",
+            )
+            if flight.part is not None:
                 flight.part.num_hung += 1
                 self._give_back(flight.part, now - flight.sent)
                 self.num_losses += 1
 
     def _give_back(self, part: Part, seconds: float) -> None:
         self.waiting.append(part)
-        self.faults.requests_retried += 1
-        self.faults.seconds_lost += seconds
+        self.pool.faults.requests_retried += 1
+        self.pool.faults.seconds_lost += seconds
 
     def _require_progress(self) -> None:
-        samplers, now = self.collector.samplers, time.monotonic()
-        if self.flights or samplers.healthy():
+        pool, now = self.pool, time.monotonic()
+        if self.flights or pool.healthy():
             self.someone_seen = now
         advice = (
             "Look for the reason in the workers' logs (out of memory is common), and raise "
             "max_num_env_runner_restarts or sampler_timeout_s."
         )
-        have = f"num_healthy_samplers={self.group.num_healthy_remote_workers()} must be at least 1"
-        if self.num_losses >= MAX_LOSSES_PER_SAMPLER * samplers.num_samplers:
+        have = f"num_healthy_samplers={len(self.actors.healthy())} must be at least 1"
+        if self.num_losses >= MAX_LOSSES_PER_SAMPLER * pool.num_samplers:
             raise SamplingError(
                 f"{have}: all that were asked died or hung, {self.num_losses} times in a row. "
-                f"{advice}\n{samplers.last_words()}"
+                f"{advice}\n{pool.last_words()}"
             )
-        if now - self.someone_seen > samplers.start_limit:
+        if now - self.someone_seen > pool.start_limit:
             raise NoSamplersError(
-                f"{have}: none came back in {samplers.start_limit:.0f} s. {advice}\n"
-                f"{samplers.last_words()}"
+                f"{have}: none came back in {pool.start_limit:.0f} s. {advice}\n{pool.last_words()}"
             )
-
-
-def serve_part(
-    runner, *, start: int, part: SampleRequest, published: PublishedWeights
-) -> JudgedBatch | SampleFailure:
-    """In the sampler: its answer to the part of a request that begins at prompt `start`."""
-    return runner.serve(part, published)
 
 
 def deal(num_prompts: int, num_samplers: int) -> list[Part]:

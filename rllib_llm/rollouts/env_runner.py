@@ -29,34 +29,41 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.typing import StateDict
 
 from rllib_llm import columns
-from rllib_llm.engines.external_engine import ExternalEngine, open_engine
+from rllib_llm.engines.external_engine import open_engine
+from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
-from rllib_llm.rollouts.generation import generate_completions
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.policy import (
+    EVALUATION_SEED,
+    EnginePolicy,
+    Generation,
+    ModulePolicy,
+    SamplingPolicy,
+)
+from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.weights.broadcast import WeightsReceiver
-from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
-from rllib_llm.weights.loading import ModuleLoader, differing
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.transfer import WeightsLostError
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
-    """EnvRunner for variable-length token actions, in the driver's process or a remote actor."""
+    """EnvRunner for variable-length token actions, in the driver's process or a remote actor.
+
+    It makes its parts from the config and lets them work together: an environment, a policy and
+    the receiver of its weights.
+    """
 
     def __init__(self, *, config, **kwargs):
         # RLlib seeds every process, which would give all samplers the same global random state;
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
-        self.module = None
-        self.engine: ExternalEngine | None = None  # None: the module generates
         self.weights = WeightsReceiver()
-        # The local one may share the learner's module, which is written to.
-        self._loader = ModuleLoader(alias=bool(self.worker_index))
-        self._pending_state: StateDict | None = None
         self._position = 0  # of plain `sample()` calls only
-        self._callbacks = [cls() for cls in self._callback_classes()]
+        classes = self.config.callbacks_class
+        classes = classes if isinstance(classes, (list, tuple)) else [classes]
+        self._callbacks = [cls() for cls in classes]
         self._device = get_device(
             self.config, 0 if not self.worker_index else self.config.num_gpus_per_env_runner
         )
@@ -71,33 +78,29 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
-        self.engine = open_engine(self.config, worker_index=self.worker_index)
-        if self.worker_index and self.engine is None:
-            self.make_module()
-
-    def _callback_classes(self) -> list[type]:
-        classes = self.config.callbacks_class
-        return list(classes) if isinstance(classes, (list, tuple)) else [classes]
+        self.policy = self._make_policy()
 
     # --- parts -------------------------------------------------------------------------------
 
     def make_env(self) -> None:
         """The environment replica of this sampler, with its own frozen models."""
         config = self.config
-        settings = dict(config.env_config)
-        settings.setdefault("model", config.pretrained_model)
-        settings.setdefault("max_completion_len", config.max_new_tokens)
-        settings.setdefault("temperature", config.temperature)
-        settings.setdefault("seed", config.seed or 0)
+        given = dict(config.env_config)
         if config.chat_template is not None:
-            settings.setdefault("chat_template", config.chat_template)
-        settings.setdefault("device", str(self._device))
-        settings.setdefault("split", "eval" if config.in_evaluation else "train")
-        elsewhere = config.reference_place != "environment"  # then the learner has it
-        if config.in_evaluation or not config.ref_kl_coeff or elsewhere:
-            settings.setdefault("reference", None)
-        else:
-            settings.setdefault("reference", {"model": config.pretrained_model})
+            given.setdefault("chat_template", config.chat_template)
+        in_environment = config.reference_place == "environment"  # else the learner has it
+        settings = environment_settings(
+            given,
+            model=config.pretrained_model,
+            max_completion_len=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=config.seed or 0,
+            device=str(self._device),
+            is_evaluation=config.in_evaluation,
+            with_reference=bool(
+                in_environment and config.ref_kl_coeff and not config.in_evaluation
+            ),
+        )
         context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         check_env_lengths(
@@ -118,26 +121,41 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             },
         )
 
-    def make_module(self) -> None:
+    def _make_policy(self) -> SamplingPolicy:
+        engine = open_engine(self.config, worker_index=self.worker_index)
+        if engine is not None:
+            return EnginePolicy(engine)
+        policy = ModulePolicy(
+            self._make_module,
+            alias=bool(self.worker_index),  # the learner's own may be written to
+            max_rows=self.config.sampling_batch_size,
+            cuda_graphs=self.config.cuda_graphs,
+            is_pretrained=not self.worker_index,
+        )
+        if self.worker_index:
+            policy.build()
+        return policy
+
+    def _make_module(self) -> RLModule:
         """The policy of this sampler, without critic, on its device."""
         spec = self.config.get_multi_rl_module_spec(
             spaces=self.get_spaces(), inference_only=True
         ).rl_module_specs[DEFAULT_MODULE_ID]
-        self.module = spec.build().to(self._device)
-        if self._pending_state is not None:
-            self.module.set_state(self._pending_state)
-            self._pending_state = None
+        return spec.build().to(self._device)
 
-    def built_module(self) -> RLModule:
-        """The policy of this sampler, made on first use."""
-        if self.module is None:
-            self.make_module()
-        return self.module
+    def make_module(self) -> None:
+        """RLlib's; the policy makes its module itself."""
 
-    def share_module(self, module) -> None:
-        """Samples with `module` itself, the learner's in the same process: no copy, no transfer."""
-        self.module = module
-        self._pending_state = None
+    @property
+    def module(self) -> RLModule | None:
+        """The policy's module; None where an engine generates, or before it is made."""
+        return self.policy.module if isinstance(self.policy, ModulePolicy) else None
+
+    def share_module(self, module: RLModule) -> None:
+        """Samples with `module` itself, the learner's in the same process; an engine of its own
+        stays."""
+        if isinstance(self.policy, ModulePolicy):
+            self.policy.share(module)
 
     def get_spaces(self) -> dict[str, tuple]:
         spaces = (self.env.single_observation_space, self.env.single_action_space)
@@ -161,7 +179,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         force_reset: bool = False,
     ) -> list[MultiAgentBatch]:
         """RLlib's own call: one judged batch of at least so many completions (an episode and a
-        step are the same here), from where the last such call ended."""
+        step are the same here), from where the last such call ended, with the weights of the last
+        request or `set_state`.
+
+        Raises:
+            RuntimeError: it was never given any.
+        """
         if random_actions:
             raise ValueError(
                 "random_actions=True must be False: random token ids are no text. "
@@ -195,13 +218,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             return SampleFailure.from_exception(error)
 
     def _serve_with(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        if self.engine is None or self.engine.takes_weights:
-            self.weights.ensure(published, self._load_published)
-        self.env.global_step = self.weights.version
+        if self.policy.takes_weights:
+            self.weights.ensure(published, self.policy.load)
+        self.env.global_step = self.weights.version  # of a reward function that asks
         batch = self._serve(request)
-        batch.columns[columns.WEIGHTS_VERSION] = torch.full(
-            (batch.num_rows,), self.weights.version, dtype=torch.int64, device=self._device
-        )
         batch.weights = self.weights.metrics()
         if self.worker_index and ray.is_initialized():
             batch.node = ray.get_runtime_context().get_node_id()
@@ -214,51 +234,58 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return batch.to("cpu") if self.worker_index else batch
 
     def _serve(self, request: SampleRequest) -> JudgedBatch:
-        if self.module is None and self.engine is None:
-            self.make_module()
-        n = request.num_completions
-        self.env.return_texts = request.return_texts
-        observation, prompt_infos = self.env.reset(
-            options={
-                "position": request.position,
-                "num_prompts": request.num_prompts,
-                "num_completions": n,
-            }
-        )
+        if not self.policy.has_weights:
+            raise RuntimeError(
+                f"weights_version={self.weights.version} of sampler {self.worker_index} must be "
+                "that of weights it was given: what it started from is not the policy that is "
+                "trained. Call serve() with published weights, or set_state(), first."
+            )
+        environment = SamplingEnvironment(self.env)
+        rows = environment.prompts(request)
         start = time.perf_counter()
-        first = request.position * n
-        row_ids = torch.arange(first, first + request.num_prompts * n)
-        completions = self._generate(observation, request, row_ids)
+        completions = self._generate(rows, request)
         generated = time.perf_counter()
-        _, rewards, _, _, infos = self.env.step(completions)
-        judged = time.perf_counter()
-        row_columns = {
-            **observation,
-            **completions,
-            columns.SCORES: infos["scores"],
-            columns.VALID: infos["valid"],
-            columns.PROMPT_INDEX: prompt_infos["prompt_index"],
-            columns.ROW_ID: row_ids.to(rewards.device),
-        }
-        if "ref_logprobs" in infos:
-            row_columns[columns.REF_LOGPROBS] = infos["ref_logprobs"]
-        texts = {}
-        if request.return_texts:
-            texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
+        judged = environment.judge(completions, return_texts=request.return_texts)
+        end = time.perf_counter()
+        sampled = columns.sampled_mask(completions)
+        versions = torch.full_like(sampled, self.weights.version, dtype=torch.int32)
         return JudgedBatch(
-            columns=row_columns,
-            rewards=rewards,
-            components=infos["components"],
-            metrics=infos["metrics"],
-            texts=texts,
-            timings={"generate_seconds": generated - start, "judge_seconds": judged - generated},
+            columns={
+                **rows,
+                **completions,
+                **judged.columns,
+                columns.WEIGHTS_VERSION: versions.where(sampled, NO_VERSION),
+            },
+            rewards=judged.rewards,
+            components=judged.components,
+            metrics=judged.metrics,
+            texts=judged.texts,
+            timings={"generate_seconds": generated - start, "judge_seconds": end - generated},
+            pad_token_id=self.policy.pad_token_id,
         )
 
     def _generate(
-        self, observation: dict[str, torch.Tensor], request: SampleRequest, row_ids: torch.Tensor
+        self, rows: dict[str, torch.Tensor], request: SampleRequest
     ) -> dict[str, torch.Tensor]:
-        policy = self.built_module() if self.engine is None else self.engine
-        return generate_completions(policy, self.config, observation, request, row_ids)
+        """The columns of completions for the prompts in `rows`."""
+        config, n = self.config, request.num_completions
+        stops = config.stop_token_ids
+        if stops is None:
+            stops = self.policy.stop_token_ids
+        params = SamplingParams(
+            pad_token_id=self.policy.pad_token_id,
+            stop_token_ids=tuple(stops),
+            max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            greedy=not request.explore,
+        )
+        seed = (config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation)
+        asked = Generation(params, n, seed, rows[columns.ROW_ID].cpu())
+        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+        return self.policy.generate(prompts, asked)
 
     # --- RLlib's side ------------------------------------------------------------------------
 
@@ -277,41 +304,21 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         """Weights only: all else is a function of the request."""
         if not self._check_component(COMPONENT_RL_MODULE, components, not_components):
             return {}
-        if self.engine is not None:
-            return {}  # it has no weights but those that come with a request
-        weights = self.built_module().get_state(inference_only=True)
-        if self._loader.is_aliased:  # pickled, each view would take the whole buffer along
-            weights = {name: tensor.clone() for name, tensor in weights.items()}
-        return {COMPONENT_RL_MODULE: {DEFAULT_MODULE_ID: weights}}
+        weights = self.policy.get_state()
+        return {COMPONENT_RL_MODULE: {DEFAULT_MODULE_ID: weights}} if weights else {}
 
     def set_state(self, state: StateDict) -> None:
-        if COMPONENT_RL_MODULE not in state:
-            return
-        weights = state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
-        if self.engine is not None:
-            if self.engine.takes_weights:
-                self.engine.load_weights(weights)
-        elif self.module is None:
-            self._pending_state = weights
-        else:
-            self._loader.own_memory(self.module)
-            self.module.set_state(weights)
-
-    def _load_published(self, flat: FlatBuffer) -> None:
-        if self.engine is not None:
-            self.engine.load_weights(unpack(flat))
-            return
-        self._loader.load(self.built_module(), flat)
+        if COMPONENT_RL_MODULE in state:
+            self.policy.set_state(state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID])
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that are not as published; the error
         in their place where the published ones cannot be had."""
-        if self.engine is not None or not published.ref:
+        if not published.ref or not self.policy.takes_weights:
             return self.worker_index, []
         try:
-            self.weights.ensure(published, self._load_published)
-            published_bytes = self.weights.published_bytes()
-            return self.worker_index, differing(self.built_module(), published_bytes)
+            self.weights.ensure(published, self.policy.load)
+            return self.worker_index, self.policy.differing(self.weights.published_bytes())
         except WeightsLostError as error:
             return self.worker_index, [str(error)]
 
@@ -326,6 +333,5 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
+        self.policy.close()
         self.env.close()

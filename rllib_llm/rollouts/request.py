@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,6 +18,8 @@ from rllib_llm.weights.transfer import WeightsLostError
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
 _LEFT_PADDED = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+_TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS)
+NO_VERSION = -1  # of a token that no weights sampled
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class JudgedBatch:
         metric is NaN in rows of which nobody reported it.
     node: id of the node that made it.
     messages: what was said in the process that made it.
+    pad_token_id: what stands in prompts and completions where there is no token.
     texts: {"prompt": [...], "completion": [...]} when asked for.
     """
 
@@ -59,6 +63,7 @@ class JudgedBatch:
     weights: dict[str, float] = field(default_factory=dict)
     node: str = ""
     messages: list[Message] = field(default_factory=list)
+    pad_token_id: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -70,10 +75,23 @@ class JudgedBatch:
         def move(columns_: dict[str, Column]) -> dict[str, Column]:
             return {name: column.to(device) for name, column in columns_.items()}
 
-        return JudgedBatch(
-            move(self.columns), self.rewards.to(device), move(self.components),
-            move(self.metrics), self.texts, self.timings, self.weights, self.node, self.messages,
-        )  # fmt: skip
+        return dataclasses.replace(
+            self,
+            columns=move(self.columns),
+            rewards=self.rewards.to(device),
+            components=move(self.components),
+            metrics=move(self.metrics),
+        )
+
+    @property
+    def sampled_mask(self) -> Column:
+        """[B, T] bool, the tokens that the policy sampled."""
+        return columns.sampled_mask(self.columns)
+
+    @property
+    def versions(self) -> Column:
+        """Versions of the weights that sampled each of the sampled tokens, int32 [tokens]."""
+        return self.columns[columns.WEIGHTS_VERSION][self.sampled_mask]
 
     # --- summaries ---------------------------------------------------------------------------
 
@@ -101,18 +119,16 @@ class JudgedBatch:
             for name, column in self.metrics.items()
             if name != columns.PROMPT_TRUNCATED
         }
-        # Pad ids behind the end are all alike: equal rows are equal completions.
-        ids = self.columns[columns.COMPLETION_IDS]
+        # What stands behind the end differs with who made the row.
+        mask = self.columns[columns.COMPLETION_MASK]
+        ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         means["distinct"] = len(torch.unique(ids, dim=0)) / max(1, len(ids))
         return means
 
     def weights_metrics(self) -> dict[str, float]:
         """`WeightsReceiver.metrics`, the highest of all samplers, and the oldest version that
-        sampled a row."""
-        return {
-            **self.weights,
-            "oldest_version": int(self.columns[columns.WEIGHTS_VERSION].min()),
-        }
+        sampled a token."""
+        return {**self.weights, "oldest_version": int(self.versions.min())}
 
 
 @dataclass(frozen=True)
@@ -142,11 +158,15 @@ class SampleFailure:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether the exception, or what caused it, came from outside."""
+    """Whether the exception, or what it was raised from, came from outside.
+
+    What was merely being handled when it was raised says nothing: a bug may lie in the lines that
+    handle a lost connection.
+    """
     while error is not None:
         if isinstance(error, (OSError, RayError)):  # OSError: timeouts and connections as well
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return False
 
 
@@ -154,9 +174,12 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     """One batch of all rows, in this order; shorter rows are padded where they were padded."""
     if len(batches) == 1:
         return batches[0]
-    names = batches[0].columns
+    pad = batches[0].pad_token_id
     return JudgedBatch(
-        columns={name: _stack([b.columns[name] for b in batches], name) for name in names},
+        columns={
+            name: _stack([b.columns[name] for b in batches], name, _filler(name, pad))
+            for name in batches[0].columns
+        },
         rewards=torch.cat([b.rewards for b in batches]),
         components=_concatenate_all(batches, "components"),
         metrics=_concatenate_all(batches, "metrics"),
@@ -170,7 +193,15 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
             for name in {name: None for b in batches for name in b.weights}
         },
         messages=[message for b in batches for message in b.messages],
+        pad_token_id=pad,
     )
+
+
+def _filler(name: str, pad_token_id: int) -> int:
+    """What stands in a column where there is no token."""
+    if name in _TOKEN_IDS:
+        return pad_token_id
+    return NO_VERSION if name == columns.WEIGHTS_VERSION else 0
 
 
 def _concatenate_all(batches: list[JudgedBatch], group: str) -> dict[str, Column]:
@@ -186,14 +217,15 @@ def _concatenate_all(batches: list[JudgedBatch], group: str) -> dict[str, Column
     }
 
 
-def _stack(parts: list[Column], name: str) -> Column:
+def _stack(parts: list[Column], name: str, filler: int) -> Column:
     if parts[0].ndim == 1:
         return torch.cat(parts)
     longest = max(part.shape[1] for part in parts)
 
     def widen(part: Column) -> Column:
         missing = longest - part.shape[1]
-        return torch.nn.functional.pad(part, (missing, 0) if name in _LEFT_PADDED else (0, missing))
+        sides = (missing, 0) if name in _LEFT_PADDED else (0, missing)
+        return torch.nn.functional.pad(part, sides, value=filler)
 
     return torch.cat([widen(part) for part in parts])
 

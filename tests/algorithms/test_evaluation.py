@@ -9,8 +9,10 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import held_out_metrics
+from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import NoServerError
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.weights.read_only import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
 from tests.scripted_server import serving
 
@@ -89,6 +91,65 @@ def test_greedy_or_sampled(explore):
     assert len(by_prompt) == 3
     # Three completions of a prompt are all alike only if none is drawn at random.
     assert all((len(texts) == 1) != explore for texts in by_prompt.values())
+
+
+def test_evaluation_is_greedy_unless_it_is_told_to_sample():
+    """One completion of each prompt then: the others would be copies."""
+    assert not evaluated(tiny.grpo(), evaluation_config=None).get_evaluation_config_object().explore
+    config = evaluated(tiny.grpo(), evaluation_config={"temperature": 0.5}, evaluation_duration=3)
+    config.sampling(num_logged_samples=9)
+    with tiny.built(config) as algorithm:
+        results = [algorithm.train()["eval"] for _ in range(2)]
+        rows = samples(algorithm)
+    assert len(rows) == 3 * 3  # before training and after both iterations
+    assert {row["prompt"] for row in rows[:3]} == {row["prompt"] for row in tiny.EVAL_PROMPTS}
+    assert [result["iteration"] for result in results] == [1, 2]
+    sampled = evaluated(tiny.grpo(), evaluation_config={"explore": True})
+    assert sampled.get_evaluation_config_object().explore
+
+
+class Counted(RLHFEnvRunner):
+    """Notes how often RLlib sets its weights."""
+
+    num_set = 0
+
+    def set_state(self, state):
+        self.num_set += 1
+        super().set_state(state)
+
+
+def test_an_evaluation_sends_no_weights_but_the_published_ones():
+    config = evaluated(tiny.grpo(), evaluation_num_env_runners=1)
+    config.env_runner_cls = Counted
+
+    def ask(runner):
+        return runner.num_set, runner.policy.loader.is_aliased, runner.weights.version
+
+    with tiny.built(config) as algorithm:
+        algorithm.train()
+        algorithm.evaluate()
+        (found,) = algorithm.eval_env_runner_group.foreach_env_runner(ask, local_env_runner=False)
+    assert found == (0, can_map_read_only(), 1)
+
+
+def test_an_algorithm_without_evaluation_samplers_says_so():
+    with (
+        tiny.built(tiny.grpo()) as algorithm,
+        pytest.raises(ValueError, match="evaluation_interval=None must be at least 1"),
+    ):
+        algorithm.evaluate()
+
+
+def test_callbacks_of_an_evaluation():
+    heard = []
+    config = evaluated(tiny.ppo()).callbacks(
+        on_evaluate_start=lambda **_: heard.append("start"),
+        on_evaluate_end=lambda evaluation_metrics, **_: heard.append(sorted(evaluation_metrics)),
+    )
+    with tiny.built(config) as algorithm:
+        result = algorithm.evaluate()
+    assert heard == ["start", ["env_runners"]]
+    assert result["env_runners"]["num_episodes"] == 6
 
 
 def test_rows_of_the_samples_file():

@@ -52,7 +52,7 @@ def test_two_samplers_learn_what_none_learns(undisturbed):
         assert_sampled_with_the_newest_weights(algorithm, version=3)
         assert algorithm.verify_weights() == {}
         # The bytes are gone: published again, and nobody samples with others.
-        algorithm.published_weights = PublishedWeights(3, ref=owned)
+        algorithm.rollouts.publish(PublishedWeights(3, ref=owned))
         weights = algorithm.train()["weights"]
         assert weights["failures/OwnerDiedError"] == 5  # attempts of one sampler
         assert (weights["version"], weights["oldest_version"], weights["republished"]) == (4, 3, 1)
@@ -90,14 +90,12 @@ def test_one_sampler_learns_what_none_learns(undisturbed, tmp_path):
 
 def assert_sampled_with_the_newest_weights(algorithm, version):
     """The next batch names `version`, and its log-probs are those of the learner's weights."""
-    batch = algorithm._sample()
-    assert batch.columns[columns.WEIGHTS_VERSION].tolist() == [version] * 12
+    batch = algorithm.rollouts._take()
+    assert batch.num_rows == 12 and set(batch.versions.tolist()) == {version}
     module = algorithm.learner_group._learner.module["default_policy"].unwrapped()
     with torch.no_grad():
         own = module.forward_train(batch.columns)[columns.LOGPROBS]
-    torch.testing.assert_close(
-        batch.columns[columns.SAMPLER_LOGPROBS], own, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(batch.columns[columns.SAMPLER_LOGPROBS], own, rtol=1e-5, atol=1e-5)
 
 
 def test_two_learners_learn_what_one_learns():
@@ -117,7 +115,7 @@ def test_two_learners_learn_what_one_learns():
 
 def sampled(algorithm):
     """The batch that the next iteration would learn from."""
-    return algorithm._sample()
+    return algorithm.rollouts._take()
 
 
 def test_weights_grow_a_version_with_every_iteration():

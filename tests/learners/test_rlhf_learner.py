@@ -277,6 +277,6 @@ def test_lengths_count_groups_that_the_loss_drops():
     batch[columns.SCORES] = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 2.0])
     prepared = learner.prepare(batch)
     means = learner.means.pop()
-    assert prepared[columns.COMPLETION_MASK].sum(1).tolist() == [0, 0, 0, 4, 2, 5]
+    assert prepared[columns.LOSS_MASK].sum(1).tolist() == [0, 0, 0, 4, 2, 5]
     assert means["train/output_length"] == pytest.approx((3 + 5 + 1 + 4 + 2 + 5) / 6)
     assert means["train/zero_variance_groups"] == pytest.approx(0.5)

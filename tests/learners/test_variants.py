@@ -41,6 +41,7 @@ def scripted():
         columns.SCORES: torch.tensor(SCORES),
         columns.VALID: torch.ones(num_rows, dtype=torch.bool),
         columns.FINISHED: torch.ones(num_rows, dtype=torch.bool),
+        columns.GROUP: torch.arange(num_rows) // 2,
     }
 
 

@@ -86,7 +86,8 @@ def judged(learner, lengths=(3, 5, 1, 4, 2, 5), *, seed: int = 0) -> dict[str, t
         columns.FINISHED: torch.arange(num_rows) % 2 == 0,
         columns.PROMPT_INDEX: torch.arange(num_rows),
         columns.ROW_ID: torch.arange(num_rows),
-        columns.WEIGHTS_VERSION: torch.zeros(num_rows, dtype=torch.int64),
+        columns.GROUP: torch.arange(num_rows) // 3,
+        columns.WEIGHTS_VERSION: torch.zeros(mask.shape, dtype=torch.int32).where(mask, -1),
     }
 
 

@@ -15,11 +15,12 @@ from rllib_llm.numerics.advantages import (
     masked_whiten,
     reinforce_returns,
     token_rewards,
-    zero_variance_groups,
+    zero_variance_rows,
 )
 
 # Three groups of three: ordinary, all equal, with a negative score.
 SCORES = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0])
+GROUPS = torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9])  # of prompts at these positions
 SECOND_INVALID = torch.tensor([True, False] + [True] * 7)
 
 
@@ -194,7 +195,7 @@ def test_whitening_over_learners_is_whitening_of_the_whole():
 
 def test_leave_one_out_hand_worked():
     # (1, 2, 4): 1 - (2 + 4)/2 = -2; 2 - (1 + 4)/2 = -0.5; 4 - (1 + 2)/2 = 2.5.
-    advantages = leave_one_out(torch.tensor([1.0, 2.0, 4.0]), 3)
+    advantages = leave_one_out(torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3))
     torch.testing.assert_close(advantages, torch.tensor([-2.0, -0.5, 2.5]))
 
 
@@ -202,9 +203,9 @@ def test_leave_one_out_equals_trl():
     # RLOOTrainer of TRL 1.16.0 on SCORES, and with a NaN in the place of the invalid score.
     whole = [-2.0, -0.5, 2.5, 0.0, 0.0, 0.0, -2.5, 3.5, -1.0]
     without_second = [-3.0, 0.0, 3.0, 0.0, 0.0, 0.0, -2.5, 3.5, -1.0]
-    torch.testing.assert_close(leave_one_out(SCORES, 3), torch.tensor(whole))
+    torch.testing.assert_close(leave_one_out(SCORES, GROUPS), torch.tensor(whole))
     torch.testing.assert_close(
-        leave_one_out(SCORES, 3, SECOND_INVALID), torch.tensor(without_second)
+        leave_one_out(SCORES, GROUPS, SECOND_INVALID), torch.tensor(without_second)
     )
 
 
@@ -213,54 +214,79 @@ def test_group_normalized_equals_trl():
     scaled = [-0.87281430, -0.21820354, 1.09101796, 0, 0, 0, -0.80060238, 1.12084329, -0.32024094]
     centred = [-1.33333325, -0.33333325, 1.66666675, 0, 0, 0, -1.66666675, 2.33333325, -0.66666669]
     without_second = [-0.70707351, 0, 0.70707351, *scaled[3:]]
-    torch.testing.assert_close(group_normalized(SCORES, 3), torch.tensor(scaled))
+    torch.testing.assert_close(group_normalized(SCORES, GROUPS), torch.tensor(scaled))
     torch.testing.assert_close(
-        group_normalized(SCORES, 3, scale_by_std=False), torch.tensor(centred)
+        group_normalized(SCORES, GROUPS, scale_by_std=False), torch.tensor(centred)
     )
     torch.testing.assert_close(
-        group_normalized(SCORES, 3, valid=SECOND_INVALID), torch.tensor(without_second)
+        group_normalized(SCORES, GROUPS, valid=SECOND_INVALID), torch.tensor(without_second)
     )
 
 
 def test_group_normalized_hand_worked():
     # (0, 2): mean 1, std with ddof = 1 is sqrt(2); 1 / (1.41421356 + 1e-4) = 0.70705678.
-    advantages = group_normalized(torch.tensor([0.0, 2.0]), 2)
+    advantages = group_normalized(torch.tensor([0.0, 2.0]), torch.zeros(2))
     torch.testing.assert_close(advantages, torch.tensor([-0.70705678, 0.70705678]))
 
 
 def test_equal_scores_that_do_not_add_up_exactly_still_give_zero():
     # Seven times 0.1, over 7: the float32 mean is not exactly 0.1, and 1/eps would blow that up.
     scores = torch.full((7,), 0.1)
-    assert group_normalized(scores, 7).tolist() == [0.0] * 7
-    assert leave_one_out(scores, 7).tolist() == [0.0] * 7
+    assert group_normalized(scores, torch.zeros(7)).tolist() == [0.0] * 7
+    assert leave_one_out(scores, torch.zeros(7)).tolist() == [0.0] * 7
 
 
 def test_invalid_scores_may_be_nan_and_lonely_rows_teach_nothing():
     scores = torch.tensor([math.nan, 3.0, math.nan, math.nan])
     valid = torch.tensor([False, True, False, False])
-    for advantages in (leave_one_out(scores, 2, valid), group_normalized(scores, 2, valid=valid)):
+    groups = torch.tensor([0, 0, 1, 1])
+    for advantages in (
+        leave_one_out(scores, groups, valid), group_normalized(scores, groups, valid=valid)
+    ):  # fmt: skip
         assert advantages.tolist() == [0.0] * 4
-    assert zero_variance_groups(scores, 2, valid).tolist() == [True, True]
+    assert zero_variance_rows(scores, groups, valid).tolist() == [True] * 4
 
 
-def test_zero_variance_groups():
-    assert zero_variance_groups(SCORES, 3).tolist() == [False, True, False]
+def test_zero_variance_rows():
+    assert zero_variance_rows(SCORES, GROUPS).tolist() == [False] * 3 + [True] * 3 + [False] * 3
     only_equal_ones_valid = torch.tensor([True, True, False, False])
     scores = torch.tensor([1.0, 1.0, 2.0, 3.0])
-    assert zero_variance_groups(scores, 4).tolist() == [False]
-    assert zero_variance_groups(scores, 4, only_equal_ones_valid).tolist() == [True]
+    assert zero_variance_rows(scores, torch.zeros(4)).tolist() == [False] * 4
+    assert zero_variance_rows(scores, torch.zeros(4), only_equal_ones_valid).tolist() == [True] * 4
+
+
+@pytest.mark.parametrize("function", [leave_one_out, group_normalized, zero_variance_rows])
+def test_groups_go_by_id_wherever_their_rows_lie(function):
+    order = torch.tensor([4, 0, 8, 2, 6, 5, 1, 3, 7])
+    found = function(SCORES[order], GROUPS[order])
+    torch.testing.assert_close(found, function(SCORES, GROUPS)[order])
+
+
+def test_a_group_may_have_lost_a_member():
+    # The second group has one row left, the first two: 1 - 4 and 4 - 1; (-1.5, 1.5) / sqrt(4.5).
+    scores = torch.tensor([1.0, 4.0, 0.5, -1.0, 3.0, 0.0])
+    groups = torch.tensor([5, 5, 2, 9, 9, 9])
+    torch.testing.assert_close(
+        leave_one_out(scores, groups), torch.tensor([-3.0, 3.0, 0.0, -2.5, 3.5, -1.0])
+    )
+    first = 1.5 / (4.5**0.5 + 1e-4)
+    torch.testing.assert_close(
+        group_normalized(scores, groups)[:3], torch.tensor([-first, first, 0.0])
+    )
+    assert zero_variance_rows(scores, groups).tolist() == [False, False, True] + [False] * 3
 
 
 def test_advantages_do_not_depend_on_other_groups_or_shifts():
-    advantages = group_normalized(SCORES, 3)
-    torch.testing.assert_close(group_normalized(SCORES[6:], 3), advantages[6:])
-    torch.testing.assert_close(group_normalized(SCORES + 100, 3), advantages, atol=1e-4, rtol=0)
-    torch.testing.assert_close(leave_one_out(SCORES + 100, 3), leave_one_out(SCORES, 3))
+    advantages = group_normalized(SCORES, GROUPS)
+    torch.testing.assert_close(group_normalized(SCORES[6:], GROUPS[6:]), advantages[6:])
+    shifted = SCORES + 100
+    torch.testing.assert_close(group_normalized(shifted, GROUPS), advantages, atol=1e-4, rtol=0)
+    torch.testing.assert_close(leave_one_out(shifted, GROUPS), leave_one_out(SCORES, GROUPS))
 
 
-@pytest.mark.parametrize("function", [leave_one_out, group_normalized, zero_variance_groups])
-def test_groups_of_one_and_cut_groups_are_refused(function):
-    with pytest.raises(ValueError, match="num_completions=1 must be at least 2"):
-        function(SCORES, 1)
-    with pytest.raises(ValueError, match=r"scores of shape \(9,\) must be \[groups \* 4\]"):
-        function(SCORES, 4)
+@pytest.mark.parametrize("function", [leave_one_out, group_normalized, zero_variance_rows])
+def test_groups_of_one_and_rows_without_a_group_are_refused(function):
+    with pytest.raises(ValueError, match=r"groups=\[0, 1, 2\] must have two rows alike"):
+        function(SCORES[:3], torch.arange(3))
+    with pytest.raises(ValueError, match=r"groups of shape \(3,\) must be that of scores, \(9,\)"):
+        function(SCORES, torch.zeros(3))

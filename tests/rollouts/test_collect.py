@@ -13,10 +13,12 @@ from rllib_llm.rollouts.errors import (
     NoServerError,
     SamplingError,
 )
+from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.request import SampleFailure, SampleRequest
+from rllib_llm.rollouts.sampler_pool import SamplerPool
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import (
-    ScriptedGroup,
+    ScriptedActors,
     assert_same_batch,
     build_sampler,
     publication,
@@ -42,11 +44,8 @@ def expected(samplers):
 
 
 def collector(group, **settings):
-    """A collector whose kills are noted by the group, which has no processes."""
-    made = Collector(group, **settings)
-    made.samplers.kill = group.killed.append
-    made.samplers.last_words = lambda: "no memory"
-    return made
+    group.first = REQUEST.position
+    return Collector(SamplerPool(group, Faults()), **settings)
 
 
 def collect(group, request=REQUEST, **settings):
@@ -55,16 +54,16 @@ def collect(group, request=REQUEST, **settings):
 
 @pytest.mark.parametrize("num_samplers, starts", [(1, [0]), (2, [0, 3]), (3, [0, 2, 4])])
 def test_the_prompts_are_cut_into_one_part_per_sampler(samplers, expected, num_samplers, starts):
-    group = ScriptedGroup(samplers[:num_samplers])
+    group = ScriptedActors(samplers[:num_samplers])
     assert_same_batch(collect(group), expected)
     assert group.served == [(i + 1, start) for i, start in enumerate(starts)]
 
 
 def test_more_samplers_than_prompts_leaves_some_idle(samplers):
-    group = ScriptedGroup(samplers)
+    group = ScriptedActors(samplers)
     batch = collect(group, SampleRequest(0, 2, 2))
     assert batch.num_rows == 4
-    assert group.served == [(1, 0), (2, 1)]
+    assert group.served == [(1, -5), (2, -4)]  # as counted from the other request's position
 
 
 @pytest.mark.parametrize("does", [
@@ -74,46 +73,47 @@ def test_more_samplers_than_prompts_leaves_some_idle(samplers):
     [DIES, DIES, DIES, SERVES, DIES],
 ])  # fmt: skip
 def test_a_death_changes_nothing_in_the_batch(samplers, expected, does):
-    group = ScriptedGroup(samplers[:2], does=does)
+    group = ScriptedActors(samplers[:2], does=does)
     used = collector(group)
     assert_same_batch(used.collect(REQUEST, publication()), expected)
-    assert used.faults.requests_retried == does.count(DIES)
-    assert used.faults.seconds_lost >= 0 and used.faults.samplers_hung == 0
+    assert used.pool.faults.requests_retried == does.count(DIES)
+    assert used.pool.faults.seconds_lost >= 0 and used.pool.faults.samplers_hung == 0
     # Who died last may not have been needed again.
-    assert does.count(DIES) - 1 <= used.faults.sampler_restarts <= does.count(DIES)
+    assert does.count(DIES) - 1 <= used.pool.faults.sampler_restarts <= does.count(DIES)
 
 
 @pytest.mark.parametrize("does", [
     [HANGS], [HANGS, HANGS], [SERVES, HANGS, HANGS], [HANGS, DIES, SERVES, HANGS],
 ])  # fmt: skip
 def test_a_silent_sampler_is_killed_and_its_part_goes_to_another(samplers, expected, does):
-    group = ScriptedGroup(samplers[:2], does=does)
+    group = ScriptedActors(samplers[:2], does=does)
     used = collector(group, timeout_s=0.01)
     assert_same_batch(used.collect(REQUEST, publication()), expected)
-    assert len(group.killed) == used.faults.samplers_hung == does.count(HANGS)
-    assert used.faults.seconds_lost >= 0.01 * does.count(HANGS)
+    assert len(group.killed) == used.pool.faults.samplers_hung == does.count(HANGS)
+    assert used.pool.faults.seconds_lost >= 0.01 * does.count(HANGS)
 
 
 def test_without_a_limit_a_silent_sampler_is_waited_for(samplers):
-    group = ScriptedGroup(samplers[:1], does=[HANGS])
+    group = ScriptedActors(samplers[:1], does=[HANGS])
     used = collector(group, timeout_s=None)
-    fetch = group.fetch_ready_async_reqs
-    looks = []
+    ready, looks = group.ready, []
 
-    def wakes_up(**kwargs):
+    def wakes_up(calls, timeout_s):
         looks.append(1)
         if len(looks) == 50:
+            for call in calls:
+                group.ends[call] = samplers[0].serve(REQUEST, publication())
             group.hung.clear()
-        return fetch(**kwargs)
+        return ready(calls, timeout_s)
 
-    group.fetch_ready_async_reqs = wakes_up
+    group.ready = wakes_up
     assert used.collect(REQUEST, publication()).num_rows == 14
     assert not group.killed and len(looks) >= 50
 
 
 def test_the_cut_does_not_depend_on_who_is_alive(samplers, expected):
     """What is computed together decides the round-off."""
-    group = ScriptedGroup(samplers[:2], revives_after=10**9)
+    group = ScriptedActors(samplers[:2], revives_after=10**9)
     group.dead[1] = 0
     assert_same_batch(collect(group), expected)
     assert group.served == [(2, 0), (2, 3)]
@@ -122,38 +122,39 @@ def test_the_cut_does_not_depend_on_who_is_alive(samplers, expected):
 
 def test_samplers_have_time_to_come_back(samplers, expected):
     """A restart takes far longer than a few pings."""
-    group = ScriptedGroup(samplers[:1], does=[DIES], revives_after=50)
+    group = ScriptedActors(samplers[:1], does=[DIES], revives_after=50)
     assert_same_batch(collect(group), expected)
 
 
 def test_samplers_that_die_whenever_they_are_asked_end_the_run(samplers):
-    group = ScriptedGroup(samplers[:2], does=[DIES] * 100)
-    with pytest.raises(SamplingError, match=r"(?s)died or hung, 6 times in a row.*\nno memory"):
+    group = ScriptedActors(samplers[:2], does=[DIES] * 100, revives_after=3)
+    said = r"(?s)died or hung, 6 times in a row.*\nSampler 1: .*no memory"
+    with pytest.raises(SamplingError, match=said):
         collect(group)
 
 
 def test_samplers_that_never_come_back_end_the_run(samplers):
-    group = ScriptedGroup(samplers[:2], does=[DIES] * 2, revives_after=10**9)
+    group = ScriptedActors(samplers[:2], does=[DIES] * 2, revives_after=10**9)
     used = collector(group)
-    used.samplers.start_limit = 0.05
+    used.pool.start_limit = 0.05
     with pytest.raises(NoSamplersError, match="num_healthy_samplers=0 must be at least 1: none c"):
         used.collect(REQUEST, publication())
 
 
 def test_a_sampler_that_hangs_while_it_starts_is_started_again(samplers, expected):
-    group = ScriptedGroup(samplers[:2], does=[DIES], revives_after=10**9)
+    group = ScriptedActors(samplers[:2], does=[DIES], revives_after=10**9)
     used = collector(group)
-    used.samplers.start_limit = 0.0
+    used.pool.start_limit = 0.0
     assert_same_batch(used.collect(REQUEST, publication()), expected)
     while not group.killed:
         used.collect(REQUEST, publication())
     assert set(group.killed) == {1}
     group.revives_after = 1
-    used.samplers.start_limit = 100.0
-    used.samplers.healthy()
-    assert used.samplers.healthy() == [1, 2]
-    assert used.samplers.pop_revived() == [1] and used.samplers.pop_revived() == []
-    assert used.faults.sampler_restarts == 1
+    used.pool.start_limit = 100.0
+    used.pool.healthy()
+    assert used.pool.healthy() == [1, 2]
+    assert used.pool.pop_revived() == [1] and used.pool.pop_revived() == []
+    assert used.pool.faults.sampler_restarts == 1
 
 
 def no_judge(completions, prompts):
@@ -163,7 +164,7 @@ def no_judge(completions, prompts):
 def test_an_exception_in_a_sampler_is_raised_with_its_traceback_by_the_first_answer():
     config = tiny.grpo()
     config.env_config["reward_functions"] = no_judge
-    group = ScriptedGroup([build_sampler(config, worker_index=i) for i in (1, 2)])
+    group = ScriptedActors([build_sampler(config, worker_index=i) for i in (1, 2)])
     with pytest.raises(BrokenSamplerError) as caught:
         collect(group)
     message = str(caught.value)
@@ -179,7 +180,7 @@ def test_an_exception_in_a_callback_is_raised_with_its_traceback():
         raise KeyError("no such note")
 
     config = tiny.grpo().callbacks(on_sample_end=note)
-    group = ScriptedGroup([build_sampler(config, worker_index=1)])
+    group = ScriptedActors([build_sampler(config, worker_index=1)])
     with pytest.raises(SamplingError, match="(?s)KeyError: 'no such note'.*Traceback"):
         collect(group)
 
@@ -202,9 +203,9 @@ class Unreachable:
 
 
 def test_what_may_pass_by_itself_is_asked_again(samplers, expected):
-    used = collector(ScriptedGroup([Unreachable(samplers[0], num_failures=2)]))
+    used = collector(ScriptedActors([Unreachable(samplers[0], num_failures=2)]))
     assert_same_batch(used.collect(REQUEST, publication()), expected)
-    assert used.faults.requests_retried == 2
+    assert used.pool.faults.requests_retried == 2
 
 
 class Serverless:
@@ -215,14 +216,40 @@ class Serverless:
 
 
 def test_a_server_that_gave_no_answer_was_asked_often_enough():
-    group = ScriptedGroup([Serverless()])
+    group = ScriptedActors([Serverless()])
     with pytest.raises(NoServerError, match="ServerError: http://h/v1 must answer"):
         collect(group)
     assert len(group.served) == 1
 
 
 def test_but_not_more_than_three_times(samplers):
-    group = ScriptedGroup([Unreachable(samplers[0], num_failures=9)])
+    group = ScriptedActors([Unreachable(samplers[0], num_failures=9)])
     with pytest.raises(SamplingError, match="ConnectionError: no prompts, 8 more"):
         collect(group)
     assert len(group.served) == 3
+
+
+class Broken:
+    """A sampler whose reward function has a bug."""
+
+    def serve(self, request, published):
+        return SampleFailure.from_exception(KeyError("no such judge"))
+
+
+def test_a_failed_request_leaves_nobody_in_the_way_of_the_next(samplers, expected):
+    """The second sampler is still at work for the request that failed: the next one goes to the
+    others, and waits for it no longer than for a silent one."""
+    group = ScriptedActors([Broken(), samplers[1]], does=[SERVES, HANGS])
+    used = collector(group, timeout_s=None)
+    with pytest.raises(BrokenSamplerError):
+        used.collect(REQUEST, publication())
+    assert group.hung == {2}
+    group.samplers[1] = samplers[0]
+    group.served.clear()
+    assert_same_batch(used.collect(REQUEST, publication()), expected)
+    assert group.served == [(1, 0), (1, 3)] and not group.killed
+    # Once it answers, what it says is of no use, and it is asked again.
+    group.hung.clear()
+    assert_same_batch(used.collect(REQUEST, publication()), expected)
+    assert used.collect(SampleRequest(0, 2, 2), publication()).num_rows == 4
+    assert group.served[-2:] == [(1, -5), (2, -4)]

@@ -47,10 +47,15 @@ def test_the_columns_of_a_batch(batch):
         columns.VALID: ((15,), torch.bool),
         columns.PROMPT_INDEX: ((15,), torch.int64),
         columns.ROW_ID: ((15,), torch.int64),
-        columns.WEIGHTS_VERSION: ((15,), torch.int64),
+        columns.GROUP: ((15,), torch.int64),
+        columns.WEIGHTS_VERSION: (tokens, torch.int32),
     }
     # Positions 4 to 8, three rows each.
     assert batch.columns[columns.ROW_ID].tolist() == list(range(12, 27))
+    assert batch.columns[columns.GROUP].tolist() == [i for i in range(4, 9) for _ in range(3)]
+    # No weights sampled what stands behind the end.
+    mask, versions = (batch.columns[n] for n in (columns.COMPLETION_MASK, columns.WEIGHTS_VERSION))
+    assert torch.equal(versions, torch.zeros_like(versions).where(mask, -1))
 
 
 def test_eos_is_inside_the_mask_and_ends_it():
@@ -138,7 +143,7 @@ def test_new_weights_are_loaded_before_sampling(ray_session, sampler, batch):
     doubled = {name: tensor * 2 for name, tensor in state.items()}
     published = PublishedWeights(7, "doubled", (ray.put(pack(doubled)),))
     other = remote.serve(REQUEST, published)
-    assert other.columns[columns.WEIGHTS_VERSION].tolist() == [7] * 15
+    assert set(other.versions.tolist()) == {7}
     tiny.assert_same_weights(remote.module.get_state(inference_only=True), doubled)
     assert not torch.equal(
         other.columns[columns.COMPLETION_IDS], batch.columns[columns.COMPLETION_IDS]
@@ -154,7 +159,7 @@ def test_an_actors_weights_are_shared_memory_until_rllib_sets_others(ray_session
     flat = pack(remote.module.get_state(inference_only=True))
     published = PublishedWeights(1, "shared", (ray.put(flat),))
     remote.serve(REQUEST, published)
-    assert remote._loader.is_aliased == can_map_read_only()
+    assert remote.policy.loader.is_aliased == can_map_read_only()
     # A state that is sent away holds its own tensors, not the whole buffer once for each.
     state = remote.get_state()[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in state.values())
@@ -184,6 +189,47 @@ def test_rllib_can_sample_by_itself():
     assert sampler.get_metrics()[NUM_EPISODES].peek() == 9
     with pytest.raises(ValueError, match="random_actions=True must be False"):
         sampler.sample(num_episodes=1, random_actions=True)
+
+
+def test_a_sampler_that_was_never_given_weights_does_not_generate(ray_session):
+    remote = build_sampler(tiny.grpo(), worker_index=1, has_weights=False)
+    said = "weights_version=-1 of sampler 1 must be that of weights it was given"
+    with pytest.raises(RuntimeError, match=said):
+        remote.sample(num_episodes=3)
+    # Nor on request, where the weights that the request names were not sent.
+    answer = remote.serve(REQUEST, publication())
+    assert (
+        isinstance(answer, SampleFailure) and "must be that of weights it was given" in answer.error
+    )
+    flat = pack(remote.module.get_state(inference_only=True))
+    remote.serve(REQUEST, PublishedWeights(1, "first", (ray.put(flat),)))
+    assert len(remote.sample(num_episodes=3)) == 1
+    restored = build_sampler(tiny.grpo(), worker_index=2, has_weights=False)
+    restored.set_state(remote.get_state())
+    assert len(restored.sample(num_episodes=3)) == 1
+
+
+def test_an_environment_without_scores_is_learnt_from_by_its_rewards(sampler):
+    class Plain:
+        """Hands out the same prompts, and says nothing but rewards."""
+
+        single_observation_space = sampler.env.single_observation_space
+        single_action_space = sampler.env.single_action_space
+
+        def reset(self, *, options):
+            return sampler.env.reset(options=options)
+
+        def step(self, completions):
+            observation, rewards, ends, cuts, _ = sampler.env.step(completions)
+            return observation, rewards + 0.5, ends, cuts, {}
+
+    expected = sampler.serve(REQUEST, publication())
+    other = build_sampler(tiny.grpo())
+    other.env = Plain()
+    found = other.serve(SampleRequest(4, 5, 3, return_texts=True), publication())
+    torch.testing.assert_close(found.columns[columns.SCORES], expected.rewards + 0.5)
+    assert found.columns[columns.VALID].all()
+    assert found.texts == found.components == found.metrics == {}
 
 
 def test_a_state_is_the_policy_without_its_critic():

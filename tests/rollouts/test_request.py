@@ -9,7 +9,7 @@ from rllib_llm import columns
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
 
 
-def batch(prompts, completions, *, valid=None, scores=None, components=None, timing=1.0):
+def batch(prompts, completions, *, valid=None, scores=None, components=None, timing=1.0, pad=0):
     rows = len(prompts)
     prompt_ids, prompt_mask = torch.tensor(prompts), torch.tensor(prompts) > 0
     ids = torch.tensor(completions)
@@ -22,13 +22,14 @@ def batch(prompts, completions, *, valid=None, scores=None, components=None, tim
             columns.COMPLETION_MASK: ids > 0,
             columns.SCORES: scores,
             columns.VALID: torch.tensor(valid or [True] * rows),
-            columns.WEIGHTS_VERSION: torch.full((rows,), int(timing)),
+            columns.WEIGHTS_VERSION: torch.full(ids.shape, int(timing)).where(ids > 0, -1),
         },
         rewards=scores,
         components={name: torch.tensor(values) for name, values in (components or {}).items()},
         texts={"prompt": [f"p{row[-1]}" for row in prompts]},
         timings={"generate_seconds": timing},
         weights={"load_seconds": timing},
+        pad_token_id=pad,
     )
 
 
@@ -48,6 +49,34 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     # Samplers work side by side: the slowest was waited for.
     assert whole.timings == {"generate_seconds": 3.0}
     assert whole.weights_metrics() == {"load_seconds": 3.0, "oldest_version": 1}
+
+
+def test_padding_is_the_pad_token_and_no_version():
+    parts = [batch([[1]], [[3, 4, 5]], pad=17), batch([[7, 8]], [[9]], timing=3.0, pad=17)]
+    whole = concatenate(parts)
+    assert whole.columns[columns.PROMPT_IDS].tolist() == [[17, 1], [7, 8]]
+    assert whole.columns[columns.COMPLETION_IDS].tolist() == [[3, 4, 5], [9, 17, 17]]
+    assert whole.columns[columns.COMPLETION_MASK].int().tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert whole.columns[columns.WEIGHTS_VERSION].tolist() == [[1, 1, 1], [3, -1, -1]]
+    assert whole.versions.tolist() == [1, 1, 1, 3]
+
+
+def test_distinct_does_not_depend_on_how_many_samplers_there_were():
+    """Two samplers whose longest completions differ, and a pad token that is not 0."""
+    prompts = [[1], [2], [3], [4]]
+    rows = [[5, 17, 17], [6, 7, 8], [5, 17, 17], [9, 17, 17]]
+    one = batch(prompts, rows, pad=17)
+    two = [batch(prompts[:2], rows[:2], pad=17), batch(prompts[2:], [[5], [9]], pad=17)]
+    for part in (one, *two):
+        ids = part.columns[columns.COMPLETION_IDS]
+        part.columns[columns.COMPLETION_MASK] = ids != 17
+    # [5] comes twice among four completions: three different ones.
+    assert one.env_metrics() == concatenate(two).env_metrics() == {"distinct": 0.75}
+    # Also where what stands behind the end is left over from something else.
+    two[1].columns[columns.COMPLETION_IDS] = torch.tensor([[5, 3], [9, 4]])
+    two[1].columns[columns.COMPLETION_MASK] = torch.tensor([[True, False], [True, False]])
+    two[1].columns[columns.WEIGHTS_VERSION] = torch.tensor([[1, -1], [1, -1]])
+    assert concatenate(two).env_metrics() == {"distinct": 0.75}
 
 
 def test_one_batch_is_itself():
@@ -70,6 +99,33 @@ def test_a_failure_is_text():
         failure = SampleFailure.from_exception(error)
     assert failure.error == "KeyError: 'missing'"
     assert "test_request.py" in failure.traceback
+
+
+def raised(raise_it) -> SampleFailure:
+    try:
+        raise_it()
+    except Exception as error:  # noqa: BLE001
+        return SampleFailure.from_exception(error)
+
+
+def test_what_may_pass_came_from_outside():
+    def lost():
+        raise ConnectionError("reset by peer")
+
+    def lost_and_wrapped():
+        try:
+            lost()
+        except ConnectionError as error:
+            raise ValueError("no judge") from error
+
+    def bug_while_handling_a_loss():
+        try:
+            lost()
+        except ConnectionError:
+            raise KeyError("no such retry")  # noqa: B904  (as users write)
+
+    assert raised(lost).may_pass and raised(lost_and_wrapped).may_pass
+    assert not raised(bug_while_handling_a_loss).may_pass
 
 
 def test_a_metric_that_some_rows_lack_is_averaged_over_the_others():

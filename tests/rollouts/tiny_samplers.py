@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ray
 import torch
+from ray.exceptions import ActorUnavailableError
 
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.weights.broadcast import PublishedWeights
 
 
-def build_sampler(config, worker_index: int = 0) -> RLHFEnvRunner:
-    """A sampler as an actor would hold it, for `worker_index` above 0, but here."""
+def build_sampler(config, worker_index: int = 0, *, has_weights: bool = True) -> RLHFEnvRunner:
+    """A sampler as an actor would hold it, for `worker_index` above 0, but here. `has_weights`: it
+    was given those that it starts from."""
     config = config.copy(copy_frozen=False)
     config.validate()
-    return RLHFEnvRunner(config=config, worker_index=worker_index, num_workers=2)
+    sampler = RLHFEnvRunner(config=config, worker_index=worker_index, num_workers=2)
+    if has_weights:
+        sampler.set_state(sampler.get_state())
+    return sampler
 
 
 def publication(version: int = 0, key: str | None = None) -> PublishedWeights:
@@ -23,68 +26,79 @@ def publication(version: int = 0, key: str | None = None) -> PublishedWeights:
     return PublishedWeights(version, key or f"weights {version}")
 
 
-class ScriptedGroup:
-    """An EnvRunnerGroup of samplers that live here. `does`: what happens to each part that is
-    asked for, in order: it "dies", "hangs" or (also behind the end) serves. `revives_after`: pings
-    until a dead one is back."""
+class ScriptedActors:
+    """`SamplerActors` whose samplers live here. `does`: what happens to each part that is asked
+    for, in order: its sampler "dies", "hangs" or (also behind the end) serves. `revives_after`:
+    pings until a dead one is back. `first`: position of the requests, that parts are noted by."""
 
-    def __init__(self, samplers, *, does=(), revives_after: int = 1):
+    def __init__(self, samplers, *, does=(), revives_after: int = 1, first: int = 0):
         self.samplers = {i + 1: sampler for i, sampler in enumerate(samplers)}
         self.does = list(does)
         self.revives_after = revives_after
-        self.dead: dict[int, int] = {}
+        self.first = first
+        self.dead: dict[int, int] = {}  # pings since its death, by worker
         self.hung: set[int] = set()
         self.served: list[tuple[int, int]] = []  # (worker, first prompt of its part)
-        self.flights: list[tuple[int, Callable, dict]] = []
-        self._worker_manager = self
         self.killed: list[int] = []
+        self.ends: dict[object, object] = {}  # of each call: its answer, or why there is none
 
-    def num_remote_env_runners(self):
-        return len(self.samplers)
+    @property
+    def workers(self):
+        return list(self.samplers)
 
-    def healthy_worker_ids(self):
-        return [i for i in self.samplers if i not in self.dead]
+    def healthy(self):
+        return [worker for worker in self.samplers if worker not in self.dead]
 
-    def num_healthy_remote_workers(self):
-        return len(self.healthy_worker_ids())
-
-    def foreach_env_runner_async(self, func, *, tag, healthy_only, remote_worker_ids, kwargs=None):
-        assert not healthy_only
-        if tag == "ping":
-            for worker in remote_worker_ids:
-                self.dead[worker] += 1
-            return
-        (worker,) = remote_worker_ids
-        assert worker not in self.dead and worker not in self.hung
-        assert worker not in [flight[0] for flight in self.flights]
-        self.flights.append((worker, func, kwargs))
-
-    def fetch_ready_async_reqs(self, *, tags, timeout_seconds, mark_healthy=False):
-        if tags == "ping":
-            assert mark_healthy and timeout_seconds == 0
-            for worker in [w for w, pings in self.dead.items() if pings >= self.revives_after]:
-                del self.dead[worker]
-            return []
-        flights, self.flights, answers = self.flights, [], []
-        for worker, func, kwargs in flights:
-            happens = None if worker in self.hung else self.does.pop(0) if self.does else "serves"
-            if happens == "dies":
-                self.dead[worker] = 0
-            elif happens == "hangs" or worker in self.hung:
-                self.hung.add(worker)
-                self.flights.append((worker, func, kwargs))
-            else:
-                self.served.append((worker, kwargs["start"]))
-                answers.append((worker, func(self.samplers[worker], **kwargs)))
-        return answers
-
-    # Of the manager behind the group.
-
-    def set_actor_state(self, worker, healthy):
-        assert not healthy
-        self.dead[worker] = 0
+    def mark(self, worker, *, healthy):
         self.hung.discard(worker)
-        self.flights = [flight for flight in self.flights if flight[0] != worker]
+        silent = [call for call, end in self.ends.items() if end is None]
+        for call in silent:
+            if call.worker == worker:
+                del self.ends[call]
+        if healthy:
+            self.dead.pop(worker, None)
+        else:
+            self.dead.setdefault(worker, 0)
+
+    def kill(self, worker):
+        self.killed.append(worker)
+
+    def call(self, worker, method, *args):
+        call = Call(worker)
+        if method == "ping":
+            self.dead[worker] += 1
+            back = self.dead[worker] >= self.revives_after
+            self.ends[call] = "pong" if back else ActorUnavailableError("no memory", None)
+            return call
+        assert method == "serve" and worker not in self.dead and worker not in self.hung
+        assert worker not in [made.worker for made in self.ends]
+        happens = self.does.pop(0) if self.does else "serves"
+        request, published = args
+        if happens == "dies":
+            self.ends[call] = ActorUnavailableError("no memory", None)
+        elif happens == "hangs":
+            self.hung.add(worker)
+            self.ends[call] = None
+        else:
+            self.served.append((worker, request.position - self.first))
+            self.ends[call] = self.samplers[worker].serve(request, published)
+        return call
+
+    def ready(self, calls, timeout_s):
+        return [call for call in calls if call.worker not in self.hung]
+
+    def answer(self, call, timeout_s=None):
+        end = self.ends.pop(call)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+class Call:
+    """Stands for the reference of an answer."""
+
+    def __init__(self, worker):
+        self.worker = worker
 
 
 def assert_same_batch(one, other) -> None:

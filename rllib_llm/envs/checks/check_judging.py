@@ -10,6 +10,7 @@ import torch
 from rllib_llm import columns
 from rllib_llm.envs.checks.check_findings import Findings
 
+# Of an environment that gives scores; one that does not is learnt from by its rewards.
 _REQUIRED_INFOS = (
     columns.SCORES,
     columns.VALID,
@@ -34,6 +35,7 @@ class JudgingChecker:
         self.check_step(self.options, self.batch_size)
         self.check_padding(self.options, self.batch_size)
         self.check_refusals(self.options, self.batch_size)
+        self.check_rewards(self.options, self.batch_size)
 
     def random_actions(self, batch_size: int, extra: int = 0) -> dict[str, torch.Tensor]:
         """Completions of every length from 1, right-padded with `extra` further columns of 0."""
@@ -91,7 +93,8 @@ class JudgingChecker:
                     "an episode is one completion and ends with it",
                     "Return torch.ones or torch.zeros of bool",
                 )
-        self.check_infos(infos, actions, batch_size)
+        if not isinstance(infos, Mapping) or columns.SCORES in infos:
+            self.check_infos(infos, actions, batch_size)
 
     def check_infos(self, infos: Any, actions: Mapping[str, torch.Tensor], batch_size: int) -> None:
         """The infos of judged completions: there, of the right type and shape, and true."""
@@ -178,7 +181,8 @@ class JudgingChecker:
         scores = []
         for given in (short, short, actions):
             self.env.reset(options=options)
-            scores.append(self.env.step(dict(given))[4][columns.SCORES])
+            _, rewards, _, _, infos = self.env.step(dict(given))
+            scores.append(infos.get(columns.SCORES, rewards))
         random_scores = not torch.allclose(scores[0], scores[1], atol=1e-4)
         if not random_scores and not torch.allclose(scores[0], scores[2], atol=1e-4):
             self.findings.add(
@@ -187,6 +191,23 @@ class JudgingChecker:
                 "padding depends on the other rows of a batch",
                 "Cut completions to completion_mask before judging them",
             )
+
+    def check_rewards(self, options: Mapping[str, int], batch_size: int) -> None:
+        """Scores are learnt from where there are any: rewards that say something else are a
+        mistake, unless they are less a KL."""
+        if self.findings.problems:
+            return
+        self.env.reset(options=options)
+        _, rewards, _, _, infos = self.env.step(self.random_actions(batch_size))
+        scores = infos.get(columns.SCORES, rewards)
+        if "kl" in infos or torch.allclose(rewards, scores):
+            return
+        self.findings.add(
+            f"step() rewards={rewards.tolist()!r}",
+            f"infos['scores'], {scores.tolist()!r}",
+            "where there are scores, these are learnt from and rewards are only reported",
+            "Return the scores as rewards, or leave them out of infos to have rewards learnt from",
+        )
 
     def check_refusals(self, options: Mapping[str, int], batch_size: int) -> None:
         """Wrong actions must raise an error, not be judged."""

@@ -148,9 +148,19 @@ def _infos_with(result, **changes):
     return _replace(result, 4, {**result[4], **changes})
 
 
-class NoScores(GoodEnv):
+class RewardsAlone(GoodEnv):
     def change_step(self, actions, result):
-        return _replace(result, 4, {"valid": result[4]["valid"]})
+        return _replace(result, 4, {})
+
+
+class ScoresAlone(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 4, {"scores": result[4]["scores"]})
+
+
+class OwnRewards(GoodEnv):
+    def change_step(self, actions, result):
+        return _replace(result, 1, result[1] + 1)
 
 
 class CountsPadding(GoodEnv):
@@ -202,6 +212,7 @@ class JudgesAnything(GoodEnv):
 def test_nothing_is_found_in_good_environments():
     assert check_env(GoodEnv) == []
     assert check_env(GoodEnv(max_completion_len=1)) == []
+    assert check_env(RewardsAlone) == []  # which are learnt from then
     assert check_env(f"{__name__}:GoodEnv", {"num_envs": 5}, num_prompts=7, seed=3) == []
     assert check_env("rllib_llm/Arithmetic-v0", {"operations": "+-"}, raise_error=True) == []
 
@@ -237,7 +248,8 @@ def test_random_scores_are_no_finding():
         (GoesOn, r"terminations=\[False.* must be all True"),
         (Truncates, r"truncations=\[True.* must be all False"),
         (WritesIntoActions, r"actions after step\(\) must be as they were before"),
-        (NoScores, r"infos without \['scores', 'components'"),
+        (ScoresAlone, r"infos without \['valid', 'components'"),
+        (OwnRewards, r"rewards=.* must be infos\['scores'\].* these are learnt from"),
         (CountsPadding, r"num_completion_tokens'\]=\[6.* must be \[1, 2, 3, 4, 5, 6\]"),
         (ScoredThoughInvalid, r"scores'\] where not valid=.* must be 0"),
         (ListComponents, r"\['components'\]\['length'\] of type list must be"),
@@ -256,7 +268,8 @@ def test_each_break_is_found(env, message):
 
 
 @pytest.mark.parametrize(
-    "env", [Int32Prompts, RightPadded, ScatteredGroups, GoesOn, CountsPadding, ScoresPadding]
+    "env",
+    [Int32Prompts, RightPadded, ScatteredGroups, GoesOn, CountsPadding, ScoresPadding, OwnRewards],
 )
 def test_one_break_is_one_finding(env):
     assert len(check_env(env)) == 1

@@ -1,0 +1,123 @@
+"""An environment as a sampler uses it: a request's prompts, and what it says of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.rollouts.request import SampleRequest
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an environment says of B completions.
+
+    rewards: [B] float32, `step`'s own. columns: those of the training batch. components, metrics:
+    [B] float32 by name. texts: {"prompt", "completion"}, where they were asked for and given.
+    """
+
+    rewards: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    components: dict[str, torch.Tensor]
+    metrics: dict[str, torch.Tensor]
+    texts: dict[str, list[str]]
+
+
+class SamplingEnvironment:
+    """A vector environment that is asked for prompts by position.
+
+    Args:
+        env: a `gymnasium.vector.VectorEnv` that keeps the contract of `BanditEnv`.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
+        """The prompts of a request, those of a group adjacent, and which they are."""
+        n = request.num_completions
+        self.env.return_texts = request.return_texts
+        observation, infos = self.env.reset(
+            options={
+                "position": request.position,
+                "num_prompts": request.num_prompts,
+                "num_completions": n,
+            }
+        )
+        device = observation[columns.PROMPT_IDS].device
+        positions = torch.arange(request.position, request.position + request.num_prompts)
+        first = request.position * n
+        row_ids = torch.arange(first, first + request.num_prompts * n)
+        return {
+            **observation,
+            columns.PROMPT_INDEX: infos[columns.PROMPT_INDEX],
+            columns.ROW_ID: row_ids.to(device),
+            columns.GROUP: positions.repeat_interleave(n).to(device),
+        }
+
+    def judge(
+        self, completions: Mapping[str, torch.Tensor], *, return_texts: bool = False
+    ) -> Judgement:
+        """What `step` returns for completions of the last prompts.
+
+        What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
+        its rewards, all rows of which count unless `infos["valid"]` says otherwise. Components,
+        metrics and texts are there to be read, and may be left out.
+        """
+        _, rewards, _, _, infos = self.env.step(completions)
+        rewards = torch.as_tensor(rewards, dtype=torch.float32)
+        judged = {
+            columns.SCORES: infos.get(columns.SCORES, rewards),
+            columns.VALID: infos.get(columns.VALID, torch.ones_like(rewards, dtype=torch.bool)),
+        }
+        if columns.REF_LOGPROBS in infos:
+            judged[columns.REF_LOGPROBS] = infos[columns.REF_LOGPROBS]
+        texts = {}
+        if return_texts and "completion_texts" in infos:
+            texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
+        return Judgement(
+            rewards, judged, _rows(infos, "components"), _rows(infos, "metrics"), texts
+        )
+
+
+def _rows(infos: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
+    return dict(infos.get(name, {}))
+
+
+def environment_settings(
+    env_config: Mapping[str, Any],
+    *,
+    model: Any,
+    max_completion_len: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    is_evaluation: bool,
+    with_reference: bool,
+) -> dict[str, Any]:
+    """What an environment is made with: what the user set, and what follows from the rest.
+
+    Args:
+        env_config: the user's; what is set there stays.
+        model: the policy's source; its tokenizer is the environment's.
+        max_completion_len: tokens.
+        temperature: the sampler's.
+        seed: of the order of prompts.
+        device: of the environment's tensors and frozen models.
+        is_evaluation: whether prompts are held-out ones.
+        with_reference: whether the environment holds the reference, a copy of `model` by default.
+    """
+    defaults = {
+        "model": model,
+        "max_completion_len": max_completion_len,
+        "temperature": temperature,
+        "seed": seed,
+        "device": device,
+        "split": "eval" if is_evaluation else "train",
+        "reference": {"model": model} if with_reference else None,
+    }
+    return {**defaults, **env_config}

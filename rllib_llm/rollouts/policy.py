@@ -1,0 +1,229 @@
+"""Who generates for a sampler: an RLModule with its own decode loop, or another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from ray.rllib.core.rl_module.rl_module import RLModule
+
+from rllib_llm import columns
+from rllib_llm.engines.engine import generate
+from rllib_llm.engines.external_engine import ExternalEngine
+from rllib_llm.engines.noise import row_seeds, uniform_noise
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
+from rllib_llm.weights.loading import ModuleLoader, differing
+
+EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is asked of a policy: `num_completions` of each prompt.
+
+    The noise of a row is a function of `seed` and its id in `row_ids` [B] int64.
+    """
+
+    params: SamplingParams
+    num_completions: int
+    seed: int
+    row_ids: torch.Tensor
+
+
+class SamplingPolicy(Protocol):
+    """What a sampler asks of whatever generates for it."""
+
+    takes_weights: bool
+    """Whether it generates with published weights; if not, with a model of its own."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it was given weights to generate with, or needs none."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """What stands behind the end of a completion."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a completion, as its model says."""
+
+    def generate(
+        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    ) -> dict[str, torch.Tensor]:
+        """The columns of the completions, B rows, on the prompts' device."""
+
+    def load(self, weights: FlatBuffer) -> None:
+        """Generates with these published weights from now on."""
+
+    def differing(self, weights: FlatBuffer) -> list[str]:
+        """Names of the parameters that are not bit for bit these, where they can be compared."""
+
+    def get_state(self) -> dict[str, torch.Tensor]:
+        """Its weights by name, where they are a module's."""
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Generates with these weights from now on."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+class ModulePolicy:
+    """An RLModule, made on first use or shared with the learner in the same process.
+
+    Args:
+        make_module: gives the module on its device.
+        alias: its parameters may become views of shared memory: nothing else writes to them.
+        max_rows: completions decoded at once; None: all that fit.
+        cuda_graphs: whether decode steps are recorded on a CUDA device.
+        is_pretrained: whether what `make_module` gives may be sampled from as it is.
+    """
+
+    takes_weights = True
+
+    def __init__(
+        self,
+        make_module: Callable[[], RLModule],
+        *,
+        alias: bool,
+        max_rows: int | None = None,
+        cuda_graphs: bool = True,
+        is_pretrained: bool = True,
+    ) -> None:
+        self.module: Any = None
+        self.loader = ModuleLoader(alias=alias)
+        self.has_weights = is_pretrained
+        self._make_module = make_module
+        self._max_rows = max_rows
+        self._cuda_graphs = cuda_graphs
+        self._is_shared = False
+        self._pending_state: Mapping[str, torch.Tensor] | None = None
+
+    def share(self, module: RLModule) -> None:
+        """Samples with `module` itself, the learner's: no copy, no transfer."""
+        self.module, self._is_shared, self.has_weights = module, True, True
+        self._pending_state = None
+
+    def build(self) -> Any:
+        """The module, made on first use."""
+        if self.module is None:
+            self.module = self._make_module()
+            if self._pending_state is not None:
+                self.module.set_state(self._pending_state)
+                self._pending_state = None
+        return self.module
+
+    @property
+    def pad_token_id(self) -> int:
+        """As of all policies."""
+        return self.build().tokenizer.pad_token_id
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """As of all policies."""
+        # Here, since transformers would make importing the package slow.
+        from rllib_llm.modules.tokenizer import eos_token_ids
+
+        return eos_token_ids(self.build().model, self.build().tokenizer)
+
+    def generate(
+        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    ) -> dict[str, torch.Tensor]:
+        """As of all policies."""
+        params, module = asked.params, self.build()
+        noise = None
+        if not params.greedy:
+            noise = uniform_noise(asked.seed, asked.row_ids, params.max_new_tokens)
+        forward = module.forward_inference if params.greedy else module.forward_exploration
+        made = forward(
+            dict(prompts), generate=generate, params=params,
+            num_completions=asked.num_completions, noise=noise,
+            max_rows=self._max_rows, cuda_graphs=self._cuda_graphs,
+        )  # fmt: skip
+        # A module shared with a learner on a GPU generates there.
+        device = prompts[columns.PROMPT_IDS].device
+        return {name: column.to(device) for name, column in made.items()}
+
+    def load(self, weights: FlatBuffer) -> None:
+        """As of all policies; the learner's own module has them already."""
+        if not self._is_shared:
+            self.loader.load(self.build(), weights)
+            self.has_weights = True
+
+    def differing(self, weights: FlatBuffer) -> list[str]:
+        """As of all policies."""
+        return differing(self.build(), weights)
+
+    def get_state(self) -> dict[str, torch.Tensor]:
+        """As of all policies, without critic."""
+        weights = self.build().get_state(inference_only=True)
+        if self.loader.is_aliased:  # pickled, each view would take the whole buffer along
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+        return weights
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """As of all policies."""
+        self.has_weights = True
+        if self.module is None:
+            self._pending_state = state
+        else:
+            self.loader.own_memory(self.module)
+            self.module.set_state(state)
+
+    def close(self) -> None:
+        """As of all policies."""
+
+
+class EnginePolicy:
+    """An engine that has a copy of the policy, or a model of its own."""
+
+    def __init__(self, engine: ExternalEngine) -> None:
+        self.engine = engine
+        self.takes_weights = engine.takes_weights
+        self.has_weights = not engine.takes_weights  # what it starts from may be dummies
+
+    @property
+    def pad_token_id(self) -> int:
+        """As of all policies."""
+        return self.engine.tokenizer.pad_token_id
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """As of all policies."""
+        return self.engine.stop_token_ids
+
+    def generate(
+        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    ) -> dict[str, torch.Tensor]:
+        """As of all policies."""
+        completions = self.engine.generate(
+            prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK], asked.params,
+            num_completions=asked.num_completions, seeds=row_seeds(asked.seed, asked.row_ids),
+        )  # fmt: skip
+        return completions.columns(prompts[columns.PROMPT_IDS].device)
+
+    def load(self, weights: FlatBuffer) -> None:
+        """As of all policies."""
+        self.set_state(unpack(weights))
+
+    def differing(self, weights: FlatBuffer) -> list[str]:
+        """Nothing: they lie in a layout of the engine's own."""
+        return []
+
+    def get_state(self) -> dict[str, torch.Tensor]:
+        """Nothing: its weights are those that come with a request."""
+        return {}
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """As of all policies; one with a model of its own stays as it is."""
+        if self.takes_weights:
+            self.engine.load_weights(dict(state))
+            self.has_weights = True
+
+    def close(self) -> None:
+        """As of all policies."""
+        self.engine.close()

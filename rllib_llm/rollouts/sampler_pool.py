@@ -1,0 +1,108 @@
+"""Which samplers can be asked, and the replacement of those that cannot."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError
+
+from rllib_llm.rollouts.errors import BrokenSamplerError
+from rllib_llm.rollouts.faults import Faults
+from rllib_llm.rollouts.sampler_actors import SamplerActors
+
+logger = logging.getLogger(__name__)
+
+START_FACTOR = 5.0  # times the start of all samplers: how long a restart may take
+LEAST_START_SECONDS = 120.0  # a restarted one first imports everything and loads models
+SECONDS_TO_ANSWER = 5.0  # of Ray, when it is asked why a sampler is dead
+
+
+class SamplerPool:
+    """The remote samplers of one kind. Ray restarts the dead; here they are asked whether they are
+    back, without waiting, and the silent are killed so that Ray restarts them too."""
+
+    def __init__(self, actors: SamplerActors, faults: Faults, start_seconds: float = 0.0):
+        """`start_seconds`: how long the start of all samplers took."""
+        self.actors = actors
+        self.faults = faults
+        self.start_limit = max(LEAST_START_SECONDS, START_FACTOR * start_seconds)
+        self._down_since: dict[int, float] = {}  # monotonic seconds, by worker
+        self._pings: dict[int, Any] = {}  # calls to those that are down
+        self._revived: list[int] = []
+
+    @property
+    def num_samplers(self) -> int:
+        """How many there should be."""
+        return len(self.actors.workers)
+
+    def healthy(self) -> list[int]:
+        """Indices of the samplers that can be asked, after a look at those that could not."""
+        self._look_after_the_dead()
+        return self.actors.healthy()
+
+    def pop_revived(self) -> list[int]:
+        """Indices of the samplers that were seen to come back since the last call. It does not look
+        itself: another thread may be asking them."""
+        revived, self._revived = self._revived, []
+        return revived
+
+    def replace(self, worker: int, reason: str) -> None:
+        """Kills a sampler that does not answer; Ray starts it again."""
+        logger.error("Sampler %d is killed and started again: %s.", worker, reason)
+        self.faults.samplers_hung += 1
+        self.actors.mark(worker, healthy=False)
+        self.actors.kill(worker)
+        self._down_since[worker] = time.monotonic()
+
+    def require_built(self) -> None:
+        """Raises BrokenSamplerError with the traceback of a sampler whose constructor failed; RLlib
+        only logs it, and Ray does not start such an actor again."""
+        for worker, error in self._errors():
+            if isinstance(error, ActorDiedError):
+                raise BrokenSamplerError(f"Sampler {worker} cannot be built: {error}")
+
+    def last_words(self) -> str:
+        """What Ray knows of the first sampler that is down."""
+        return next((f"Sampler {worker}: {error}" for worker, error in self._errors()), "")
+
+    def _errors(self) -> Iterator[tuple[int, RayError]]:
+        """What those that are down answer with, by worker."""
+        for worker in self._down():
+            try:
+                self.actors.answer(self.actors.call(worker, "ping"), SECONDS_TO_ANSWER)
+            except RayError as error:
+                yield worker, error
+
+    def _down(self) -> list[int]:
+        healthy = set(self.actors.healthy())
+        return [worker for worker in self.actors.workers if worker not in healthy]
+
+    def _look_after_the_dead(self) -> None:
+        now = time.monotonic()
+        for worker in self._down():
+            since = self._down_since.setdefault(worker, now)
+            if now - since > self.start_limit:
+                self.replace(worker, f"it did not come back in {now - since:.0f} s")
+        # Answers to earlier pings first: who answers is healthy again.
+        self._read_pings()
+        for worker in self._down():
+            if worker not in self._pings:
+                self._pings[worker] = self.actors.call(worker, "ping")
+
+    def _read_pings(self) -> None:
+        answered = self.actors.ready(list(self._pings.values()), 0.0)
+        for worker, call in list(self._pings.items()):
+            if call not in answered:
+                continue
+            del self._pings[worker]
+            try:
+                self.actors.answer(call)
+            except RayError:
+                continue  # still down
+            self.actors.mark(worker, healthy=True)
+            self._down_since.pop(worker, None)
+            self._revived.append(worker)
+            self.faults.sampler_restarts += 1
