@@ -100,15 +100,20 @@ class Decoder:
         self._decode_step = None
         self._held.close()
 
+    def _opened_step(self) -> DecodeStep:
+        if self._decode_step is None:
+            opened = self.open_step(self.model, self.cache, self.steps, self.value_head)
+            self._decode_step = self._held.enter_context(opened)
+        return self._decode_step
+
     # --- one step ----------------------------------------------------------------------------
 
     def _forward(self) -> torch.Tensor:
         """Logits [rows, vocab] behind the rows' newest tokens."""
-        assert self._decode_step is not None, "rows were let in without a step"
         self._make_room()
-        rows = self.rows
+        rows, step = self.rows, self._opened_step()
         seen = None if self.mask is None else self.mask[:, self.first : self.length + 1]
-        logits = self._decode_step(rows.tokens, rows.positions, self.cache, seen)
+        logits = step(rows.tokens, rows.positions, self.cache, seen)
         rows.positions = rows.positions + rows.alive
         self.length += 1
         return logits
@@ -220,9 +225,9 @@ class Decoder:
         free = float("inf") if self.max_rows is None else self.max_rows - running
         count = self.queue.fitting(free, whatever=not running)
         is_rest = count == len(self.queue)
-        if running and not is_rest and self.max_rows is not None:
-            if self.queue.rows_of(count) < self.free_share * self.max_rows:
-                return []
+        wanted = self.free_share * (self.max_rows or 0)
+        if running and not is_rest and self.queue.rows_of(count) < wanted:
+            return []
         return self.queue.take(count)
 
     def _let_in(self, groups: Sequence[Group]) -> None:
@@ -237,9 +242,7 @@ class Decoder:
         if not shares:
             self.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
-        if self._decode_step is None:
-            opened = self.open_step(self.model, prompts, self.steps, self.value_head)
-            self._decode_step = self._held.enter_context(opened)
+        self._opened_step()
         logits = last_logits(
             self.model,
             self.value_head,

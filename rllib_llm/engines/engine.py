@@ -16,6 +16,7 @@ from torch import nn
 
 from rllib_llm.engines.check_inputs import check_at_least_one, check_inputs
 from rllib_llm.engines.completions import CompletionBuffers, Completions
+from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.kv_cache import shares_prompts
@@ -64,11 +65,12 @@ def generate(
             values. The model must be one that `lm_head.take_apart` takes apart.
 
     Raises:
-        ValueError: inputs that do not fit each other, a prompt without tokens, or more positions
-            than the model has.
+        ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
+            the model has, or a model that cannot be decoded here: that is tried at its first call.
         FloatingPointError: the model's logits are not finite.
     """
     check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
+    check_decoding_once(model)
     check_at_least_one(steps_between_looks=steps_between_looks, max_rows=max_rows)
     device = next(model.parameters()).device
     if steps_between_looks is None:

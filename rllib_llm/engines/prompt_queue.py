@@ -68,11 +68,10 @@ class PromptQueue:
                         group.prompts,
                         group.index,
                         group.length,
-                        *(
-                            [held[i] for i in stays]
-                            for held in (group.columns, group.params, group.num_sampled)
-                        ),
-                    )  # fmt: skip
+                        [group.columns[i] for i in stays],
+                        [group.params[i] for i in stays],
+                        [group.num_sampled[i] for i in stays],
+                    )
                 )
         self._groups = kept
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rllib_llm.engines.cuda_graph import CudaGraph
 from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.cuda_graph import CudaGraph
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import Completions, generate, groups_of
