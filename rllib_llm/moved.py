@@ -25,9 +25,10 @@ _MOVED = {
     },
     "sampling": {
         "engines": (
-            "check_inputs completions continuous cuda_graph decode_step decode_weights "
-            "decoder engine external_engine kv_cache llama_step noise openai_engine params "
-            "row_budget static_step token_sampling vllm_engine"
+            "check_inputs completions continuous=decoder cuda_graph decode_step decode_weights "
+            "decoder engine external_engine kv_cache llama_step noise "
+            "openai_engine=openai_completions params row_budget static_step token_sampling "
+            "vllm_engine"
         ),
         "rollouts": (
             "ahead collect env_runner errors faults generation=policy request samplers=sampler_pool"

@@ -45,7 +45,7 @@ def check_inputs(
             "prompt_mask must be left-padded, with a token in its last column: completions are "
             "appended there. Move the padding of every prompt to its front; drop empty prompts."
         )
-    _check_positions(model.config, int(lengths.max()), params)
+    check_positions(model.config, int(lengths.max()), params)
     _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
 
 
@@ -59,14 +59,40 @@ def check_at_least_one(**settings: int | None) -> None:
             )
 
 
-def _check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
+    """Raises ValueError for more positions than the model has, or than its rows are independent
+    of each other up to."""
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and longest_prompt + params.max_new_tokens > limit:
         raise ValueError(
             f"max_new_tokens={params.max_new_tokens!r} must be at most "
             f"{limit - longest_prompt}: the longest prompt has {longest_prompt} tokens and the "
             f"model {limit} positions. Shorten prompts or completions."
         )
+    short = _longrope_border(text)
+    if short is not None and longest_prompt + params.max_new_tokens > short:
+        raise ValueError(
+            f"max_new_tokens={params.max_new_tokens!r} must be at most {short - longest_prompt}: "
+            f"the longest prompt has {longest_prompt} tokens, and beyond {short} positions this "
+            "model's longrope rotates every row of a batch by other factors as soon as one row is "
+            "longer, so that log-probs depend on the rows beside it. Shorten prompts or "
+            "completions."
+        )
+
+
+def _longrope_border(config: PretrainedConfig) -> int | None:
+    """Positions up to which longrope keeps to its short factors; None for other embeddings."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    # One dictionary, or one for each type of layer.
+    each = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    borders = [
+        part.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for part in each
+        if part.get("rope_type") == "longrope"
+    ]
+    return min((border for border in borders if border is not None), default=None)
 
 
 def _check_noise(noise: torch.Tensor | None, batch: int, params: SamplingParams) -> None:

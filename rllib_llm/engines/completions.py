@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -39,39 +39,27 @@ class Completions:
         return {name: column.to(device) for name, column in held.items()}
 
 
-def concatenate(parts: Sequence[Completions], pad_token_id: int) -> Completions:
-    """The rows of all parts, one after the other, as wide as the widest.
+class Tokens(NamedTuple):
+    """Tokens of one completion, with their log-probs and the weights' versions, if kept."""
 
-    Args:
-        parts: at least one.
-        pad_token_id: fills the narrower parts.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    longest = max(part.completion_ids.shape[1] for part in parts)
-
-    def stack(name: str, filler: int) -> torch.Tensor:
-        tensors = [getattr(part, name) for part in parts]
-        return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=filler) for t in tensors])
-
-    return Completions(
-        stack("completion_ids", pad_token_id),
-        stack("completion_mask", False),
-        stack("logprobs", 0),
-        torch.cat([part.finished for part in parts]),
-        None if parts[0].values is None else stack("values", 0),
-    )
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
 
 
 class CompletionBuffers:
-    """Tokens of all rows, step-major, so that one step writes one contiguous line.
+    """Tokens of all completions, step-major, so that one step writes one contiguous line.
+
+    A completion is written to a column of its own, wherever its row stands in the batch.
 
     Args:
         steps: longest completion.
-        batch: rows.
+        batch: completions.
         pad_token_id: what stands behind the end of a completion.
         device: where the tokens are sampled.
         with_values: whether the logits' last column is a value.
+        noise: [batch, >= steps] in [0, 1), which decides the tokens; None when all are greedy.
+        with_versions: whether the weights' version is kept of each token.
     """
 
     def __init__(
@@ -81,59 +69,103 @@ class CompletionBuffers:
         pad_token_id: int,
         device: torch.device,
         with_values: bool = False,
+        noise: torch.Tensor | None = None,
+        with_versions: bool = False,
     ) -> None:
         # One line more than is read: rows that have ended, on a device that is not asked which,
         # write there.
         lines = (steps + 1, batch)
+        self.steps, self.batch = steps, batch
+        self.version = 0  # is written to every token
         self._tokens = torch.full(lines, pad_token_id, device=device)
         self._mask = torch.zeros(lines, dtype=torch.bool, device=device)
         self._logprobs = torch.zeros(lines, dtype=torch.float32, device=device)
         self._values = torch.zeros_like(self._logprobs) if with_values else None
+        self._noise = None if noise is None else noise[:, :steps].float().t().contiguous()
+        self._versions = (
+            torch.zeros_like(self._tokens, dtype=torch.int32) if with_versions else None
+        )
 
     def split(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [rows, vocab], and the values [rows] that are a column behind them, if any."""
         return (outputs, None) if self._values is None else (outputs[:, :-1], outputs[:, -1])
 
+    def noise(self, places: int | torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """Uniforms [n] that decide the tokens at `places`, one for all or [n], of completions."""
+        if self._noise is None:
+            return None
+        if isinstance(places, int):
+            return self._noise[places].index_select(0, rows)
+        return self._noise[places.clamp(max=self.steps - 1), rows]
+
     def write(
         self,
-        step: int,
+        places: int | torch.Tensor,
         rows: torch.Tensor,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         alive: torch.Tensor,
         values: torch.Tensor | None = None,
     ) -> None:
-        """Records one token of some rows, at the same place in all of them.
+        """Records one token of some completions.
 
         Args:
-            step: place in the completion.
-            rows: [n] int64, which rows of the batch.
+            places: in the completion, one for all, or [n] int64.
+            rows: [n] int64, which completions.
             tokens: [n] int64.
             logprobs: [n] float32.
             alive: [n] bool, False for a row that has ended before.
             values: [n], of the state before the token.
         """
-        self._tokens[step].index_copy_(0, rows, tokens)
-        self._mask[step].index_copy_(0, rows, alive)
-        self._logprobs[step].index_copy_(0, rows, logprobs.where(alive, 0.0))
+        written = [(self._tokens, tokens), (self._mask, alive)]
+        written.append((self._logprobs, logprobs.where(alive, 0.0)))
         if self._values is not None and values is not None:
-            self._values[step].index_copy_(0, rows, values.float().where(alive, 0.0))
+            written.append((self._values, values.float().where(alive, 0.0)))
+        if self._versions is not None:
+            versions = torch.full_like(rows, self.version, dtype=torch.int32)
+            written.append((self._versions, versions))
+        if isinstance(places, int):
+            for lines, entries in written:
+                lines[places].index_copy_(0, rows, entries)
+            return
+        places = places.where(alive, self.steps)
+        for lines, entries in written:
+            lines[places, rows] = entries
 
-    def write_at(
-        self,
-        places: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-        alive: torch.Tensor,
-        values: torch.Tensor | None = None,
-    ) -> None:
-        """As `write`, but each at a place [n] int64 of its own; that of ended rows is `steps`."""
-        self._tokens[places, rows] = tokens
-        self._mask[places, rows] = alive
-        self._logprobs[places, rows] = logprobs.where(alive, 0.0)
-        if self._values is not None and values is not None:
-            self._values[places, rows] = values.float().where(alive, 0.0)
+    # --- completions that come and go --------------------------------------------------------
+
+    def reserve(self, steps: int, batch: int) -> None:
+        """Has room for so many completions, so long; what is written stays."""
+        if steps <= self.steps and batch <= self.batch:
+            return
+        steps, batch = max(steps, self.steps), max(batch, self.batch)
+        grown = (0, batch - self.batch, 0, steps - self.steps)
+        for name in ("_tokens", "_mask", "_logprobs", "_values", "_noise", "_versions"):
+            lines = getattr(self, name)
+            setattr(self, name, None if lines is None else F.pad(lines, grown))
+        self.steps, self.batch = steps, batch
+
+    def begin(self, row: int, noise: torch.Tensor | None) -> None:
+        """Makes a column ready for another completion, with noise [steps of it] unless greedy."""
+        self._mask[:, row] = False
+        if noise is None:
+            return
+        if self._noise is None:
+            self._noise = torch.zeros_like(self._logprobs[: self.steps])
+        self._noise[: len(noise), row] = noise.to(self._noise.device)
+
+    def read(self, rows: list[int], starts: list[int]) -> list[Tokens]:
+        """What was written of some completions from a place `starts` of each on."""
+        columns = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)
+        lines = [self._tokens, self._logprobs, self._mask]
+        lines += [] if self._versions is None else [self._versions]
+        held = [entries.index_select(1, columns).t().tolist() for entries in lines]
+        read = []
+        for i, start in enumerate(starts):
+            part = slice(start, start + sum(held[2][i]))
+            versions = held[3][i][part] if len(held) > 3 else []
+            read.append(Tokens(held[0][i][part], held[1][i][part], versions))
+        return read
 
     def completions(self, stop_token_ids: torch.Tensor) -> Completions:
         """What was written, cut to the longest row, as tensors of their own.

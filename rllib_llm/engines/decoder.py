@@ -1,151 +1,329 @@
-"""One batch of prompts decoded together, rows leaving it as they end."""
+"""The decode loop: rows that enter and leave the batch at any step, a token each per step.
+
+All rows end at the same position of the cache. One that comes later is a row with more padding
+before it, so nothing about the rows beside it changes, and its tokens are the same as in a batch of
+its own (up to round-off).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 
+import numpy as np
 import torch
 from torch import nn
 
+from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodeStep, OpenStep, last_logits, open_decode_step
-from rllib_llm.engines.kv_cache import SharedPromptCache, make_cache
-from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.kv_cache import (
+    RepeatedPromptCache,
+    SharedPromptCache,
+    make_cache,
+    shares_prompts,
+)
+from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
 from rllib_llm.engines.token_sampling import choose_tokens
+
+# Fewer positions at the front than this are not worth moving the whole cache for.
+_MIN_SHIFT = 16
 
 
 class Decoder:
-    """State of one generation. Row-wise tensors hold only the rows still in the batch."""
+    """State of a generation that never needs to end.
+
+    Args:
+        model: causal LM of transformers in eval mode.
+        buffers: what is sampled is written to.
+        steps: how many tokens will be decoded at most: whether weights are laid out for it.
+        steps_between_looks: steps between two looks at which rows were ended by a stop token.
+        max_rows: rows in the batch at once, at least those of one prompt; None for no bound.
+        free_share: share of `max_rows` that has to be free before waiting prompts are let in, if
+            there are so many: a prefill of a few is poorly used.
+        room: rows and positions that the cache has from the start.
+        open_step: makes the decode step.
+        value_head: see `engine.generate`.
+
+    Called within `torch.inference_mode`, which spares each operation its autograd bookkeeping: up
+    to a tenth of the time.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        prompt_mask: torch.Tensor,
-        params: SamplingParams,
-        num_completions: int,
-        noise: torch.Tensor | None,
+        buffers: CompletionBuffers,
+        *,
+        steps: int,
+        steps_between_looks: int = 1,
+        max_rows: int | None = None,
+        free_share: float = 0.0,
+        room: tuple[int, int] = (0, 0),
         open_step: OpenStep = open_decode_step,
         value_head: nn.Module | None = None,
     ) -> None:
-        device = prompt_mask.device
-        steps = params.max_new_tokens
-        batch = len(prompt_mask) * num_completions
-        self.model = model
-        self.params = params
-        self.num_completions = num_completions
-        self.open_step = open_step
-        self.value_head = value_head
-        # Columns that are padding in every row are left out.
-        self.prompt_mask = prompt_mask[:, int((~prompt_mask.any(dim=0)).sum()) :]
-        self.prompt_len = self.prompt_mask.shape[1]
-        self.cache = make_cache(model.config, num_completions, self.prompt_len + steps)
-        self.buffers = CompletionBuffers(
-            steps, batch, params.pad_token_id, device, with_values=value_head is not None
-        )
-        self.stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-        self.noise = None
-        if noise is not None:
-            self.noise = noise[:, :steps].float().t().contiguous()
-        # Of the rows still in the batch: place in the output, not ended yet, position of the next
-        # token, and which positions count [rows, prompt_len + steps] if not all do.
-        self.rows = torch.arange(batch, device=device)
-        self.alive = torch.ones(batch, dtype=torch.bool, device=device)
-        self.positions = self.prompt_mask.sum(dim=1).repeat_interleave(num_completions)
-        self.padding_mask = None
-        if not bool(self.prompt_mask.all()):
-            generated = self.prompt_mask.new_ones(len(prompt_mask), steps)
-            padding_mask = torch.cat([self.prompt_mask, generated], dim=1)
-            self.padding_mask = padding_mask.repeat_interleave(num_completions, dim=0)
+        self.model, self.buffers, self.steps = model, buffers, steps
+        self.steps_between_looks, self.free_share = steps_between_looks, free_share
+        self.max_rows, self.room = max_rows, room
+        self.open_step, self.value_head = open_step, value_head
+        self.device = next(model.parameters()).device
+        self.queue = PromptQueue()
+        self.rows = BatchRows(self.device)
+        self.clock = 0
+        self.cache = make_cache(model.config, 1, 0)
+        self.length = self.first = 0  # positions in use; those before `first` are padding only
+        self.mask: torch.Tensor | None = None  # [rows, capacity], None while none has padding
+        self._held = ExitStack()
+        self._decode_step: DecodeStep | None = None
 
-    def run(self, prompt_ids: torch.Tensor, steps_between_looks: int) -> None:
-        """Prefill, then one token per step until every row has ended."""
-        steps = self.params.max_new_tokens
-        with self.open_step(self.model, self.cache, steps, self.value_head) as decode_step:
-            logits = self._prefill(prompt_ids[:, -self.prompt_len :])
-            for step in range(steps):
-                tokens = self._choose(step, logits)
-                if step + 1 == steps:
-                    break
-                if len(self.stops) and (step + 1) % steps_between_looks == 0:
-                    tokens = self._drop_ended(tokens)
-                    if not len(tokens):
-                        break
-                logits = self._forward(decode_step, step, tokens)
+    @property
+    def num_rows(self) -> int:
+        """Rows in the batch, and those that wait."""
+        return len(self.rows) + self.queue.num_rows
 
-    def _prefill(self, prompt_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, vocab] that predict the first token of every completion."""
-        mask = self.prompt_mask
-        shares = isinstance(self.cache, SharedPromptCache)
+    def step(self, admits: bool = True) -> list[int]:
+        """Samples a token for each row in the batch, then, if it `admits`, lets waiting prompts in
+        where there is room and samples their first; the columns of rows that have left."""
+        self.clock += 1
+        left: list[int] = []
+        if len(self.rows):
+            self._take(self._forward(), 0)
+            left += self._drop_ended()
+        groups = self._next_groups() if admits else []
+        if groups:
+            self._let_in(groups)
+            left += self._drop_ended()
+        return left
+
+    def close(self) -> None:
+        """Lets go of the decode step and its copies of the weights. It is made anew if needed."""
+        self._decode_step = None
+        self._held.close()
+
+    def _opened_step(self) -> DecodeStep:
+        if self._decode_step is None:
+            opened = self.open_step(self.model, self.cache, self.steps, self.value_head)
+            self._decode_step = self._held.enter_context(opened)
+        return self._decode_step
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def _forward(self) -> torch.Tensor:
+        """Logits [rows, vocab] behind the rows' newest tokens."""
+        self._make_room()
+        rows, step = self.rows, self._opened_step()
+        seen = None if self.mask is None else self.mask[:, self.first : self.length + 1]
+        logits = step(rows.tokens, rows.positions, self.cache, seen)
+        rows.positions = rows.positions + rows.alive
+        self.length += 1
+        return logits
+
+    def _take(self, outputs: torch.Tensor, start: int) -> None:
+        """Chooses and records a token for the rows from `start` on."""
+        rows, buffers = self.rows, self.buffers
+        logits, values = buffers.split(outputs)
+        lines, alive = rows.lines[start:], rows.alive[start:]
+        born, last = rows.born[start:], rows.last[start:]
+        places: int | torch.Tensor = self.clock - rows.births[start:]
+        if (born == born[0]).all():
+            places = self.clock - int(born[0])
+        noise = buffers.noise(places, lines)
+        tokens, logprobs, ended = self._choose(logits, noise, start)
+        pad = rows.settings[rows.setting[start]].pad_token_id
+        tokens = tokens.where(alive, pad)
+        buffers.write(places, lines, tokens, logprobs, alive, values)
+        rows.tokens[start:] = tokens
+        if ended is not None:
+            alive &= ~ended
+        if self.clock >= last.max():
+            alive.zero_()
+        elif self.clock >= last.min():
+            alive &= torch.from_numpy(self.clock < last).to(self.device)
+
+    def _choose(
+        self, logits: torch.Tensor, noise: torch.Tensor | None, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens and log-probs of the rows from `start` on, each by settings of its own, and which
+        of the tokens are stop tokens, None if there are no such."""
+        rows, parts = self.rows, []
+        born = rows.born[start:]
+        for setting, index in rows.by_settings(start):
+            if index is None:
+                return self._choose_alike(logits, noise, setting, born)
+            place = torch.from_numpy(index).to(self.device)
+            own = None if noise is None else noise[place]
+            parts.append((place, self._choose_alike(logits[place], own, setting, born[index])))
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        logprobs = torch.empty(len(logits), device=self.device)
+        ended = torch.zeros(len(logits), dtype=torch.bool, device=self.device)
+        for place, (part_tokens, part_logprobs, part_ended) in parts:
+            tokens[place], logprobs[place] = part_tokens, part_logprobs
+            if part_ended is not None:
+                ended[place] = part_ended
+        return tokens, logprobs, ended
+
+    def _choose_alike(
+        self,
+        logits: torch.Tensor,
+        noise: torch.Tensor | None,
+        setting: int,
+        born: np.ndarray,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `_choose`, of rows with the same settings."""
+        params, stops = self.rows.settings[setting], self.rows.stops[setting]
+        if not len(stops):
+            return *choose_tokens(logits, noise, params), None
+        young = self.clock - born < params.min_new_tokens
+        forbidden_rows = None
+        if young.any() and not young.all():
+            forbidden_rows = torch.from_numpy(young).to(self.device)
+        forbidden = stops if young.any() else None
+        tokens, logprobs = choose_tokens(logits, noise, params, forbidden, forbidden_rows)
+        return tokens, logprobs, (tokens.unsqueeze(1) == stops).any(dim=1)
+
+    # --- who is in the batch -----------------------------------------------------------------
+
+    def _drop_ended(self) -> list[int]:
+        """Lets rows go that have ended, if it is time to look; their columns of the buffers."""
+        last = self.rows.last
+        if self.clock < last.max():
+            if self.clock % self.steps_between_looks:
+                return []
+            if self.clock < last.min() and not self.rows.has_stops():
+                return []
+        return self.drop_ended()
+
+    def drop_ended(self) -> list[int]:
+        """Lets rows go that have ended; their columns of the buffers. Waits for the device."""
+        return self._keep(self.rows.alive.cpu())
+
+    def remove(self, columns: set[int]) -> None:
+        """Takes rows out, in the batch or waiting."""
+        self.queue.remove(columns)
+        self._keep(torch.from_numpy(~np.isin(self.rows.columns, list(columns))))
+
+    def _keep(self, stays: torch.Tensor) -> list[int]:
+        """Fills the places of rows that do not stay [rows] with rows from the back."""
+        moves = fill_gaps(stays, self.device)
+        if moves is None:
+            return []
+        left = self.rows.columns[~stays.numpy()].tolist()
+        if moves.num_rows:
+            self.cache.move_rows(moves.sources, moves.targets, moves.num_rows)
+            if self.mask is not None:
+                self.mask = moves.apply(self.mask)
+        elif isinstance(self.cache, SharedPromptCache):
+            self.cache.clear()
+        self.rows.keep(moves)
+        return left
+
+    def _next_groups(self) -> list[Group]:
+        """The prompts that are let in now."""
+        running = len(self.rows)
+        if not len(self.queue) or (running and not shares_prompts(self.model.config)):
+            return []
+        free = float("inf") if self.max_rows is None else self.max_rows - running
+        count = self.queue.fitting(free, whatever=not running)
+        is_rest = count == len(self.queue)
+        wanted = self.free_share * (self.max_rows or 0)
+        if running and not is_rest and self.queue.rows_of(count) < wanted:
+            return []
+        return self.queue.take(count)
+
+    def _let_in(self, groups: Sequence[Group]) -> None:
+        """Prefills prompts and samples the first tokens of their rows."""
+        copies = [len(group.columns) for group in groups]
+        ids, mask = padded(groups)
+        longest, lengths = ids.shape[1], [group.length for group in groups]
+        has_padding = min(lengths) < longest
+        prompts = make_cache(self.model.config, 1, longest)
+        shares = isinstance(prompts, SharedPromptCache)
+        repeats = torch.tensor(copies, device=self.device)
         if not shares:
-            prompt_ids = prompt_ids.repeat_interleave(self.num_completions, dim=0)
-            mask = mask.repeat_interleave(self.num_completions, dim=0)
+            self.cache = prompts
+            ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
+        self._opened_step()
         logits = last_logits(
             self.model,
             self.value_head,
-            input_ids=prompt_ids,
-            attention_mask=None if self.padding_mask is None else mask,
+            input_ids=ids,
+            attention_mask=mask if has_padding else None,
             position_ids=(mask.long().cumsum(dim=1) - 1).clamp_(min=0),
-            past_key_values=self.cache,
+            past_key_values=prompts,
         )
-        return logits.repeat_interleave(self.num_completions, dim=0) if shares else logits
+        before = len(self.rows)
+        self._admit(prompts, groups, longest, copies)
+        if shares:
+            logits = logits.repeat_interleave(repeats, dim=0)
+        self._take(logits, before)
 
-    def _forward(self, decode_step: DecodeStep, step: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] behind the tokens [rows] chosen at this step."""
-        mask = self.padding_mask
-        seen = None if mask is None else mask[:, : self.prompt_len + step + 1]
-        logits = decode_step(tokens, self.positions, self.cache, seen)
-        self.positions = self.positions + 1
-        return logits
+    def _admit(
+        self, prompts: SharedPromptCache | RepeatedPromptCache, groups: Sequence[Group],
+        longest: int, copies: list[int],
+    ) -> None:  # fmt: skip
+        """Puts prefilled prompts into the cache and their rows into the batch."""
+        rows = self.rows
+        if not len(rows):
+            self.length = longest
+        if isinstance(self.cache, SharedPromptCache):
+            assert isinstance(prompts, SharedPromptCache)
+            if self.length < longest:
+                self._shift(self.length - longest)
+            self.cache.admit(prompts, copies, self._room_for(groups, sum(copies)))
+        rows.add(
+            [column for group in groups for column in group.columns],
+            [params for group in groups for params in group.params],
+            [group.length for group in groups for _ in group.columns],
+            [num for group in groups for num in group.num_sampled],
+            self.clock,
+            self.length,
+        )
+        self._look_from()
 
-    def _choose(self, step: int, logits: torch.Tensor) -> torch.Tensor:
-        """Chooses and records one token per row; [rows] int64, pad where the row has ended."""
-        noise = None if self.noise is None else self.noise[step].index_select(0, self.rows)
-        logits, values = self.buffers.split(logits)
-        forbid = step < self.params.min_new_tokens and len(self.stops) > 0
-        tokens, logprobs = choose_tokens(logits, noise, self.params, self.stops if forbid else None)
-        tokens = tokens.where(self.alive, self.params.pad_token_id)
-        self.buffers.write(step, self.rows, tokens, logprobs, self.alive, values)
-        if len(self.stops):
-            self.alive = self.alive & (tokens.unsqueeze(1) != self.stops).all(dim=1)
-        return tokens
+    # --- the cache's positions ---------------------------------------------------------------
 
-    def _drop_ended(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Fills the places of ended rows with rows from the back; returns the tokens that stay."""
-        moves = fill_gaps(self.alive)
-        if moves is None:
-            return tokens
-        if moves.num_rows:
-            self.cache.move_rows(moves.sources, moves.targets, moves.num_rows)
-            if self.padding_mask is not None:
-                self.padding_mask = moves.apply(self.padding_mask)
-        self.rows, self.positions = moves.apply(self.rows), moves.apply(self.positions)
-        self.alive = self.alive.new_ones(moves.num_rows)
-        return moves.apply(tokens)
+    def _room_for(self, groups: Sequence[Group], num_new: int) -> tuple[int, int]:
+        """Rows and positions to have room for: with the longest row twice, the cache is moved to
+        the front seldom."""
+        rows = len(self.rows) + num_new
+        to_come = max(
+            params.max_new_tokens - num
+            for group in groups
+            for params, num in zip(group.params, group.num_sampled, strict=True)
+        )
+        positions = max(self.room[1], self.length)
+        return max(self.room[0], rows), positions if self.room[1] else positions + 2 * to_come
 
+    def _look_from(self) -> None:
+        """Leaves out the positions that are padding in every row, and says where padding is."""
+        starts = self.rows.starts
+        self.first = int(starts.min())
+        self.mask = None
+        if self.first != starts.max():
+            capacity = self.length + int(self.rows.last.max()) - self.clock + 1
+            if isinstance(self.cache, SharedPromptCache):
+                capacity = self.cache.capacity
+            columns = torch.arange(capacity, device=self.device)
+            self.mask = columns >= torch.from_numpy(starts).to(self.device).unsqueeze(1)
+        if isinstance(self.cache, SharedPromptCache):
+            self.cache.look_from(self.first)
 
-@dataclass(frozen=True)
-class Moves:
-    """Rows `sources` [moved] int64 go to the places `targets`; the first `num_rows` stay."""
+    def _make_room(self) -> None:
+        """Has room for one more position: over those that are padding in every row, or more."""
+        cache = self.cache
+        if not isinstance(cache, SharedPromptCache) or self.length < cache.capacity:
+            return
+        first = int(self.rows.starts.min())
+        if first >= _MIN_SHIFT:
+            self._shift(first)
+        else:
+            cache.grow(cache.capacity + max(cache.capacity // 2, _MIN_SHIFT))
+        self._look_from()
 
-    sources: torch.Tensor
-    targets: torch.Tensor
-    num_rows: int
-
-    def apply(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows that stay, [num_rows, ...]; `values` is written to."""
-        values[self.targets] = values[self.sources]
-        return values[: self.num_rows]
-
-
-def fill_gaps(alive: torch.Tensor) -> Moves | None:
-    """Moves that put the rows that are alive [rows] first, few of them; None where all are.
-
-    Waits for the device.
-    """
-    on_host = alive.cpu()
-    num_alive = int(on_host.sum())
-    if num_alive == len(on_host):
-        return None
-    targets = (~on_host[:num_alive]).nonzero().squeeze(1)
-    sources = on_host[num_alive:].nonzero().squeeze(1) + num_alive
-    return Moves(sources.to(alive.device), targets.to(alive.device), num_alive)
+    def _shift(self, positions: int) -> None:
+        """Moves all rows so many positions to the front, or back."""
+        if self.length - positions > self.cache.capacity:
+            self.cache.grow(self.length - positions)
+        self.cache.shift(positions)
+        self.length -= positions
+        self.rows.starts = self.rows.starts - positions

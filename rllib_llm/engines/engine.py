@@ -8,24 +8,28 @@ batch it is in (up to the round-off of differently shaped matrix products).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
 from torch import nn
 
 from rllib_llm.engines.check_inputs import check_at_least_one, check_inputs
-from rllib_llm.engines.completions import Completions, concatenate
-from rllib_llm.engines.continuous import ContinuousDecoder, capacity
+from rllib_llm.engines.completions import CompletionBuffers, Completions
+from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.kv_cache import shares_prompts
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.prompt_queue import Group, Prompts
 from rllib_llm.engines.row_budget import row_budget
 
 __all__ = ["Completions", "generate"]
 
 # On a GPU each look at which rows have ended waits for the device.
 _STEPS_BETWEEN_LOOKS_ON_GPU = 8
+# Prompts are let in when this share of the places is free: a prefill of a few is poorly used.
+_FREE_SHARE = 0.25
 
 
 def generate(
@@ -61,11 +65,12 @@ def generate(
             values. The model must be one that `lm_head.take_apart` takes apart.
 
     Raises:
-        ValueError: inputs that do not fit each other, a prompt without tokens, or more positions
-            than the model has.
+        ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
+            the model has, or a model that cannot be decoded here: that is tried at its first call.
         FloatingPointError: the model's logits are not finite.
     """
     check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
+    check_decoding_once(model)
     check_at_least_one(steps_between_looks=steps_between_looks, max_rows=max_rows)
     device = next(model.parameters()).device
     if steps_between_looks is None:
@@ -76,31 +81,51 @@ def generate(
         if max_rows is not None and max_rows < groups * num_completions:
             max_rows = row_budget(model, capacity(prompt_len, params, steps_between_looks))
     groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
-    noise = None if noise is None or params.greedy else noise.to(device)
-    prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
-    open_step = functools.partial(open_decode_step, cuda_graphs=cuda_graphs)
-    written = []
+    rows_at_once = groups_at_once * num_completions
+    # Rows without stop tokens end together: there is no place before all are free.
+    waits = groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config)
+    longest = int(prompt_mask.any(dim=0).sum())
+    positions = longest + params.max_new_tokens
+    if waits:
+        positions = capacity(longest, params, steps_between_looks)
+    buffers = CompletionBuffers(
+        params.max_new_tokens, groups * num_completions, params.pad_token_id, device,
+        with_values=value_head is not None,
+        noise=None if noise is None or params.greedy else noise.to(device),
+    )  # fmt: skip
+    decoder = Decoder(
+        model,
+        buffers,
+        steps=params.max_new_tokens,
+        steps_between_looks=steps_between_looks,
+        max_rows=rows_at_once,
+        free_share=_FREE_SHARE,
+        room=(min(rows_at_once, groups * num_completions), positions),
+        open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
+        value_head=value_head,
+    )
+    prompts = Prompts(prompt_ids.to(device), prompt_mask.to(device))
+    decoder.queue.put(groups_of(prompts, params, num_completions))
     # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
-    with torch.inference_mode():
-        if groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config):
-            waiting = ContinuousDecoder(
-                model, prompt_ids, prompt_mask, params, num_completions, noise, groups_at_once,
-                open_step, value_head,
-            )  # fmt: skip
-            waiting.run(steps_between_looks)
-            written.append(waiting.buffers)
-        else:
-            for start in range(0, groups, groups_at_once):
-                part = slice(start, start + groups_at_once)
-                rows = slice(start * num_completions, (start + groups_at_once) * num_completions)
-                decoder = Decoder(
-                    model, prompt_mask[part], params, num_completions,
-                    None if noise is None else noise[rows], open_step,
-                    value_head,
-                )  # fmt: skip
-                decoder.run(prompt_ids[part], steps_between_looks)
-                written.append(decoder.buffers)
+    with torch.inference_mode(), contextlib.closing(decoder):
+        while decoder.num_rows:
+            decoder.step()
     # Outside, since tensors of inference mode could not enter a loss.
-    stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-    parts = [buffers.completions(stops) for buffers in written]
-    return concatenate(parts, params.pad_token_id)
+    return buffers.completions(
+        torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+    )
+
+
+def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) -> int:
+    """Positions of the cache where prompts wait: room for the longest row, and for the padding
+    before rows that come while it is decoded, so that the cache is moved to the front seldom."""
+    return prompt_len + 2 * params.max_new_tokens + steps_between_looks
+
+
+def groups_of(prompts: Prompts, params: SamplingParams, num_completions: int) -> list[Group]:
+    """The groups of a batch; the rows of group g are `num_completions` from g times that on."""
+    n = num_completions
+    return [
+        Group(prompts, g, length, list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
+        for g, length in enumerate(prompts.mask.sum(dim=1).tolist())
+    ]

@@ -58,34 +58,23 @@ def open_engine(config: Any, *, worker_index: int) -> ExternalEngine | None:
             settings.setdefault("max_num_seqs", config.sampling_batch_size)
         return VLLMEngine(config.pretrained_model, temperature=config.temperature, **settings)
     if config.engine == "openai":
-        from rllib_llm.engines.openai_engine import OpenAIEngine
-
-        return OpenAIEngine(config.pretrained_model, **settings)
+        return open_server(config.pretrained_model, **settings)
     return None
 
 
-def prompts_of(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[list[int]]:
-    """The prompts' ids without their padding."""
-    return [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-
-
-def pad_completions(
-    token_ids: list[list[int]], logprobs: list[list[float]], params: SamplingParams
-) -> Completions:
-    """Ragged rows as `Completions`; a row is finished where it ends with a stop token.
+def open_server(model: str, **settings: Any) -> ExternalEngine:
+    """Completions by a server for a sampler that evaluates.
 
     Args:
-        token_ids: of each row, stop token included, at least one.
-        logprobs: of each row, as many as it has tokens.
-        params: its pad and stop tokens are read.
+        model: folder, hub id or dotted path of the policy, for its tokenizer.
+        settings: of `OpenAICompletions`.
     """
-    longest = max(map(len, token_ids))
-    lengths = torch.tensor([len(row) for row in token_ids])
-    mask = torch.arange(longest) < lengths.unsqueeze(1)
-    ids = torch.full(mask.shape, params.pad_token_id, dtype=torch.int64)
-    values = torch.zeros(mask.shape, dtype=torch.float32)
-    ids[mask] = torch.tensor([token for row in token_ids for token in row])
-    values[mask] = torch.tensor([value for row in logprobs for value in row])
-    stops = set(params.stop_token_ids)
-    finished = torch.tensor([row[-1] in stops for row in token_ids])
-    return Completions(ids, mask, values, finished)
+    # Here, since transformers would make importing the package slow.
+    from rllib_llm.engines.client import ClientPolicy
+    from rllib_llm.engines.openai_completions import OpenAICompletions
+    from rllib_llm.engines.policy_files import policy_eos_ids
+    from rllib_llm.modules.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    client = OpenAICompletions(tokenizer, **settings)
+    return ClientPolicy(client, tokenizer, policy_eos_ids(model, tokenizer))

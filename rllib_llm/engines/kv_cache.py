@@ -16,8 +16,8 @@ class SharedPromptLayer(CacheLayerMixin):
 
     The first update is the prefill of `groups` prompts; each is written to the rows of all its
     completions. Every later update appends one position to the rows in use, which are always the
-    first `num_rows` of the buffers. Positions before `first` are padding in every row: they are
-    not looked at.
+    first `num_rows` of the buffers. Rows may also be let in by `admit`, at any time. Positions
+    before `first` are padding in every row: they are not looked at.
     """
 
     is_sliding = False
@@ -76,33 +76,62 @@ class SharedPromptLayer(CacheLayerMixin):
             buffer[targets, :, : self.length] = buffer[sources, :, : self.length]
         self.num_rows = num_rows
 
-    def reserve(self, groups: int, length: int) -> None:
-        """Has room for the rows of so many prompts, let in by `admit`, behind `length` positions
-        of padding."""
-        self.num_rows = groups * self.num_completions
-        self.length = length
-
-    def admit(self, prompts: SharedPromptLayer) -> None:
+    def admit(self, prompts: SharedPromptLayer, copies: list[int], room: tuple[int, int]) -> None:
         """Appends rows for prompts prefilled elsewhere, at most as long as this cache is; they end
-        where the other rows end."""
-        groups, _, prompt_len, _ = prompts.keys.shape
-        if not self.is_initialized:
-            # Zeros: what is masked out is multiplied by 0, which is not 0 for any leftover bits.
-            self.keys = self._buffer(prompts.keys).zero_()
-            self.values = self._buffer(prompts.values).zero_()
-            self.is_initialized, self.num_rows = True, 0
-        end = self.num_rows + groups * self.num_completions
+        where the other rows end. Where there are none, the cache becomes as long as the prompts.
+
+        Args:
+            prompts: with one row per prompt.
+            copies: rows of each prompt.
+            room: rows and positions to have room for, more than are in use afterwards.
+        """
+        prompt_len, start = prompts.length, self.num_rows
+        if not start:
+            self.length, self.first = prompt_len, 0
+        self._grow(prompts.keys, *room)
+        end = start + sum(copies)
+        before = self.length - prompt_len
         for buffer, states in ((self.keys, prompts.keys), (self.values, prompts.values)):
-            rows = buffer[self.num_rows : end, :, self.length - prompt_len : self.length]
-            rows.unflatten(0, (groups, self.num_completions)).copy_(states.unsqueeze(1))
+            # What is masked out is multiplied by 0, which is not 0 for any leftover bits.
+            buffer[start:end, :, :before] = 0
+            rows = buffer[start:end, :, before : self.length]
+            if len(set(copies)) == 1:
+                rows.unflatten(0, (len(copies), copies[0])).copy_(states.unsqueeze(1))
+            else:
+                index = torch.tensor(copies, device=states.device)
+                rows.copy_(states.repeat_interleave(index, dim=0))
         self.num_rows = end
 
+    def _grow(self, like: torch.Tensor, rows: int, positions: int) -> None:
+        """Has buffers of at least so many rows and positions; what is in use stays."""
+        held = len(self.keys) if self.is_initialized else 0
+        if rows <= held and positions <= self.capacity:
+            return
+        rows, self.capacity = max(rows, held), max(positions, self.capacity)
+        for name in ("keys", "values"):
+            buffer = like.new_empty(rows, like.shape[1], self.capacity, like.shape[3])
+            if self.num_rows:
+                part = (slice(self.num_rows), slice(None), slice(self.length))
+                buffer[part] = getattr(self, name)[part]
+            setattr(self, name, buffer)
+        self.is_initialized = True
+
+    def grow(self, positions: int) -> None:
+        """Has room for so many positions."""
+        self._grow(self.keys, 0, positions)
+
     def shift(self, positions: int) -> None:
-        """Drops so many positions at the front, at most `first`, to have room at the end."""
+        """Drops so many positions at the front, at most `first`, to have room at the end; a
+        negative number puts so many more there, to let a longer prompt in."""
+        end = self.length - positions
         for buffer in (self.keys, self.values):
-            kept = buffer[: self.num_rows, :, positions : self.length].clone()
-            buffer[: self.num_rows, :, : self.length - positions] = kept
-        self.length -= positions
+            if positions > 0:
+                kept = buffer[: self.num_rows, :, positions : self.length].clone()
+                buffer[: self.num_rows, :, :end] = kept
+            else:
+                kept = buffer[: self.num_rows, :, : self.length].clone()
+                buffer[: self.num_rows, :, -positions:end] = kept
+        self.length = end
         self.first -= positions
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -177,20 +206,25 @@ class SharedPromptCache(Cache):
         for layer in self.layers:
             layer.length += 1
 
-    def reserve(self, groups: int, length: int) -> None:
-        """See `SharedPromptLayer.reserve`."""
-        for layer in self.layers:
-            layer.reserve(groups, length)
-
-    def admit(self, prompts: SharedPromptCache) -> None:
+    def admit(self, prompts: SharedPromptCache, copies: list[int], room: tuple[int, int]) -> None:
         """See `SharedPromptLayer.admit`."""
         for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
-            layer.admit(prompt_layer)
+            layer.admit(prompt_layer, copies, room)
+
+    def grow(self, positions: int) -> None:
+        """See `SharedPromptLayer.grow`."""
+        for layer in self.layers:
+            layer.grow(positions)
 
     def shift(self, positions: int) -> None:
         """See `SharedPromptLayer.shift`."""
         for layer in self.layers:
             layer.shift(positions)
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        for layer in self.layers:
+            layer.num_rows = 0
 
     def look_from(self, first: int) -> None:
         """Says that the positions before `first` are padding in every row."""

@@ -9,51 +9,62 @@ import torch
 
 
 def uniform_noise(
-    seed: int, row_ids: torch.Tensor | np.ndarray | Sequence[int], length: int
+    seed: int,
+    row_ids: torch.Tensor | np.ndarray | Sequence[int],
+    length: int,
+    turn: int = 0,
 ) -> torch.Tensor:
-    """Uniforms in [0, 1), one counter-based stream per row id.
+    """Uniforms in [0, 1), one counter-based stream per row id and turn.
 
     A row's numbers depend on the seed and its id alone: not on the rows beside it, and not on
     `length` (a longer draw starts with the shorter one). Only the raw words of Philox4x64-10 are
-    used (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; key = (seed, row id)),
-    whose stream NumPy keeps stable between versions; each 32-bit half gives the 24 bits that
-    float32 holds exactly, so 1.0 is never drawn.
+    used (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; key = (seed, row id),
+    the counter's highest word = turn), whose stream NumPy keeps stable between versions; each
+    32-bit half gives the 24 bits that float32 holds exactly, so 1.0 is never drawn.
 
     Args:
         seed: 0 .. 2**64 - 1.
         row_ids: [batch] integers, >= 0.
         length: numbers per row, >= 0.
+        turn: 0 .. 2**64 - 1, of a conversation.
 
     Returns:
         [batch, length] float32.
 
     Raises:
-        ValueError: a seed, row id or length out of range.
+        ValueError: a seed, row id, length or turn out of range.
     """
     rows = np.asarray(row_ids, dtype=np.int64)
     _check(seed, rows, length)
-    halves = _words(seed, rows, (length + 1) // 2).view("<u4")[:, :length] >> np.uint32(8)
+    if not 0 <= turn < 2**64:
+        raise ValueError(
+            f"turn={turn!r} must be within 0 and 2**64 - 1: it counts turns. Count from 0."
+        )
+    halves = _words(seed, rows, (length + 1) // 2, turn).view("<u4")[:, :length] >> np.uint32(8)
     return torch.from_numpy(halves.astype(np.float32) * np.float32(2.0**-24))
 
 
-def row_seeds(seed: int, row_ids: torch.Tensor | np.ndarray | Sequence[int]) -> list[int]:
+def row_seeds(
+    seed: int, row_ids: torch.Tensor | np.ndarray | Sequence[int], turn: int = 0
+) -> list[int]:
     """One seed per row, 0 .. 2**63 - 1, for engines that draw their own numbers.
 
-    A function of seed and row id alone, as `uniform_noise`.
+    A function of seed, row id and turn alone, as `uniform_noise`.
 
     Raises:
         ValueError: a seed or row id out of range.
     """
     rows = np.asarray(row_ids, dtype=np.int64)
     _check(seed, rows, 1)
-    return [int(word) >> 1 for word in _words(seed, rows, 1)[:, 0]]
+    return [int(word) >> 1 for word in _words(seed, rows, 1, turn)[:, 0]]
 
 
-def _words(seed: int, rows: np.ndarray, count: int) -> np.ndarray:
+def _words(seed: int, rows: np.ndarray, count: int, turn: int = 0) -> np.ndarray:
     """The first `count` raw words of each row's stream, [rows, count] uint64."""
     words = np.empty((len(rows), count), dtype="<u8")
-    bits = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64))
-    state = bits.state  # a copy at counter 0; assigning it back rewinds the stream
+    start = np.array([0, 0, 0, turn], dtype=np.uint64)
+    bits = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64), counter=start)
+    state = bits.state  # a copy at the start; assigning it back rewinds the stream
     key = state["state"]["key"]
     for i, row in enumerate(rows):
         key[1] = row

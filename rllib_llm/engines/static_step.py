@@ -61,6 +61,7 @@ class StaticLlamaStep:
         self.step = step
         self.record = record
         self.recorded: Recorded | None = None
+        self.keys: torch.Tensor | None = None  # of the first layer: other ones need a new record
         self.num_rows = self.num_positions = 0  # of the record
 
     def __call__(
@@ -73,12 +74,13 @@ class StaticLlamaStep:
         """See `LlamaStep.__call__`. Rows are left-padded, so that their positions say what counts
         and the mask is not read. The logits are overwritten by the next step."""
         rows, length = len(tokens), cache.length
-        fits = rows <= self.num_rows and length < self.num_positions
+        known = self.keys is cache.layers[0].keys
+        fits = known and rows <= self.num_rows and length < self.num_positions
         wasteful = self.num_rows > _FEW_ROWS and rows <= _ROW_SHARE * self.num_rows
         pays = cache.capacity - length >= _MIN_TOKENS
         if not fits and not pays:
             return self.step(tokens, positions, cache, padding_mask)
-        if self.recorded is None:
+        if not known:
             self._allocate(cache)
         self.tokens[:rows].copy_(tokens)
         self.positions[:rows].copy_(positions)
@@ -92,14 +94,15 @@ class StaticLlamaStep:
 
     def _allocate(self, cache: SharedPromptCache) -> None:
         """Makes the tensors that each replay reads, for as many rows as the cache has."""
-        keys = cache.layers[0].keys
+        self.keys = keys = cache.layers[0].keys
         self.tokens = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
         self.positions = torch.zeros_like(self.tokens)
         self.column = self.tokens.new_zeros(1)
         for layer in cache.layers:
             # What is masked out is multiplied by 0, which is not 0 for any leftover bits.
-            layer.keys[:, :, layer.length :] = 0
-            layer.values[:, :, layer.length :] = 0
+            for buffer in (layer.keys, layer.values):
+                buffer[:, :, layer.length :] = 0
+                buffer[layer.num_rows :] = 0
 
     def _record(self, rows: int, cache: SharedPromptCache) -> Recorded:
         """Records the step for so many rows and the positions to come. The record reads the inputs'

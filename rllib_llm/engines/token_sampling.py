@@ -40,28 +40,30 @@ def choose_tokens(
         weights /= params.temperature
     weights.exp_()
     log_total = weights.sum(dim=-1, keepdim=True).log_()
+    if forbidden is not None:
+        allowed = logits.clone()
+        _forbid(allowed, forbidden, forbidden_rows)
+        if not params.greedy:
+            # From the likeliest that may be chosen: below a likelier one all might underflow.
+            weights = allowed - allowed.amax(dim=-1, keepdim=True)
+            if params.temperature != 1.0:
+                weights /= params.temperature
+            weights.exp_()
     if params.greedy:
-        allowed = logits if forbidden is None else logits.clone()
-        if forbidden is not None:
-            _forbid(allowed, forbidden, forbidden_rows, -torch.inf)
-        tokens = allowed.argmax(dim=-1, keepdim=True)
+        tokens = (logits if forbidden is None else allowed).argmax(dim=-1, keepdim=True)
     else:
         assert noise is not None, "sampling needs one uniform per row"
-        if forbidden is not None:
-            _forbid(weights, forbidden, forbidden_rows, 0.0)
         tokens = invert_cdf(truncate(weights, params.top_k, params.top_p), noise)
     logprobs = (logits.gather(-1, tokens) - top) / params.temperature - log_total
     return tokens.squeeze(-1), logprobs.squeeze(-1)
 
 
-def _forbid(
-    table: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, value: float
-) -> None:
-    """Writes `value` for the tokens into table [batch, vocab], in `rows` or in all."""
+def _forbid(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """Takes all chance from the tokens in logits [batch, vocab], in `rows` or in all."""
     if rows is None:
-        table.index_fill_(-1, tokens, value)
+        logits.index_fill_(-1, tokens, -torch.inf)
     else:
-        table[:, tokens] = table[:, tokens].masked_fill(rows.unsqueeze(1), value)
+        logits[:, tokens] = logits[:, tokens].masked_fill(rows.unsqueeze(1), -torch.inf)
 
 
 def invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from rllib_llm.engines.client import pad_completions, prompts_of
 from rllib_llm.engines.completions import Completions
-from rllib_llm.engines.external_engine import pad_completions, prompts_of
+from rllib_llm.engines.loading import TRUNK
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.policy_files import policy_eos_ids
+from rllib_llm.engines.vllm_params import NO_WEIGHTS, check_params, sampling_params
+from rllib_llm.engines.vllm_rows import VLLMRows
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
-from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config, load_tokenizer
+from rllib_llm.modules.tokenizer import load_tokenizer
 
-# Prefix of the Hugging Face model's parameters among the published weights.
-_TRUNK = "model."
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
 _ENVIRONMENT = {
@@ -68,9 +70,11 @@ class VLLMEngine:
             raise ImportError(f"{MISSING} ({error})") from error
         self._vllm = vllm
         self._temperature = temperature
+        self._has_weights = False
         self.tokenizer = load_tokenizer(model)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
-        folder, self.stop_token_ids = self._describe(model)
+        folder = self._describe(model)
+        self.stop_token_ids = policy_eos_ids(model, self.tokenizer)
         if _is_on_cpu():
             check_heads(AutoConfig.from_pretrained(folder).get_text_config(), model)
         self._llm = vllm.LLM(
@@ -88,22 +92,28 @@ class VLLMEngine:
             }
         )
 
-    def _describe(self, model: str) -> tuple[str, tuple[int, ...]]:
-        """A folder or hub id with the model's config, and its EOS ids."""
+    def _describe(self, model: str) -> str:
+        """A folder or hub id with the model's config."""
         kind, value = source_kind(model)
         if kind != DOTTED:
-            return value, eos_token_ids(self.tokenizer, load_generation_config(value))
+            return value
         network, _ = build_from_dotted(value)
         network.config.architectures = [type(network).__name__]
         network.config.save_pretrained(self._folder.name)
-        return self._folder.name, eos_token_ids(self.tokenizer, network)
+        return self._folder.name
+
+    def rows(self) -> VLLMRows:
+        """The same vLLM as an `Engine`: its rows and those of `generate` must not be in it at the
+        same time."""
+        return VLLMRows(self._vllm, self._llm, self.load_weights, self._temperature)
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Copies the policy's weights, under the names of its state, into vLLM's parameters."""
-        named = iter([(name.removeprefix(_TRUNK), tensor) for name, tensor in weights.items()])
+        named = iter([(name.removeprefix(TRUNK), tensor) for name, tensor in weights.items()])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         # Keys and values of the prompts seen so far are the old weights'.
         self._llm.reset_prefix_cache()
+        self._has_weights = True
 
     def generate(
         self,
@@ -124,13 +134,16 @@ class VLLMEngine:
             seeds: one per completion; the same seed gives the same completion up to round-off.
 
         Raises:
+            RuntimeError: it was given no weights yet, and would sample from random ones.
             ValueError: log-probs before truncation cannot be had from vLLM with these `params`.
         """
+        if not self._has_weights:
+            raise RuntimeError(NO_WEIGHTS)
         check_params(params.temperature, params.top_k, params.top_p, params.min_new_tokens)
         rows = [row for row in prompts_of(prompt_ids, prompt_mask) for _ in range(num_completions)]
         outputs = self._llm.generate(
             [{"prompt_token_ids": row} for row in rows],
-            [self._row_params(params, seed) for seed in seeds],
+            [sampling_params(self._vllm, params, seed) for seed in seeds],
             use_tqdm=False,
         )
         answers = [output.outputs[0] for output in outputs]
@@ -138,21 +151,6 @@ class VLLMEngine:
             [list(answer.token_ids) for answer in answers],
             [list(answer.logprobs.logprobs) for answer in answers],
             params,
-        )
-
-    def _row_params(self, params: SamplingParams, seed: int) -> Any:
-        return self._vllm.SamplingParams(
-            temperature=0.0 if params.greedy else params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_tokens=params.min_new_tokens,
-            max_tokens=params.max_new_tokens,
-            stop_token_ids=list(params.stop_token_ids),
-            ignore_eos=True,  # those of the model are among the stop tokens, or are not wanted
-            seed=None if params.greedy else seed,
-            logprobs=0,  # the sampled token's alone
-            flat_logprobs=True,
-            detokenize=False,
         )
 
     def close(self) -> None:
@@ -189,19 +187,3 @@ def check_heads(config: Any, model: str) -> None:
             f"CPU: its head_dim is {width}, which vLLM's kernels do not know. Use engine='torch', "
             "or a model with fewer, wider heads."
         )
-
-
-def check_params(temperature: float, top_k: int, top_p: float, min_new_tokens: int) -> None:
-    """Raises ValueError where vLLM cannot give log_softmax(logits / temperature).
-
-    It gives log-probs before the temperature, or after temperature and all truncation.
-    """
-    truncates = {"top_k": (top_k, 0), "top_p": (top_p, 1.0), "min_new_tokens": (min_new_tokens, 0)}
-    for name, (value, off) in truncates.items():
-        if temperature != 1 and value != off:
-            raise ValueError(
-                f"{name}={value!r} must be {off!r} with engine='vllm' and "
-                f"temperature={temperature!r}: vLLM gives log-probs either before the temperature "
-                "or after truncation, and the loss needs neither. Use temperature=1, or "
-                "engine='torch'."
-            )

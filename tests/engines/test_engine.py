@@ -202,6 +202,23 @@ def test_more_positions_than_the_model_has():
         greedy(model, *ragged_prompts(), max_new_tokens=56)
 
 
+def test_rows_that_would_depend_on_longer_ones_beside_them_are_refused():
+    # Beyond 20 positions of one row, longrope rotates all rows by other factors.
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 20}
+    model = tiny_model("llama", rope_parameters={**rope, **factors}, max_position_embeddings=64)
+    ids, mask = ragged_prompts()
+    with pytest.raises(ValueError, match="max_new_tokens=12 must be at most 11.* longrope"):
+        greedy(model, ids, mask, max_new_tokens=12)
+    together = greedy(model, ids, mask, max_new_tokens=11)
+    for row in range(5):
+        own = int(mask[row].sum())
+        alone = greedy(model, ids[row : row + 1, -own:], mask[row : row + 1, -own:],
+                       max_new_tokens=11)  # fmt: skip
+        length = alone.completion_ids.shape[1]
+        assert torch.equal(alone.completion_ids[0], together.completion_ids[row, :length])
+
+
 def test_inputs_that_do_not_fit_are_named():
     model = tiny_model("llama")
     ids, mask = ragged_prompts()

@@ -48,6 +48,17 @@ def test_rows_and_seeds_differ():
     assert not torch.equal(uniform_noise(1, [2], 8), uniform_noise(2, [1], 8))
 
 
+def test_turns_have_streams_of_their_own_and_the_first_is_as_before():
+    words = np.random.Philox(key=[7, 1000], counter=[0, 0, 0, 5]).random_raw(1)
+    assert uniform_noise(7, [1000], 1, turn=5).item() == (int(words[0]) & 0xFFFFFFFF) // 256 / 2**24
+    assert torch.equal(uniform_noise(1, [3], 8, turn=0), uniform_noise(1, [3], 8))
+    streams = {tuple(uniform_noise(1, [3], 8, turn)[0].tolist()) for turn in range(50)}
+    assert len(streams) == 50
+    assert row_seeds(1, [3], 0) == row_seeds(1, [3]) != row_seeds(1, [3], 1)
+    with pytest.raises(ValueError, match="turn=-1 must be within 0"):
+        uniform_noise(1, [3], 8, turn=-1)
+
+
 def test_numbers_are_uniform_along_rows_and_across_rows():
     noise = uniform_noise(11, range(500), 200).numpy()
 

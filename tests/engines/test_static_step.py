@@ -7,14 +7,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.cuda_graph import CudaGraph
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import Completions, generate
+from rllib_llm.engines.engine import Completions, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.prompt_queue import Prompts
 from rllib_llm.engines.static_step import (
     StaticLlamaStep,
     can_be_recorded,
@@ -64,11 +66,20 @@ class Records:
 
 def completions(model, params, n, open_step, lengths=SHORT, device="cpu") -> Completions:
     ids, mask = prompts(lengths, device)
-    noise = uniform_noise(1, range(len(ids) * n), params.max_new_tokens).to(device)
+    steps = params.max_new_tokens
+    noise = uniform_noise(1, range(len(ids) * n), steps).to(device)
+    buffers = CompletionBuffers(
+        steps, len(ids) * n, PAD, torch.device(device), noise=None if params.greedy else noise
+    )
+    room = (len(ids) * n, ids.shape[1] + steps)
+    decoder = Decoder(
+        model, buffers, steps=steps, steps_between_looks=2, room=room, open_step=open_step
+    )
+    decoder.queue.put(groups_of(Prompts(ids, mask), params, n))
     with torch.inference_mode():
-        decoder = Decoder(model, mask, params, n, None if params.greedy else noise, open_step)
-        decoder.run(ids, steps_between_looks=2)
-    return decoder.buffers.completions(torch.tensor(params.stop_token_ids, device=device))
+        while decoder.num_rows:
+            decoder.step()
+    return buffers.completions(torch.tensor(params.stop_token_ids, device=device))
 
 
 @pytest.mark.parametrize("case", CASES)

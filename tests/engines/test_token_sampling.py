@@ -116,6 +116,23 @@ def test_forbidden_tokens_are_not_chosen_and_cost_no_logprob():
     assert greedy.unique().tolist() == [3]
 
 
+def test_a_likely_stop_token_that_is_forbidden_hides_no_other():
+    # Token 2 is 200 nats above the others, which are 1 : 3 among themselves; exp(-200) is 0 in
+    # float32, so that weights relative to token 2 would leave nothing to choose from.
+    logits = torch.tensor([[math.log(1.0), math.log(3.0), 200.0, -300.0]]).expand(400, -1)
+    grid = (torch.arange(400) + 0.5) / 400
+
+    tokens, logprobs = choose_tokens(logits, grid, params(), torch.tensor([2]))
+
+    assert torch.bincount(tokens, minlength=4).tolist() == [100, 300, 0, 0]
+    assert logprobs[0].item() == pytest.approx(-200.0)  # of the distribution with token 2
+    # Of two rows only one is forbidden it.
+    tokens, _ = choose_tokens(
+        logits[:2], grid[:2], params(), torch.tensor([2]), torch.tensor([True, False])
+    )
+    assert tokens.tolist() == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [

@@ -31,7 +31,8 @@ def _check_openai(config: Any) -> None:
 
 
 def _check_vllm(config: Any) -> None:
-    from rllib_llm.engines.vllm_engine import MISSING, check_params
+    from rllib_llm.engines.vllm_engine import MISSING
+    from rllib_llm.engines.vllm_params import check_params
 
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(MISSING)

@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
-from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, check_params
+from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads
+from rllib_llm.engines.vllm_params import check_params
 from tests.algorithms import tiny_runs as tiny
 
 SERVER = {"base_url": "http://localhost:8000/v1", "served_model": "m"}

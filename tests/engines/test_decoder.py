@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.engines.continuous import ContinuousDecoder
-from rllib_llm.engines.engine import generate
+from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.decoder import Decoder
+from rllib_llm.engines.engine import capacity, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.prompt_queue import Prompts
 from tests.modules.tiny_models import VOCAB, tiny_model
 
 PAD = 0
@@ -87,26 +89,34 @@ def test_places_are_filled_again_and_the_cache_stays_small():
     ids, mask = prompts()
     params = SamplingParams(PAD, stop_token_ids=STOPS, max_new_tokens=STEPS)
     noise = uniform_noise(1, range(NUM_GROUPS * N), STEPS)
-    decoder = ContinuousDecoder(model, ids, mask, params, N, noise, max_groups=3)
+    buffers = CompletionBuffers(STEPS, NUM_GROUPS * N, PAD, ids.device, noise=noise)
+    decoder = Decoder(
+        model, buffers, steps=STEPS, max_rows=3 * N, room=(3 * N, capacity(9, params, 1))
+    )
+    decoder.queue.put(groups_of(Prompts(ids, mask), params, N))
+    most, addresses = 0, set()
     with torch.inference_mode():
-        decoder.run(1)
+        while decoder.num_rows:
+            decoder.step()
+            most = max(most, len(decoder.rows))
+            addresses.add(decoder.cache.layers[0].keys.data_ptr())
+    assert most == 3 * N and len(addresses) == 1
     assert len(decoder.cache.layers[0].keys) == 3 * N
     # Nine tokens of the longest prompt, twice 24 and one for the step between two looks.
     assert decoder.cache.layers[0].keys.shape[2] == 9 + 2 * STEPS + 1
-    assert decoder.next_group == NUM_GROUPS and not len(decoder.rows)
+    assert not len(decoder.queue) and not len(decoder.rows)
 
 
 def test_a_cache_lets_rows_in_that_end_where_the_others_end():
-    cache = SharedPromptCache(1, num_completions=2, capacity=6)
-    cache.reserve(groups=2, length=3)
+    cache = SharedPromptCache(1, num_completions=1, capacity=0)
     prompts = [SharedPromptCache(1, 1, length) for length in (3, 1)]
     for value, prompt in enumerate(prompts, start=1):
         states = torch.full((1, 1, 4 - value if value == 1 else 1, 2), float(value))
         prompt.layers[0].update(states, -states)
-    cache.admit(prompts[0])
+    cache.admit(prompts[0], [2], room=(4, 6))
     step = torch.full((2, 1, 1, 2), 9.0)
     cache.layers[0].update(step, -step)
-    cache.admit(prompts[1])
+    cache.admit(prompts[1], [2], room=(4, 6))
     assert cache.length == 4
     layer = cache.layers[0]
     assert layer.num_rows == 4

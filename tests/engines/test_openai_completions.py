@@ -7,10 +7,14 @@ import math
 import pytest
 import torch
 
-from rllib_llm.engines.openai_engine import OpenAIEngine
+from rllib_llm.engines.client import ClientPolicy
+from rllib_llm.engines.external_engine import open_server
+from rllib_llm.engines.openai_completions import OpenAICompletions
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.request import SampleRequest
 from tests.algorithms import tiny_runs as tiny
+from tests.envs.tiny_tokenizers import word_tokenizer
 from tests.rollouts.tiny_samplers import build_sampler, publication
 from tests.scripted_server import serving
 
@@ -20,14 +24,14 @@ QUICK = {"first_delay_s": 0.01}
 
 def doubled(path, body):
     """The prompt's last three characters, ended by the model where they are digits."""
-    text = body["prompt"][-3:]
+    text = load_tokenizer(tiny.MODEL).decode(body["prompt"])[-3:]
     finish = "stop" if text[0].isdigit() else "length"
     logprobs = {"token_logprobs": [-0.5] * len(text)} if finish == "stop" else None
     return 200, {"choices": [{"text": text, "finish_reason": finish, "logprobs": logprobs}]}, {}
 
 
-def engine(server) -> OpenAIEngine:
-    return OpenAIEngine(tiny.MODEL, base_url=server.base_url, served_model="m", **QUICK)
+def engine(server, **settings) -> ClientPolicy:
+    return open_server(tiny.MODEL, base_url=server.base_url, served_model="m", **QUICK, **settings)
 
 
 def encoded(engine, texts):
@@ -57,7 +61,8 @@ def test_a_server_s_texts_are_the_policy_s_tokens():
     assert out.logprobs[:, :3].eq(-0.5).all() and out.logprobs[:, 3].isnan().all()
     bodies = [body for _, body, _ in server.requests]
     assert sorted(body["seed"] for body in bodies) == [1, 2, 3, 4]
-    assert {body["prompt"] for body in bodies} == {"12+34=", "5=+"}
+    prompts = [ours.tokenizer(text)["input_ids"] for text in ("12+34=", "5=+")]
+    assert sorted(body["prompt"] for body in bodies) == sorted([*prompts, *prompts])
     assert {(body["model"], body["max_tokens"], body["temperature"]) for body in bodies} == {
         ("m", 5, 0.7)
     }
@@ -83,6 +88,50 @@ def test_ends_of_completions(text, finish, expected, finished):
                       ours.tokenizer(text)["input_ids"][:expected])  # fmt: skip
     assert out.finished.tolist() == [finished]
     assert all(math.isnan(value) for value in out.logprobs[0].tolist())
+
+
+def chat_client(server, **settings) -> OpenAICompletions:
+    tokenizer = word_tokenizer(bos=True, chat=True)
+    return OpenAICompletions(
+        tokenizer, base_url=server.base_url, served_model="m", **QUICK, **settings
+    )
+
+
+def says_cat(path, body):
+    return 200, {"choices": [{"text": "cat", "finish_reason": "stop"}]}, {}
+
+
+def test_chat_markup_arrives_as_it_is():
+    # <user> the <assistant>: special tokens, which a text would not hold.
+    chat = [4, 6, 5]
+    with serving(says_cat) as server:
+        client = chat_client(server)
+        ended = client.submit(chat, SamplingParams(0, (2,), max_new_tokens=5)).result()
+        client.close()
+    assert server.requests[0][1]["prompt"] == chat
+    assert (ended.token_ids, ended.versions, ended.finish) == ([8, 2], [-1, -1], "stop")
+
+
+def test_prompts_travel_as_text_where_nothing_is_lost():
+    settings = SamplingParams(0, (2,), max_new_tokens=5)
+    with serving(says_cat) as server:
+        client = chat_client(server, prompt_format="text")
+        client.submit([1, 6, 8], settings).result()
+        with pytest.raises(ValueError, match=r"special tokens \['<user>', '<assistant>'\]"):
+            client.submit([1, 4, 6, 5], settings)
+        client.close()
+        with pytest.raises(ValueError, match="'messages' must be one of"):
+            chat_client(server, prompt_format="messages")
+    assert [body["prompt"] for _, body, _ in server.requests] == ["the cat"]
+
+
+def test_token_ids_of_an_answer_are_taken_as_they_are():
+    choice = {"text": "?", "token_ids": [8, 9, 2], "finish_reason": "stop"}
+    with serving(lambda path, body: (200, {"choices": [choice]}, {})) as server:
+        client = chat_client(server)
+        ended = client.submit([1, 6], SamplingParams(0, (2,), max_new_tokens=5)).result()
+        client.close()
+    assert (ended.token_ids, ended.finish) == ([8, 9, 2], "stop")
 
 
 def test_greedy_is_temperature_zero():

@@ -1,0 +1,142 @@
+"""What an engine is: rows go in at any step, leave when they have ended, one token a step each.
+
+A row is one completion to be sampled: its prompt, what was sampled of it before, and settings and
+randomness of its own. Everything that samples stands on this: a batch is "add all, step until
+empty", a conversation adds a row per turn, a server adds rows as requests come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from rllib_llm.engines.params import SamplingParams
+
+Finish = Literal["stop", "length", "aborted", "error"]
+"""A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
+"""
+InFlight = Literal["finish", "recompute", "keep"]
+"""What becomes of the rows in an engine when it is given weights, see `Engine.load`."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Names a row's randomness: token i of the row is a function of this and of i alone."""
+
+    seed: int = 0
+    """0 .. 2**64 - 1, of the run."""
+    row: int = 0
+    """>= 0, which completion of the run."""
+    turn: int = 0
+    """>= 0, which turn of a conversation."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to be sampled, or to be gone on with."""
+
+    id: Hashable
+    """Names the row in the engine; free again when the row has ended."""
+    token_ids: Sequence[int]
+    """The prompt, and behind it what was sampled of this completion before, without padding."""
+    params: SamplingParams
+    """max_new_tokens and min_new_tokens count what was sampled before, too."""
+    num_sampled: int = 0
+    """How many tokens at the end of `token_ids` were sampled before."""
+    noise: Noise = field(default_factory=Noise)
+    group: Hashable | None = None
+    """Rows that are added together with the same group and token ids share their prompt's KV
+    cache."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_sampled < len(self.token_ids):
+            raise ValueError(
+                f"num_sampled={self.num_sampled!r} must be within 0 and {len(self.token_ids) - 1}: "
+                f"row {self.id!r} has {len(self.token_ids)} tokens, and its prompt at least one. "
+                "Pass the prompt and behind it what was sampled."
+            )
+        if self.num_sampled >= self.params.max_new_tokens:
+            raise ValueError(
+                f"num_sampled={self.num_sampled!r} must be below max_new_tokens="
+                f"{self.params.max_new_tokens!r}: row {self.id!r} has ended. Do not add it again."
+            )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What was sampled of a row since it was added; what it came with is not repeated."""
+
+    id: Hashable
+    token_ids: list[int]
+    """The stop token is among them."""
+    logprobs: list[float]
+    """log_softmax(logits / temperature) of each token before truncation; NaN where unknown."""
+    versions: list[int]
+    """int32, of the weights that sampled each token; -1 where the model is not ours."""
+    finish: Finish
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled since the row was added."""
+        return len(self.token_ids)
+
+
+def continued(row: Row, ended: Ended) -> Row:
+    """The row to add, here or in another engine, to go on where `ended`, an aborted one, ended."""
+    return Row(
+        id=row.id,
+        token_ids=[*row.token_ids, *ended.token_ids],
+        params=row.params,
+        num_sampled=row.num_sampled + ended.num_tokens,
+        noise=row.noise,
+        group=row.group,
+    )
+
+
+class Engine(Protocol):
+    """Samples from one model. Not thread-safe: one thread owns it (`engine_loop.EngineLoop`)."""
+
+    @property
+    def num_running(self) -> int:
+        """Rows in it, those that wait for a place among them."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that new rows start on; None before it was given any."""
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Takes rows in; they get their first token in one of the next steps.
+
+        Raises:
+            ValueError: an id that is in the engine, or more positions than the model has.
+            RuntimeError: the engine was given no weights yet.
+        """
+
+    def step(self) -> list[Ended]:
+        """Samples one token for every row that has a place, and hands back rows that have ended:
+        at once or, on a device that is better not asked at each step, a few steps later."""
+
+    def sampled(self, ids: Sequence[Hashable]) -> list[list[int]]:
+        """Tokens sampled so far of rows that are in it, since they were added."""
+
+    def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
+        """Takes rows out: what there is of them. Ids that are not in it are passed over."""
+
+    def load(
+        self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
+    ) -> None:
+        """Puts weights in the place of those in use, between two steps.
+
+        Args:
+            weights: the policy's, under the names of its state.
+            version: is stamped on each token that they sample.
+            in_flight: rows in the engine `finish` on the weights that they began with (rows that
+                wait, wait on, and `weights` must stay as they are until the new ones are in use),
+                have their KV cache `recompute`d, or `keep` the one they have.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds; rows in it are gone."""

@@ -1,0 +1,243 @@
+"""Our own decode loop as an engine: rows of any settings, and new weights between two steps."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rllib_llm.engines.check_inputs import check_positions
+from rllib_llm.engines.completions import CompletionBuffers, Tokens
+from rllib_llm.engines.decode_probe import check_decoding_once
+from rllib_llm.engines.decode_step import open_decode_step
+from rllib_llm.engines.decoder import Decoder
+from rllib_llm.engines.loading import copy_weights
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.prompt_queue import Group, Prompts
+from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row
+from rllib_llm.engines.row_budget import row_budget
+
+# On a GPU each look at which rows have ended waits for the device.
+_STEPS_BETWEEN_LOOKS_ON_GPU = 8
+# An engine decodes for as long as it lives: copies of the weights that make it faster pay.
+_MANY_STEPS = 1_000_000
+
+
+@dataclass
+class _Held:
+    """A row in the engine."""
+
+    row: Row
+    column: int  # of the buffers
+
+
+class TorchEngine:
+    """See `protocol.Engine`.
+
+    Args:
+        model: causal LM of transformers in eval mode, which this engine owns: it is written to by
+            `load`.
+        version: of the model's weights; None where they have to be loaded first.
+        max_rows: rows in the batch at once; None is no bound on a CPU, and on a GPU what its free
+            memory holds at `max_positions`.
+        max_positions: prompt and completion of a long row, for `max_rows` on a GPU.
+        steps_between_looks: see `engine.generate`.
+        load_weights: puts published weights into the model; by default they are copied into its
+            parameters by name.
+        context: entered for each step, such as autocast.
+        cuda_graphs: see `engine.generate`.
+
+    Raises:
+        ValueError: the model cannot be decoded here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        version: int | None,
+        max_rows: int | None = None,
+        max_positions: int = 2048,
+        steps_between_looks: int | None = None,
+        load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self.model, self._version, self._context = model, version, context
+        self.device = next(model.parameters()).device
+        if steps_between_looks is None:
+            is_cpu = self.device.type == "cpu"
+            steps_between_looks = 1 if is_cpu else _STEPS_BETWEEN_LOOKS_ON_GPU
+        with context():
+            check_decoding_once(model)
+        self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
+        self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
+        self._buffers.version = version or 0
+        self._decoder = Decoder(
+            model, self._buffers, steps=_MANY_STEPS, steps_between_looks=steps_between_looks,
+            max_rows=max_rows or row_budget(model, max_positions),
+            open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
+        )  # fmt: skip
+        self._rows: dict[Hashable, _Held] = {}
+        self._ids: dict[int, Hashable] = {}  # by column
+        self._free: list[int] = []
+        self._left: list[Ended] = []  # rows that ended while others were taken out
+        self._pending: tuple[dict[str, torch.Tensor], int] | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows) + len(self._left)
+
+    @property
+    def version(self) -> int | None:
+        return self._version if self._pending is None else self._pending[1]
+
+    # --- rows --------------------------------------------------------------------------------
+
+    def add(self, rows: Sequence[Row]) -> None:
+        if self.version is None:
+            raise RuntimeError(
+                "weights=None must be loaded before rows are added: the engine was given none, and "
+                "would sample from random ones. Call load(weights, version) first."
+            )
+        seen = set(self._rows)
+        for row in rows:
+            if row.id in seen:
+                raise ValueError(
+                    f"row.id={row.id!r} must be one that is not in the engine: it names the row. "
+                    "Wait until that row has ended, or choose another id."
+                )
+            seen.add(row.id)
+            prompt_len = len(row.token_ids) - row.num_sampled
+            check_positions(self.model.config, prompt_len, row.params)
+        self._reserve(rows)
+        with torch.inference_mode():
+            groups: dict[object, list[Row]] = {}
+            for row in rows:
+                shared = row.id if row.group is None else (row.group, tuple(row.token_ids))
+                groups.setdefault((row.group is None, shared), []).append(row)
+            self._decoder.queue.put([self._group(part) for part in groups.values()])
+
+    def _reserve(self, rows: Sequence[Row]) -> None:
+        """Has columns of the buffers for rows."""
+        longest = max((row.params.max_new_tokens for row in rows), default=0)
+        batch = self._buffers.batch
+        missing = len(rows) - len(self._free)
+        # At least twice as many: what is written moves seldom.
+        wanted = batch + max(missing, batch) if missing > 0 else batch
+        self._free += range(batch, wanted)
+        self._buffers.reserve(longest, wanted)
+
+    def _group(self, rows: Sequence[Row]) -> Group:
+        """Rows of the same tokens, as they wait for a place."""
+        columns = []
+        for row in rows:
+            column = self._free.pop()
+            self._rows[row.id], self._ids[column] = _Held(row, column), row.id
+            noise, params = None, row.params
+            if not params.greedy:
+                name = row.noise
+                noise = uniform_noise(name.seed, [name.row], params.max_new_tokens, name.turn)[0]
+            self._buffers.begin(column, noise)
+            columns.append(column)
+        return self._prompt(rows[0].token_ids, rows, columns, [row.num_sampled for row in rows])
+
+    def _prompt(
+        self,
+        token_ids: Sequence[int],
+        rows: Sequence[Row],
+        columns: list[int],
+        num_sampled: list[int],
+    ) -> Group:
+        ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
+        prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool))
+        params = [row.params for row in rows]
+        return Group(prompts, 0, ids.shape[1], columns, params, num_sampled)
+
+    def step(self) -> list[Ended]:
+        ended, self._left = self._left, []
+        with torch.inference_mode(), self._context():
+            if self._pending is not None and not len(self._decoder.rows):
+                self._put(*self._pending)
+            columns = self._decoder.step(admits=self._pending is None)
+            return ended + self._let_go(columns)
+
+    def sampled(self, ids: Sequence[Hashable]) -> list[list[int]]:
+        held = [self._rows[i] for i in ids]
+        return [tokens.token_ids for tokens in self._read(held)]
+
+    def _read(self, held: Sequence[_Held]) -> list[Tokens]:
+        columns = [each.column for each in held]
+        return self._buffers.read(columns, [each.row.num_sampled for each in held])
+
+    def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
+        with torch.inference_mode():
+            # Some may have ended already, unseen.
+            ended = self._let_go(self._decoder.drop_ended())
+            wanted = set(ids)
+            columns = [self._rows[i].column for i in wanted if i in self._rows]
+            self._decoder.remove(set(columns))
+            aborted = self._let_go(columns, "aborted")
+        self._left += [each for each in ended if each.id not in wanted]
+        return [each for each in ended if each.id in wanted] + aborted
+
+    def _let_go(self, columns: list[int], finish: Finish | None = None) -> list[Ended]:
+        """What was sampled of rows that have left the decoder; their columns are free again."""
+        held = [self._rows.pop(self._ids.pop(column)) for column in columns]
+        self._free += columns
+        ended = []
+        for each, tokens in zip(held, self._read(held), strict=True):
+            why = finish or _finish(each.row, tokens.token_ids, tokens.logprobs)
+            ended.append(
+                Ended(each.row.id, tokens.token_ids, tokens.logprobs, tokens.versions, why)
+            )
+        return ended
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def load(
+        self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
+    ) -> None:
+        if in_flight == "finish" and len(self._decoder.rows):
+            self._pending = (weights, version)
+            return
+        with torch.inference_mode():
+            self._left += self._let_go(self._decoder.drop_ended())
+            if in_flight == "recompute":
+                self._requeue()
+        self._put(weights, version)
+
+    def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        self._decoder.close()  # it holds copies of the weights
+        with torch.inference_mode(False), torch.no_grad():
+            self._load_weights(weights)
+        self._pending, self._version = None, version
+        self._buffers.version = version
+
+    def _requeue(self) -> None:
+        """Takes all rows out of the batch, to be prefilled again with what was sampled of them."""
+        columns = self._decoder.rows.columns.tolist()
+        self._decoder.remove(set(columns))
+        held = [self._rows[self._ids[column]] for column in columns]
+        groups = []
+        for each, tokens in zip(held, self._read(held), strict=True):
+            token_ids = [*each.row.token_ids, *tokens.token_ids]
+            num_sampled = each.row.num_sampled + len(tokens.token_ids)
+            groups.append(self._prompt(token_ids, [each.row], [each.column], [num_sampled]))
+        self._decoder.queue.put(groups, first=True)
+
+    def close(self) -> None:
+        self._decoder.close()
+        self._rows.clear()
+
+
+def _finish(row: Row, token_ids: list[int], logprobs: list[float]) -> Finish:
+    """Why a row ended that was not taken out."""
+    if not all(map(math.isfinite, logprobs)):
+        return "error"
+    return "stop" if token_ids[-1] in row.params.stop_token_ids else "length"

@@ -1,0 +1,74 @@
+"""A package with the few names of vLLM that are used; its model counts: 10, 11, 12 ..."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class FakeLLMEngine:
+    """Each request gets, a step, its number of prompt tokens plus those sampled, plus an offset
+    that the weights decide; it ends with a stop token or at its limit."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, tuple[list[int], Any, list[int]]] = {}
+        self.offset = 0
+        self.added: list[tuple[str, list[int], Any]] = []
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+
+    def add_request(self, request_id, prompt, params) -> None:
+        assert request_id not in self.requests
+        self.added.append((request_id, prompt["prompt_token_ids"], params))
+        self.requests[request_id] = (prompt["prompt_token_ids"], params, [])
+
+    def abort_request(self, request_ids) -> None:
+        for request_id in request_ids:
+            del self.requests[request_id]
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, (prompt, params, tokens) in list(self.requests.items()):
+            tokens.append(len(prompt) + len(tokens) + self.offset)
+            is_full = len(tokens) == params.max_tokens
+            finished = is_full or tokens[-1] in params.stop_token_ids
+            logprobs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
+            answer = SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs)
+            outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
+            if finished:
+                del self.requests[name]
+        return outputs
+
+
+class FakeLLM:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.llm_engine = FakeLLMEngine()
+        self.num_resets = 0
+
+    def collective_rpc(self, method, kwargs) -> None:
+        assert method == "reload_weights"
+        self.llm_engine.offset = int(dict(kwargs["weights_iterator"])["offset"])
+
+    def reset_prefix_cache(self) -> bool:
+        assert not self.llm_engine.requests, "blocks of old weights would stay"
+        self.num_resets += 1
+        return True
+
+    def generate(self, prompts, params, use_tqdm) -> list[Any]:
+        names = [f"generate {i}" for i in range(len(prompts))]
+        for name, prompt, own in zip(names, prompts, params, strict=True):
+            self.llm_engine.add_request(name, prompt, own)
+        done = {}
+        while len(done) < len(names):
+            done |= {out.request_id: out for out in self.llm_engine.step() if out.finished}
+        return [done[name] for name in names]
+
+
+def install(monkeypatch) -> None:
+    """Puts the package where `import vllm` finds it."""
+    package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    package.LLM, package.SamplingParams = FakeLLM, SimpleNamespace
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)

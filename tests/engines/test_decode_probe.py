@@ -1,0 +1,77 @@
+"""Models that are not decoded as they compute are told from those that are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm.engines.decode_probe import check_decoding
+from rllib_llm.engines.torch_engine import TorchEngine
+from tests.engines.tiny_generations import MODELS, greedy, ragged_prompts, seeded
+from tests.modules.tiny_models import VOCAB, tiny_model
+
+_ATTENTION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+STATEFUL = {
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+    "mamba2": {
+        "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 16,
+        "n_groups": 1, "chunk_size": 8,
+    },
+    "falcon_mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+    "recurrent_gemma": {
+        **_ATTENTION, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64,
+        "head_dim": 16,
+    },
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
+}  # fmt: skip
+
+
+def spread_out(model):
+    """Random weights as large as trained ones' effects."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 3 + 0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_recurrent_models_are_refused(name):
+    model = spread_out(seeded(name, vocab_size=VOCAB, **STATEFUL[name]))
+    with pytest.raises(ValueError, match="must give the same logits with a cache"):
+        check_decoding(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_attention_layers_pass(name, dtype):
+    family, settings = MODELS[name]
+    check_decoding(tiny_model(family, **settings).to(dtype))
+
+
+def test_layers_whose_state_the_cache_keeps_pass():
+    model = seeded(
+        "lfm2", vocab_size=VOCAB, **_ATTENTION, num_hidden_layers=3, initializer_range=0.2,
+        layer_types=["conv", "full_attention", "conv"],
+    )  # fmt: skip
+    check_decoding(model)
+
+
+def test_a_model_is_tried_at_its_first_generation_and_once():
+    model = tiny_model("llama")
+    calls = []
+    model.register_forward_pre_hook(lambda *args: calls.append(1))
+    ids, mask = ragged_prompts()
+    greedy(model, ids, mask, max_new_tokens=1)
+    first, calls[:] = len(calls), []
+    greedy(model, ids, mask, max_new_tokens=1)
+    assert first > len(calls) == 1  # the prefill
+    refused = spread_out(seeded("mamba", vocab_size=VOCAB, **STATEFUL["mamba"]))
+    for start in (
+        lambda: greedy(refused, ids, mask, max_new_tokens=1),
+        lambda: TorchEngine(refused, version=0),
+    ):
+        with pytest.raises(ValueError, match="must give the same logits with a cache"):
+            start()

@@ -1,0 +1,308 @@
+"""Our decode loop as an engine: rows come, go and come again; each is sampled as if alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rllib_llm.engines.engine import generate
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Ended, Noise, Row, continued
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.packing.logprobs import score_completions
+from tests.engines.tiny_generations import PAD, STOPS, ragged_prompts, seeded
+from tests.modules import tiny_models
+from tests.modules.tiny_models import VOCAB
+
+PARAMS = SamplingParams(PAD, STOPS, max_new_tokens=24)
+SETTINGS = [
+    PARAMS,
+    replace(PARAMS, temperature=0.6, top_k=5, max_new_tokens=9),
+    replace(PARAMS, greedy=True, stop_token_ids=()),
+    replace(PARAMS, top_p=0.8, min_new_tokens=7),
+    replace(PARAMS, stop_token_ids=(50, 51, 52), max_new_tokens=13),
+]
+
+
+def tiny_model(family: str, **settings):
+    """In double precision: round-off of differently shaped products decides nothing then."""
+    return tiny_models.tiny_model(family, **settings).double()
+
+
+def prompts() -> list[list[int]]:
+    ids, mask = ragged_prompts()
+    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def rows(settings=SETTINGS) -> list[Row]:
+    """One row for each prompt, with settings of its own."""
+    return [
+        Row(f"row {i}", prompt, params, noise=Noise(1, i))
+        for i, (prompt, params) in enumerate(zip(prompts(), settings, strict=True))
+    ]
+
+
+def alone(model, row: Row) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of a row by the wrapper, in a batch of its own."""
+    ids = torch.tensor([row.token_ids])
+    noise = uniform_noise(row.noise.seed, [row.noise.row], row.params.max_new_tokens)
+    out = generate(model, ids, torch.ones_like(ids, dtype=torch.bool), row.params, noise=noise)
+    return out.completion_ids[0].tolist(), out.logprobs[0].tolist()
+
+
+def engine(model, **settings) -> TorchEngine:
+    return TorchEngine(model, **{"version": 0, **settings})
+
+
+def until_empty(engine, ended=()) -> dict[str, Ended]:
+    found = {each.id: each for each in ended}
+    while engine.num_running:
+        found |= {each.id: each for each in engine.step()}
+    return found
+
+
+def assert_sampled(
+    ended: Ended, expected: tuple[list[int], list[float]], atol: float = 1e-5
+) -> None:
+    assert ended.token_ids == expected[0]
+    assert ended.logprobs == pytest.approx(expected[1], abs=atol)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral (sliding window)"])
+@pytest.mark.parametrize("looks", [1, 8])
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_rows_of_different_settings_are_sampled_as_if_alone(family, looks, max_rows):
+    model = tiny_models.tiny_model(family)  # in float32, whose layout of weights is another
+    ours = engine(model, steps_between_looks=looks, max_rows=max_rows)
+    ours.add(rows())
+    found = until_empty(ours)
+    assert set(found) == {row.id for row in rows()}
+    for row in rows():
+        assert_sampled(found[row.id], alone(model, row), atol=3e-5)
+        is_stop = found[row.id].token_ids[-1] in row.params.stop_token_ids
+        assert found[row.id].finish == ("stop" if is_stop else "length")
+        assert found[row.id].versions == [0] * found[row.id].num_tokens
+    assert len({each.num_tokens for each in found.values()}) > 2, "lengths should be mixed"
+
+
+def test_rows_may_come_at_any_step():
+    # Longer prompts after shorter ones, and long after the cache was first made.
+    model = tiny_model("llama")
+    ours, found = engine(model), []
+    for row in sorted(rows(), key=lambda row: len(row.token_ids)):
+        ours.add([row])
+        for _ in range(3):
+            found += ours.step()
+    found = until_empty(ours, found)
+    for row in rows():
+        assert_sampled(found[row.id], alone(model, row))
+
+
+def test_rows_come_and_go_for_long_and_the_cache_stays_small():
+    model = tiny_model("llama")
+    ours = engine(model, max_rows=3)
+    expected = {row.id: alone(model, row) for row in rows()}
+    for turn in range(12):
+        again = [replace(row, id=f"{turn} {row.id}") for row in rows()]
+        ours.add(again[:3])
+        found = [*ours.step(), *ours.step()]
+        ours.add(again[3:])
+        for name, ended in until_empty(ours, found).items():
+            assert_sampled(ended, expected[name.split(" ", 1)[1]])
+    assert ours._buffers.batch <= 10  # columns are used again
+    assert ours._decoder.cache.capacity < 9 + 4 * 24
+
+
+def test_models_whose_layers_keep_a_state_decode_in_waves():
+    model = seeded(
+        "lfm2", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2,
+        layer_types=["conv", "full_attention", "conv"],
+    ).double()  # fmt: skip
+    ours = engine(model)
+    ours.add(rows()[:3])
+    found = ours.step()
+    ours.add(rows()[3:])
+    found = until_empty(ours, found)
+    for row in rows():
+        assert_sampled(found[row.id], alone(model, row))
+
+
+def test_a_group_shares_its_prompt_s_prefill():
+    model = tiny_model("llama")
+    prefilled = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, inputs: prefilled.append(tuple(inputs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    shared = [Row(i, prompts()[0], PARAMS, noise=Noise(1, i), group="g") for i in range(4)]
+    others = [Row(i, prompts()[1], PARAMS, noise=Noise(1, i), group="h") for i in range(4, 7)]
+    ours = engine(model)
+    prefilled.clear()  # the model was tried
+    ours.add(shared + others)
+    found = until_empty(ours)
+    # Two prompts, the longer of 9 tokens; groups of four and of three rows.
+    assert prefilled[0] == (2, 9)
+    for row in shared + others:
+        assert_sampled(found[row.id], alone(model, row))
+
+
+# --- taken out and added again ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("num_steps", [1, 4, 11])
+def test_aborted_rows_go_on_as_if_they_had_stayed(family, num_steps):
+    model = tiny_model(family)
+    first, second = engine(model), engine(model)
+    first.add(rows())
+    found = [each for _ in range(num_steps) for each in first.step()]
+    parts = {each.id: each for each in first.abort([row.id for row in rows()])}
+    assert first.num_running == 0
+    assert all(part.finish == "aborted" for part in parts.values())
+    second.add([continued(row, parts[row.id]) for row in rows() if row.id in parts])
+    ends = until_empty(second, found)
+    for row in rows():
+        part, end = parts.get(row.id), ends[row.id]
+        before = part or Ended(row.id, [], [], [], "aborted")
+        whole = replace(
+            end, token_ids=before.token_ids + end.token_ids, logprobs=before.logprobs + end.logprobs
+        )
+        assert_sampled(whole, alone(model, row))
+
+
+def test_aborting_leaves_the_others_alone():
+    model = tiny_model("llama")
+    ours = engine(model, steps_between_looks=8, max_rows=4)
+    ours.add(rows())
+    found = [each for _ in range(3) for each in ours.step()]
+    # One that runs, one that waits for a place, and one that is not there.
+    out = ours.abort(["row 2", "row 4", "row 9"])
+    assert {each.id: each.num_tokens for each in out} == {"row 2": 3, "row 4": 0}
+    ends = until_empty(ours, found)
+    assert set(ends) == {"row 0", "row 1", "row 3"}
+    for row in rows():
+        if row.id in ends:
+            assert_sampled(ends[row.id], alone(model, row))
+
+
+def test_tokens_so_far_are_those_of_the_end():
+    model = tiny_model("llama")
+    ours = engine(model)
+    ours.add(rows()[:1])
+    ours.step(), ours.step()
+    assert ours.sampled(["row 0"]) == [alone(model, rows()[0])[0][:2]]
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def published(model) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+LONG = replace(PARAMS, stop_token_ids=(), max_new_tokens=10)
+
+
+def halves(in_flight: str, family: str = "llama") -> tuple[Ended, Ended, tuple, tuple]:
+    """A row whose weights change behind its fourth token, and one that was added then; and what
+    the old and the new weights alone give."""
+    old, new = tiny_model(family, seed=0), tiny_model(family, seed=1)
+    early, late = (Row(i, prompts()[i], LONG, noise=Noise(1, i)) for i in (0, 1))
+    ours = engine(tiny_model(family, seed=0), version=3)
+    ours.add([early])
+    for _ in range(4):
+        ours.step()
+    ours.load(published(new), 4, in_flight)
+    assert ours.version == 4
+    ours.add([late])
+    found = until_empty(ours)
+    assert_sampled(found[1], alone(new, late))
+    assert found[1].versions == [4] * 10
+    return found[0], found[1], alone(old, early), alone(new, early)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_may_finish_on_the_weights_that_they_began_with(family):
+    early, _, by_old, _ = halves("finish", family)
+    assert_sampled(early, by_old)
+    assert early.versions == [3] * 10
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_may_have_their_cache_computed_anew(family):
+    early, _, by_old, _ = halves("recompute", family)
+    assert early.token_ids[:4] == by_old[0][:4]
+    assert early.versions == [3] * 4 + [4] * 6
+    # The rest is what the new weights alone say behind these tokens.
+    ids = torch.tensor([early.token_ids])
+    prompt = torch.tensor([prompts()[0]])
+    with torch.no_grad():
+        expected = score_completions(
+            tiny_model(family, seed=1), prompt, torch.ones_like(prompt, dtype=torch.bool), ids,
+            torch.ones_like(ids, dtype=torch.bool),
+        ).logprobs[0]  # fmt: skip
+    assert early.logprobs[4:] == pytest.approx(expected[4:].tolist(), abs=1e-5)
+
+
+def test_rows_may_keep_the_cache_of_the_old_weights():
+    early, _, by_old, _ = halves("keep")
+    anew, *_ = halves("recompute")
+    assert early.token_ids[:4] == by_old[0][:4]
+    assert early.versions == [3] * 4 + [4] * 6
+    # Keys of the old weights, read by the new ones: neither the old nor the new weights alone.
+    assert early.logprobs[4] != pytest.approx(by_old[1][4], abs=1e-3)
+    assert early.logprobs[4] != pytest.approx(anew.logprobs[4], abs=1e-3)
+
+
+def test_weights_are_needed_first():
+    ours = engine(tiny_model("llama"), version=None)
+    with pytest.raises(RuntimeError, match="must be loaded before rows are added"):
+        ours.add(rows())
+    ours.load(published(tiny_model("llama", seed=1)), 7)
+    ours.add(rows()[:1])
+    ended = until_empty(ours)["row 0"]
+    assert_sampled(ended, alone(tiny_model("llama", seed=1), rows()[0]))
+    assert set(ended.versions) == {7}
+
+
+def test_weights_of_another_model_are_refused_and_nothing_changes():
+    ours = engine(tiny_model("llama"))
+    weights = published(tiny_model("llama", seed=1))
+    lost = weights.pop("model.lm_head.weight")
+    with pytest.raises(ValueError, match=r"\['lm_head.weight'\] are missing"):
+        ours.load(weights, 1)
+    with pytest.raises(ValueError, match="shape=\\(3, 32\\)' must be|shape=\\(3, 32\\) must be"):
+        ours.load({**weights, "model.lm_head.weight": lost[:3]}, 1)
+    assert ours.version == 0
+    ours.add(rows()[:1])
+    assert_sampled(until_empty(ours)["row 0"], alone(tiny_model("llama"), rows()[0]))
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_a_row_whose_logits_are_not_finite_ends_with_an_error():
+    model = tiny_model("llama")
+    model.lm_head.weight.data.fill_(float("nan"))
+    ours = engine(model)
+    ours.add(rows()[:1])
+    assert until_empty(ours)["row 0"].finish == "error"
+
+
+def test_what_does_not_fit_is_named():
+    ours = engine(tiny_model("gpt2"))  # 64 positions
+    row = rows()[0]
+    ours.add([row])
+    with pytest.raises(ValueError, match="'row 0' must be one that is not in the engine"):
+        ours.add([row])
+    with pytest.raises(ValueError, match="max_new_tokens=56 must be at most 55"):
+        ours.add([replace(row, id="long", params=replace(PARAMS, max_new_tokens=56))])
+    assert ours.num_running == 1
+    with pytest.raises(ValueError, match="num_sampled=9 must be within 0 and 8"):
+        replace(row, num_sampled=9)
+    with pytest.raises(ValueError, match="num_sampled=3 must be below max_new_tokens=3"):
+        replace(row, num_sampled=3, params=replace(PARAMS, max_new_tokens=3))

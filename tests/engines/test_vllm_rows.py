@@ -1,0 +1,122 @@
+"""vLLM behind the protocol of engines, by a fake package that counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rllib_llm.engines.noise import row_seeds
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Noise, Row, continued
+from rllib_llm.engines.vllm_engine import VLLMEngine
+from tests.algorithms import tiny_runs as tiny
+from tests.engines import fake_vllm
+
+PARAMS = SamplingParams(0, (14,), max_new_tokens=6)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    fake_vllm.install(monkeypatch)
+    engine = VLLMEngine(tiny.MODEL)
+    yield engine
+    engine.close()
+
+
+def weights(offset: int) -> dict[str, torch.Tensor]:
+    return {"model.offset": torch.tensor(offset)}
+
+
+def opened(engine, offset: int = 0):
+    rows = engine.rows()
+    rows.load(weights(offset), version=3)
+    return rows
+
+
+def until_empty(rows) -> dict:
+    found = {}
+    while rows.num_running:
+        found |= {ended.id: ended for ended in rows.step()}
+    return found
+
+
+def test_generating_without_weights_is_refused(engine):
+    prompt = torch.ones(1, 3, dtype=torch.int64)
+    ask = {"num_completions": 1, "seeds": [0]}
+    with pytest.raises(RuntimeError, match="must be loaded before engine='vllm' generates"):
+        engine.generate(prompt, prompt.bool(), PARAMS, **ask)
+    with pytest.raises(RuntimeError, match="must be loaded before engine='vllm' generates"):
+        engine.rows().add([Row("a", [1], PARAMS)])
+    engine.load_weights(weights(8))
+    out = engine.generate(prompt, prompt.bool(), PARAMS, **ask)
+    # Three tokens and an offset of eight: 11, 12, 13 and the stop token.
+    assert out.completion_ids.tolist() == [[11, 12, 13, 14]] and out.finished.tolist() == [True]
+
+
+def test_rows_come_and_go_with_their_versions(engine):
+    rows = opened(engine)
+    rows.add([Row("a", [1] * 12, PARAMS), Row("b", [1] * 20, PARAMS, noise=Noise(7, 2, 1))])
+    rows.step()
+    rows.add([Row("c", [1] * 10, replace(PARAMS, max_new_tokens=2))])
+    assert rows.sampled(["b", "c"]) == [[20], []]
+    found = until_empty(rows)
+    assert {i: ended.token_ids for i, ended in found.items()} == {
+        "a": [12, 13, 14], "b": [20, 21, 22, 23, 24, 25], "c": [10, 11],
+    }  # fmt: skip
+    assert [found[i].finish for i in "abc"] == ["stop", "length", "length"]
+    assert found["b"].versions == [3] * 6 and found["b"].logprobs == [-0.5] * 6
+    asked = engine._llm.llm_engine.added[1][2]
+    assert asked.seed == row_seeds(7, [2], 1)[0]
+
+
+def test_an_aborted_row_goes_on_behind_its_tokens(engine):
+    rows = opened(engine)
+    row = Row("a", [1] * 20, PARAMS)
+    rows.add([row])
+    rows.step(), rows.step()
+    (part,) = rows.abort(["a", "unknown"])
+    assert (part.token_ids, part.finish) == ([20, 21], "aborted")
+    assert rows.num_running == 0 and not engine._llm.llm_engine.requests
+    rows.add([continued(row, part)])
+    assert until_empty(rows)["a"].token_ids == [22, 23, 24, 25]
+    assert engine._llm.llm_engine.added[1][1] == [1] * 20 + [20, 21]
+
+
+def test_rows_finish_on_their_weights_and_others_wait(engine):
+    rows = opened(engine)
+    rows.add([Row("old", [1] * 20, PARAMS)])
+    rows.step()
+    rows.load(weights(100), version=4)
+    rows.add([Row("new", [1] * 20, PARAMS)])
+    found = until_empty(rows)
+    assert found["old"].token_ids == [20, 21, 22, 23, 24, 25]
+    assert found["old"].versions == [3] * 6
+    assert found["new"].token_ids == [120, 121, 122, 123, 124, 125]
+    assert found["new"].versions == [4] * 6
+
+
+def test_rows_computed_anew_change_weights_in_the_middle(engine):
+    rows = opened(engine)
+    rows.add([Row("a", [1] * 20, PARAMS)])
+    rows.step(), rows.step()
+    rows.load(weights(100), 4, in_flight="recompute")
+    rows.step()
+    rows.load(weights(200), 5, in_flight="recompute")
+    assert rows.sampled(["a"]) == [[20, 21, 122]]
+    ended = until_empty(rows)["a"]
+    assert ended.token_ids == [20, 21, 122, 223, 224, 225]
+    assert ended.versions == [3, 3, 4, 5, 5, 5]
+
+
+def test_what_vllm_cannot_do_is_said(engine):
+    rows = opened(engine)
+    rows.add([Row("a", [1], PARAMS)])
+    with pytest.raises(ValueError, match="'a' must be one that is not in the engine"):
+        rows.add([Row("a", [1], PARAMS)])
+    with pytest.raises(ValueError, match="temperature=0.5 must be 1.0"):
+        rows.add([Row("b", [1], replace(PARAMS, temperature=0.5))])
+    rows.step()
+    with pytest.raises(ValueError, match="in_flight='keep'"):
+        rows.load(weights(1), 4, in_flight="keep")
