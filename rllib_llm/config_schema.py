@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rllib_llm.dotted import import_dotted
 
@@ -65,15 +65,30 @@ def build_config(
     return config
 
 
+@runtime_checkable
+class Tabled(Protocol):
+    """A config whose settings stand in a table (`algorithms/settings/tabled_config.py`)."""
+
+    def known_settings(self) -> frozenset[str]:
+        """The keys that may be set."""
+
+    def sections_known(self) -> tuple[str, ...]:
+        """The names under which they may be grouped."""
+
+    def flat(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`settings`, the sections in it dissolved."""
+
+    def unknown(self, names: Iterable[str], where: str) -> ValueError:
+        """The error for names that are no settings."""
+
+
 def allowed_keys(config: AlgorithmConfig) -> set[str]:
     """Return every key a user may set on `config`: its public attributes, by their YAML names; of
-    a config of ours, those that act."""
+    a config with a table, those that act."""
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-    if _has_table(config):
-        from rllib_llm.algorithms.settings.lookup import known_names
-
-        return set(known_names(type(config)))
+    if isinstance(config, Tabled):
+        return set(config.known_settings())
     public = {name for name in vars(config) if not name.startswith("_")}
     if not isinstance(config, AlgorithmConfig):  # of a Trainable that is no RLlib Algorithm
         return public
@@ -81,17 +96,9 @@ def allowed_keys(config: AlgorithmConfig) -> set[str]:
     return (public | set(RENAMED) | {"multiagent"}) - internal - set(RETIRED)
 
 
-def _has_table(config: Any) -> bool:
-    return hasattr(config, "sections")
-
-
 def sections(config: Any) -> tuple[str, ...]:
     """Return the names under which settings of `config` may be grouped."""
-    if not _has_table(config):
-        return ()
-    from rllib_llm.algorithms.settings.lookup import section_names
-
-    return section_names(type(config))
+    return config.sections_known() if isinstance(config, Tabled) else ()
 
 
 def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,28 +107,15 @@ def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: keys of a section that are none of its settings, or one given twice.
     """
-    if not _has_table(config):
-        return dict(settings)
-    from rllib_llm.algorithms.settings.tabled_config import (
-        DEFAULT_ENV,
-        flattened,
-        names_env_settings,
-    )
-
-    flat = flattened(type(config), settings)
-    if names_env_settings(type(config), settings):
-        flat.setdefault("env", DEFAULT_ENV)
-    return flat
+    return config.flat(settings) if isinstance(config, Tabled) else dict(settings)
 
 
 def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for the keys of `settings` that `config` does not have, all at once."""
     allowed = allowed_keys(config)
     unknown = [key for key in settings if key not in allowed]
-    if unknown and _has_table(config):
-        from rllib_llm.algorithms.settings.names import unknown_settings
-
-        raise unknown_settings(type(config), unknown, where)
+    if unknown and isinstance(config, Tabled):
+        raise config.unknown(unknown, where)
     if unknown:
         said = (f"unknown key {key!r}. {_hint(str(key), allowed)}" for key in unknown)
         raise ValueError(f"{where}: {' Also '.join(said)}")

@@ -14,6 +14,8 @@ import click
 import typer
 
 import rllib_llm
+from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+from rllib_llm.algorithms.settings.listing import settings_of
 from rllib_llm.cli.main import app
 from rllib_llm.reports.metric_names import GROUPS
 
@@ -88,7 +90,48 @@ def metrics_page() -> str:
     return "\n".join([*lines, ""])
 
 
+def settings_page() -> str:
+    """Every setting of every algorithm, from the table of settings."""
+    lines = [
+        "# Settings", "",
+        "A section is a method in Python (`.sampling(temperature=0.7)`) and a mapping in YAML "
+        "(`sampling: {temperature: 0.7}`); in YAML a setting may also stand by itself, under the "
+        "name in brackets where it has a longer one. Those of `prompts`, `rewards` and `reference` "
+        "marked (env) are kept in `env_config`. `rllib config ALGO` prints this for one algorithm, "
+        "with its own defaults.",
+    ]  # fmt: skip
+    rows = {}
+    for name in ALGORITHMS:
+        config_class = type(get_algorithm_class(name).get_default_config())
+        for row in settings_of(config_class):
+            found = rows.setdefault(row["section"], {}).setdefault(row["flat"], row | {"in": {}})
+            found["in"].setdefault(row["default"], []).append(name)
+    for section, settings in rows.items():
+        lines += ["", f"## {section}", ""]
+        lines += ["| setting | default | what it is | when it acts | TRL |"]
+        lines += ["|---|---|---|---|---|"]
+        lines += [_setting(row).replace("\n", " ") for row in settings.values()]
+    return "\n".join([*lines, ""])
+
+
+def _setting(row):
+    name = f"`{row['name']}`"
+    if row["place"] == "env_config":
+        name += " (env)"
+    elif row["flat"] != row["name"]:
+        name += f" (`{row['flat']}`)"
+    usual, *others = sorted(row["in"], key=lambda default: -len(row["in"][default]))
+    default = "; ".join(
+        [f"`{usual}`", *(f"`{other}` in {', '.join(row['in'][other])}" for other in others)]
+    )
+    bounds = f" ({row['range']})" if row["range"] else ""
+    what = f"{row['meaning']}{bounds}. {row['note']}"
+    cells = (name, default, what.strip(), row["acts"], ", ".join(f"`{n}`" for n in row["trl"]))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 PAGES = {
+    "settings.md": settings_page,
     "columns.md": columns_page,
     "commands.md": commands_page,
     "metrics.md": metrics_page,

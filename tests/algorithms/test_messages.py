@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 
-from rllib_llm.algorithms.critic_free import GRPO
+from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.tune.messages import ACTIVITY_FILE, MESSAGES_FILE
 from tests.algorithms import tiny_runs as tiny
 

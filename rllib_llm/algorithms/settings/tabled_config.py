@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import (
@@ -115,7 +115,7 @@ class TabledConfig(AlgorithmConfig):
         given = flattened(type(self), config_dict)
         unknown = [key for key in given if not self._takes(key)]
         if unknown:
-            raise unknown_settings(type(self), unknown, type(self).__name__)
+            raise self.unknown(unknown, type(self).__name__)
         given = {**self.implied(given), **given}
         if "model" in given and not isinstance(given["model"], dict):
             given["pretrained_model"] = given.pop("model")
@@ -136,6 +136,25 @@ class TabledConfig(AlgorithmConfig):
             for key, value in settings.items()
             if key not in untouched or not _same(value, untouched[key])
         }
+
+    def known_settings(self) -> frozenset[str]:
+        """The keys that a user may set at the top, those that act."""
+        return known_names(type(self))
+
+    def sections_known(self) -> tuple[str, ...]:
+        """The names under which settings may be grouped, which are methods as well."""
+        return section_names(type(self))
+
+    def flat(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`settings`, the sections in it dissolved; with the environment they need."""
+        flat = flattened(type(self), settings)
+        if names_env_settings(type(self), settings):
+            flat.setdefault("env", DEFAULT_ENV)
+        return flat
+
+    def unknown(self, names: Iterable[str], where: str) -> ValueError:
+        """The error for names that are no settings."""
+        return unknown_settings(type(self), names, where)
 
     def _takes(self, key: str) -> bool:
         if not isinstance(key, str) or key in RETIRED:

@@ -73,7 +73,7 @@ def test_a_setting_with_effect_is_silent(make, settings):
     [
         ({"quantization": "nf4"}, "quantization='nf4' must be 'none' without lora"),
         ({"quantization": "int3", "lora": {}}, "quantization='int3' must be"),
-        ({"dtype": "float16"}, "dtype='float16' must be 'float32' or 'bfloat16'"),
+        ({"dtype": "float16"}, r"dtype='float16' must be one of \('float32', 'bfloat16'\)"),
         ({"autocast_dtype": "float16"}, "autocast_dtype='float16' must be None or 'bfloat16'"),
         ({"lora": {"rank": 3}}, "must hold only"),
     ],
