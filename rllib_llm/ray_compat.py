@@ -144,7 +144,9 @@ class PrivateName:
             return f"{self.owner} has no {self.name}"
         if self.parameters is None:
             return None
-        parameters = " ".join(inspect.signature(found).parameters)  # type: ignore[arg-type]
+        names = list(inspect.signature(found).parameters)  # type: ignore[arg-type]
+        # Ray adds one to the methods of a class that becomes an actor.
+        parameters = " ".join(name for name in names if name != "_ray_trace_ctx")
         if parameters != self.parameters:
             return f"{self.owner}.{self.name} takes ({parameters}), not ({self.parameters})"
         return None

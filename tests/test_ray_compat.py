@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,20 @@ def test_a_name_that_is_gone_or_takes_other_arguments_is_described():
     assert PrivateName(learner, "_check_is_built", "self").problem() == (
         f"{learner}._check_is_built takes (self error), not (self)"
     )
+
+
+def test_a_class_that_became_an_actor_takes_what_it_took():
+    class Counter:
+        def _add(self, number):
+            return number
+
+    ray.remote(Counter)
+    module = SimpleNamespace(Counter=Counter)
+    sys.modules["an_actors_module"] = module
+    try:
+        assert PrivateName("an_actors_module:Counter", "_add", "self number").problem() is None
+    finally:
+        del sys.modules["an_actors_module"]
 
 
 def test_another_version_of_ray_is_warned_of_or_refused_at_import():
