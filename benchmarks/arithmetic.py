@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.config_schema import build_config
+from rllib_llm.algorithms.settings.schema import build_config
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
 from rllib_llm.experiments.yaml_loader import read

@@ -12,6 +12,7 @@ from types import ModuleType
 
 # Old room -> (new room, its modules; `old=new` where the file has another name).
 _MOVED = {
+    "": {"algorithms.settings": "config_schema=schema"},
     "learners": {
         "numerics": "advantages kl losses scores",
     },
@@ -69,7 +70,7 @@ def _new_names() -> dict[str, str]:
             for module in modules.split():
                 old, _, new = module.partition("=")
                 path = ".".join(filter(None, ("rllib_llm", new_room, new or old)))
-                names[f"rllib_llm.{old_room}.{old}"] = path
+                names[".".join(filter(None, ("rllib_llm", old_room, old)))] = path
     return names
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from rllib_llm.config_schema import suggestion
+from rllib_llm.suggestions import suggestion
 
 stderr = Console(stderr=True)
 

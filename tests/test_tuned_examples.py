@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rllib_llm.config_schema import allowed_keys, build_config
+from rllib_llm.algorithms.settings.schema import allowed_keys, build_config
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.plan import check_experiments, search_space
 from rllib_llm.experiments.stage_result import export_model

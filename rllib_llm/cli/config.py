@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rllib_llm.config_schema import suggestion
+from rllib_llm.suggestions import suggestion
 from rllib_llm.user_errors import UserError, user_errors
 
 

@@ -86,8 +86,8 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     from ray.rllib.algorithms import Algorithm
 
     from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.algorithms.settings.schema import check_keys, check_values, resolve_classes
     from rllib_llm.checkpoints.started_in import in_its_folder
-    from rllib_llm.config_schema import check_keys, check_values, resolve_classes
 
     import_from_where_it_was_made(checkpoint)
     with (checkpoint / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME).open("rb") as stream:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.train import run_file
-from rllib_llm.config_schema import suggestion
 from rllib_llm.experiments.include import examples_folder
+from rllib_llm.suggestions import suggestion
 from rllib_llm.user_errors import UserError, user_errors
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)

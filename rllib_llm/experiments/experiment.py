@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
-from rllib_llm.config_schema import suggestion
+from rllib_llm.suggestions import suggestion
 from rllib_llm.user_errors import UserError
 
 # Keys of other versions of the format -> where the setting lives.

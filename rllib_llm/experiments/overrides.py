@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from rllib_llm.config_schema import suggestion
 from rllib_llm.experiments.yaml_loader import parse
+from rllib_llm.suggestions import suggestion
 from rllib_llm.user_errors import UserError
 
 HELP = (
@@ -96,7 +96,7 @@ def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
 
 def _known_settings(experiments: dict[str, Any]) -> set[str]:
     """Return the settings, and sections, of all algorithms that the experiments run."""
-    from rllib_llm.config_schema import allowed_keys, sections
+    from rllib_llm.algorithms.settings.schema import allowed_keys, sections
     from rllib_llm.experiments.algorithms import algorithm_class
 
     names = {

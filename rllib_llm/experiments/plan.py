@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.algorithms.settings.schema import build_config, flat_settings
 from rllib_llm.checkpoints.finding import restore_source
-from rllib_llm.config_schema import build_config, flat_settings, suggestion
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.check_data import check_data, data_settings
 from rllib_llm.experiments.check_sources import check_sources
 from rllib_llm.experiments.experiment import Experiment
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.yaml_experiments import references, substitute
+from rllib_llm.suggestions import suggestion
 from rllib_llm.tune.search_space import examples, to_tune
 from rllib_llm.user_errors import UserError
 

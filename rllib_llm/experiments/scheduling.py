@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rllib_llm.config_schema import suggestion
 from rllib_llm.experiments.yaml_experiments import Experiment
+from rllib_llm.suggestions import suggestion
 from rllib_llm.tune.search_space import to_tune
 from rllib_llm.user_errors import UserError, unknown_key
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.algorithms.settings.schema import resolve_classes
 from rllib_llm.checkpoints.finding import restore_source
-from rllib_llm.config_schema import resolve_classes
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.plan import (
     INTERVAL,

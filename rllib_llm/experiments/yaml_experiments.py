@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.config_schema import nearest
 from rllib_llm.experiments.experiment import KEYS, Experiment
 from rllib_llm.experiments.include import with_includes
+from rllib_llm.suggestions import nearest
 from rllib_llm.user_errors import UserError
 
 REFERENCE = re.compile(r"\$\{([^}]*)\}")

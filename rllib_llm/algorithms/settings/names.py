@@ -12,9 +12,10 @@ from rllib_llm.algorithms.settings.lookup import (
     sections_of,
     table,
 )
+from rllib_llm.algorithms.settings.rllib_names import RETIRED
 from rllib_llm.algorithms.settings.setting import IN_ENV, Setting
 from rllib_llm.algorithms.settings.tables.rllib import INSTEAD
-from rllib_llm.config_schema import RETIRED, closest
+from rllib_llm.suggestions import closest
 
 # What others set in their config, and what it is part of here.
 ELSEWHERE = {

@@ -21,10 +21,10 @@ from rllib_llm.algorithms.settings.lookup import (
     table,
 )
 from rllib_llm.algorithms.settings.names import unknown_settings
+from rllib_llm.algorithms.settings.rllib_names import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.algorithms.settings.section_method import SectionMethod, rllib_parameters
 from rllib_llm.algorithms.settings.setting import IN_CONFIG, IN_ENV, Section, Setting
 from rllib_llm.algorithms.settings.tables import rllib
-from rllib_llm.config_schema import READ_ONLY, RENAMED, RETIRED
 
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what `.prompts(...)` and `.rewards(...)` are settings of
 RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # beside its attributes

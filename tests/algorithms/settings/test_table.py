@@ -17,9 +17,9 @@ from rllib_llm.algorithms.ppo_ptx import PPOPtx, PPOPtxConfig
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.settings.lookup import known_names, plain_fields, table
+from rllib_llm.algorithms.settings.schema import build_config, check_keys
 from rllib_llm.algorithms.settings.setting import IN_CONFIG
 from rllib_llm.algorithms.sft import SFTConfig
-from rllib_llm.config_schema import build_config, check_keys
 from tests.algorithms import tiny_runs as tiny
 
 CLASSES = [type(get_algorithm_class(name).get_default_config()) for name in ALGORITHMS]

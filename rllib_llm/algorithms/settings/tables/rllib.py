@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rllib_llm.algorithms.settings.rllib_names import RENAMED
 from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
-from rllib_llm.config_schema import RENAMED
 
 NOT_HERE = Condition("never", lambda c: False, "here: decoding has a loop of its own", never=True)
 LAYERS = Condition(

@@ -6,40 +6,17 @@ its mark for "deprecated". Here both are errors, before Ray starts.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from rllib_llm.algorithms.settings.rllib_names import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.dotted import import_dotted
+from rllib_llm.suggestions import suggestion
 
 if TYPE_CHECKING:
     from ray.rllib.algorithms import Algorithm
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-# YAML names -> the attributes in which RLlib keeps them.
-RENAMED = {
-    "callbacks": "callbacks_class",
-    "custom_eval_function": "custom_evaluation_function",
-    "framework": "framework_str",
-    "input": "input_",
-    "lambda": "lambda_",
-    "learner_class": "_learner_class",
-    "model_config": "_model_config",
-    "rl_module_spec": "_rl_module_spec",
-    "train_batch_size_per_learner": "_train_batch_size_per_learner",
-}
-# Names of Ray 2.40 and before, and what replaced them.
-RETIRED = {
-    "num_workers": "num_env_runners",
-    "num_rollout_workers": "num_env_runners",
-    "num_sgd_iter": "num_epochs",
-    "sgd_minibatch_size": "minibatch_size",
-    "evaluation_num_workers": "evaluation_num_env_runners",
-    "num_envs_per_worker": "num_envs_per_env_runner",
-    "num_learner_workers": "num_learners",
-}
-# Properties without a setter: here the attribute behind them is set.
-READ_ONLY = ("learner_class", "model_config")
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "_function")
 
 
@@ -149,33 +126,6 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
                 f"{where}.{key}={value!r} must be {kind}: its default is {default!r}. "
                 f"Write it without quotes."
             )
-
-
-def nearest(name: str, allowed: Iterable[str], num: int = 3) -> list[str]:
-    """Return up to `num` of `allowed` that look like `name`, whatever the case, the best first."""
-    by_lower = {candidate.lower(): candidate for candidate in sorted(set(allowed))}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=num, cutoff=0.6)
-    return [by_lower[match] for match in close]
-
-
-def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """Return a sentence with the names of `allowed` nearest to `name`, or all if they are few."""
-    return closest(name, {candidate: candidate for candidate in allowed})
-
-
-def closest(name: str, called: Mapping[str, str]) -> str:
-    """Return `suggestion`'s sentence where names have other names as well.
-
-    Args:
-        called: every name that counts -> the one to suggest for it.
-    """
-    close = list(dict.fromkeys(called[match] for match in nearest(name, called)))
-    if close:
-        return f"Did you mean {' or '.join(repr(match) for match in close)}?"
-    allowed = sorted(set(called.values()))
-    if len(allowed) <= 40:
-        return f"Allowed: {', '.join(allowed)}."
-    return "Nothing similar is known."
 
 
 def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from ray.rllib.algorithms.callbacks import RLlibCallback
 from ray.rllib.algorithms.ppo import PPO
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtx
-from rllib_llm.config_schema import allowed_keys, build_config, nearest, suggestion
+from rllib_llm.algorithms.settings.schema import allowed_keys, build_config
+from rllib_llm.suggestions import nearest, suggestion
 
 
 class MyCallback(RLlibCallback):
