@@ -219,7 +219,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.doing(f"loading models{_processes(self.config)}")
         self.config = in_its_folder(self.config)
         require_places(self.config)
+        self.read_data()
         super().setup(config)
+
+    def read_data(self) -> None:
+        """Called before learners are built: what is wrong with data is known before they are."""
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Starts anew under `new_config` in the same process, as a new trial would (Tune's

@@ -56,8 +56,8 @@ class RewardModel(Supervised):
     def get_default_config(cls) -> RewardModelConfig:
         return RewardModelConfig(algo_class=cls)
 
-    def make_sources(self) -> None:
-        super().make_sources()
+    def read_data(self) -> None:
+        super().read_data()
         self._reference_source: TextSource | None = None
         if self.config.normalization_data is not None:
             self._reference_source = TextSource(

@@ -77,10 +77,9 @@ class Supervised(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.position = 0  # rows handed out so far
-        self.make_sources()  # what is wrong with the data is known before a learner is built
         super().setup(config)
 
-    def make_sources(self) -> None:
+    def read_data(self) -> None:
         """Reads the data sets and the tokenizer that makes tokens of them."""
         config = self.config
         self.tokenizer = config.load_tokenizer()
