@@ -71,7 +71,9 @@ def loss_of(learner, batch, *, values=None):
 def test_grpo():
     """Sequence means over the sampled tokens, β k3 in the loss, and an entropy bonus."""
     learner = tiny.build(
-        grpo(ref_kl_coeff=0.1, entropy_coeff=0.01).sampling(num_completions=2, max_new_tokens=5)
+        grpo(ref_kl_coeff=0.1, entropy_coeff=0.01, ref_kl_unbiased=False).sampling(
+            num_completions=2, max_new_tokens=5
+        )
     )
     batch = learner.prepare(scripted())
     means = learner.means.pop()
