@@ -43,8 +43,8 @@ from rllib_llm.rollouts.policy import (
     SamplingPolicy,
 )
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleFailure, SampleRequest
-from rllib_llm.weights.broadcast import WeightsReceiver
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.receiver import WeightsReceiver
 from rllib_llm.weights.transfer import WeightsLostError
 
 

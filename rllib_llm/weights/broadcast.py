@@ -24,10 +24,7 @@ import ray
 from rllib_llm.ray_compat import local_learner
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.receiver import WeightsReceiver
 from rllib_llm.weights.transport import Ticket
-
-__all__ = ["PublishedWeights", "WeightsPublisher", "WeightsReceiver"]
 
 logger = logging.getLogger(__name__)
 

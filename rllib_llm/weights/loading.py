@@ -101,9 +101,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same_layout(own: Mapping[str, torch.Tensor], flat: FlatBuffer) -> bool:
     in_host_memory = isinstance(flat.data, np.ndarray)
-    return in_host_memory and own.keys() == flat.slots.keys() and all(
-        tensor.device.type == "cpu"
-        and tensor.dtype == flat.slots[name].dtype
-        and tuple(tensor.shape) == flat.slots[name].shape
-        for name, tensor in own.items()
+    return (
+        in_host_memory
+        and own.keys() == flat.slots.keys()
+        and all(
+            tensor.device.type == "cpu"
+            and tensor.dtype == flat.slots[name].dtype
+            and tuple(tensor.shape) == flat.slots[name].shape
+            for name, tensor in own.items()
+        )
     )

@@ -8,8 +8,9 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.data.preferences import PromptedPairSource
-from rllib_llm.weights.broadcast import WeightsPublisher, WeightsReceiver
+from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import unpack
+from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 from tests.learners import two_learners as two

@@ -7,7 +7,7 @@ import torch
 from ray.exceptions import ActorUnavailableError
 
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
-from rllib_llm.weights.broadcast import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 
 def build_sampler(config, worker_index: int = 0, *, has_weights: bool = True) -> RLHFEnvRunner:

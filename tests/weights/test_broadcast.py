@@ -8,8 +8,10 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.broadcast import PublishedWeights, WeightsPublisher, WeightsReceiver
+from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import pack, unpack
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.receiver import WeightsReceiver
 from rllib_llm.weights.transfer import Transfer, WeightsLostError
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners

@@ -16,7 +16,7 @@ import ray
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rllib_llm.weights.broadcast import WeightsPublisher, WeightsReceiver
+from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.on_device import (
@@ -25,6 +25,7 @@ from rllib_llm.weights.on_device import (
     DeviceWeightsError,
 )
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.receiver import WeightsReceiver
 from rllib_llm.weights.transfer import Transfer, WeightsLostError
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
