@@ -125,6 +125,8 @@ class Supervised(LanguageModelAlgorithm):
             "samples_per_s": num_rows / seconds,
             "iteration_seconds": seconds,
         }
+        train = groups.setdefault("train", {})
+        train["truncated_share"] = self._source.truncated_share
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
             **groups,

@@ -44,17 +44,23 @@ class PreferenceSource:
         self._members = _telling_pairs(self._rows)
         self._tokenizer = tokenizer
         self._max_length = max_length
-        self._num_cut = 0
+        self._num_cut = self._num_read = 0  # texts, two for each pair
         self._order = EpochOrder(len(self._members), seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the texts read so far that are longer than `max_length`."""
+        return self._num_cut / max(1, self._num_read)
 
     def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
         """Columns [count, ...] of the pairs from `position` on, epoch after epoch."""
         indices = self._members[self._order.indices(position, count)]
         cut_before = self._num_cut
         pairs = [self._encode_row(int(index)) for index in indices]
+        self._num_read += 2 * count
         if cut_before == 0 and self._num_cut:
             warn_of_cuts(self._num_cut, 2 * count, self._max_length, self._lost)
         return self._columns(pairs)

@@ -27,6 +27,10 @@ TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
 class BatchSource(Protocol):
     """Rows of a data set, in batches by position."""
 
+    @property
+    def truncated_share(self) -> float:
+        """Share of the texts read so far that were too long and were cut."""
+
     def __len__(self) -> int:
         """Rows of one epoch."""
 
@@ -72,6 +76,11 @@ class TextSource:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the texts read so far that are longer than `max_length`."""
+        return self._num_cut / max(1, len(self._tokenized))
 
     def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
         """`input_ids`, `attention_mask`, `loss_mask`, each [count, L], right-padded."""

@@ -79,7 +79,7 @@ GROUPS = (
         ("train/<name>_rewards", "reward", "mean of one reward function, before its weight"),
         ("train/output_length", "tokens", "mean length of a completion, the stop token included"),
         ("train/num_invalid", "completions", "rows without a score, which are not learnt from"),
-        ("train/truncated_share", "share", "prompts that lost their beginning"),
+        ("train/truncated_share", "share", "prompts, or texts, that were too long and were cut"),
         ("train/zero_variance_groups", "share", "groups whose scores are all alike"),
         ("train/padding_share", "share", "of the tokens that went through the trunk"),
         ("train/staleness", "updates", "age of the weights that sampled the batch"),

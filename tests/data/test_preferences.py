@@ -33,6 +33,15 @@ def test_pairs_share_their_prompt_and_end_with_eos(tokenizer):
     assert rejected == ["1+1=33<eos>", "5<eos>"]
 
 
+def test_the_share_of_cut_texts_counts_both_of_a_pair(tokenizer):
+    rows = [{"prompt": "12", "chosen": "3", "rejected": "456"}, {"chosen": "1", "rejected": "2"}]
+    source = PairSource(rows, tokenizer=tokenizer, max_length=4, shuffle=False)
+    assert source.truncated_share == 0
+    with pytest.warns(UserWarning, match="longer than max_length=4"):
+        source.batch(0, 2)
+    assert source.truncated_share == 1 / 4  # "12456" and EOS alone
+
+
 def test_long_pairs_keep_their_end(tokenizer):
     rows = [{"prompt": "123456", "chosen": "7", "rejected": "8"}]
     batch = PairSource(rows, tokenizer=tokenizer, max_length=4).batch(0, 1)

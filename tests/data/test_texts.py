@@ -150,6 +150,7 @@ def test_cut_texts_are_told_of_once(tokenizer):
         warnings.simplefilter("error")
         source.batch(0, 2)
         pairs.batch(0, 1)
+    assert source.truncated_share == 1 / 2
 
 
 def test_a_pad_token_that_is_eos_leaves_eos_a_target():
