@@ -7,7 +7,7 @@ import math
 import pytest
 
 import rllib_llm
-from rllib_llm.algorithms.language_model import MODEL_IN_CHECKPOINT
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.modules.pretrained import load_causal_lm
 from tests.algorithms import tiny_runs as tiny
 
