@@ -1,4 +1,5 @@
-"""The reference pages that are made from the code: columns, commands, metrics and settings.
+"""The reference pages that are made from the code: columns, commands, metrics and settings, and the
+keys in the page on YAML.
 
 python scripts/reference.py            writes them into docs/reference/
 python scripts/reference.py --check    exits with 1 where a page is not what the code says
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import typing
 from pathlib import Path
 
 import click
@@ -17,10 +19,12 @@ import rllib_llm
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.settings.listing import settings_of
 from rllib_llm.cli.main import app
+from rllib_llm.experiments.experiment import KEYS, CheckpointConfig, Experiment
 from rllib_llm.reports.metric_names import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 _COLUMN = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<meaning>.*)$')
+_BEGIN, _END = "<!-- table: made by scripts/reference.py -->\n", "<!-- end of table -->\n"
 _SECTION = re.compile(r"^# --- (?P<title>.*?) -+$")
 
 
@@ -34,7 +38,7 @@ def columns_page() -> str:
     source = Path(rllib_llm.__file__).with_name("columns.py").read_text(encoding="utf-8")
     for line in source.splitlines():
         if section := _SECTION.match(line):
-            lines += ["", f"## {section['title'].capitalize()}", "", "| column | what it is |"]
+            lines += ["", f"## {_sentence(section['title'])}", "", "| column | what it is |"]
             lines.append("|---|---|")
         elif column := _COLUMN.match(line):
             lines.append(f"| `{column['name']}` | {column['meaning']} |")
@@ -90,6 +94,36 @@ def metrics_page() -> str:
     return "\n".join([*lines, ""])
 
 
+def yaml_page() -> str:
+    """The page as it is, its table of keys from the model of an experiment."""
+    text = (FOLDER / "yaml.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    lines = ["", "| key | default | what it is |", "|---|---|---|"]
+    for key in KEYS:
+        field = Experiment.model_fields[key]
+        lines.append(f"| `{key}` | {_default(field)} | {_sentence(field.description or '')} |")
+        if key == "checkpoint_config":
+            for inner, meaning in _checkpoint_keys().items():
+                lines.append(f"| `checkpoint_config.{inner}` | | {_sentence(meaning)} |")
+    return before + _BEGIN + "\n".join([*lines, "", ""]) + _END + rest.partition(_END)[2]
+
+
+def _checkpoint_keys() -> dict[str, str]:
+    hints = typing.get_type_hints(CheckpointConfig, include_extras=True)
+    return {
+        key: next(m.description for m in kind.__metadata__ if hasattr(m, "description"))
+        for key, kind in hints.items()
+    }
+
+
+def _default(field) -> str:
+    return f"`{field.default}`" if isinstance(field.default, int) else ""
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def settings_page() -> str:
     """Every setting of every algorithm, from the table of settings."""
     lines = [
@@ -135,6 +169,7 @@ PAGES = {
     "columns.md": columns_page,
     "commands.md": commands_page,
     "metrics.md": metrics_page,
+    "yaml.md": yaml_page,
 }
 
 
