@@ -6,6 +6,12 @@ it, one that replaces another takes its place by two renames. So a kill, a full 
 ended early (Tune's own, into the trial's folder) leaves either a checkpoint or something that
 `check` refuses, and the previous checkpoint as it was.
 
+Checksums are taken from the files, so every byte that was written is read again. Whatever is large
+(weights, the optimiser's moments) is new in each checkpoint: there are no unchanged files to pass
+over. CPU seconds per GiB, one core: safetensors 0.4, pickled moments 1.1, Tune's copy 0.4, checksum
+0.5. That is two fifths more for a checkpoint of a trial, where the disk keeps up; one every five
+minutes of a model with 1 GiB of weights (3 GiB in all) takes 1.5 s for it.
+
 Nothing is flushed to the platter: after a power cut the checksum tells, and `newest_usable` goes
 further back.
 """

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def quiet_environment(verbosity: int = 0) -> None:
 
 @contextlib.contextmanager
 def ray_session(
-    options: RayOptions, needed_cpus: float = 1, weights_bytes: int = 0
+    options: RayOptions, needed_cpus: float = 1, weights_bytes: float = 0
 ) -> Iterator[dict[str, Any]]:
     """Connect to Ray, or start it here, and yield the cluster's resources.
 
@@ -92,7 +93,8 @@ def ray_session(
         options: what the command line says.
         needed_cpus: CPUs that one trial reserves. A local Ray is given at least so many, since they
             are slots for processes, not cores; on fewer cores the processes take turns.
-        weights_bytes: what a local Ray's object store holds of weights at a time.
+        weights_bytes: what a local Ray's object store holds of weights at a time; infinite where it
+            is not known.
     """
     import ray
 
@@ -137,7 +139,7 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
 
 
 def _init_arguments(
-    options: RayOptions, needed_cpus: float, weights_bytes: int = 0
+    options: RayOptions, needed_cpus: float, weights_bytes: float = 0
 ) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "log_to_driver": options.verbose > 0,
@@ -169,35 +171,36 @@ def log_level(verbosity: int) -> int:
     return (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
 
 
-def _object_store_bytes(weights_bytes: int, available: int | None = None) -> int:
+def _object_store_bytes(weights_bytes: float, available: int | None = None) -> int:
     """Return the size of a local object store: what is needed, but never more than a share of the
-    `available` memory. What does not fit then goes to disk and back, which is slow: it is said."""
+    `available` memory. What does not fit then goes to disk and back, which is slow: it is said,
+    where it is known. Memory is taken only when something is put there."""
     import psutil
 
     available = psutil.virtual_memory().available if available is None else available
     wanted, bound = OBJECT_STORE_BYTES + weights_bytes, int(available * MAX_OBJECT_STORE_SHARE)
-    if weights_bytes and wanted > bound:
+    if 0 < weights_bytes < math.inf and wanted > bound:
         logger.warning(
             "The object store is given %.1f GiB, %.0f %% of the free memory; weights and batches "
             "may take %.1f GiB, and what does not fit goes to disk. Fewer trials at once, a lower "
             "weights_keep, dtype bfloat16 or --ray-object-store-memory help.",
             bound / 1024**3, 100 * MAX_OBJECT_STORE_SHARE, wanted / 1024**3,
         )  # fmt: skip
-    return max(80 * 1024**2, min(wanted, bound))
+    return max(80 * 1024**2, int(min(wanted, bound)))
 
 
-def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> int:
+def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> float:
     """Return the bytes of published weights that a local object store holds at once, of the
     experiment with the most: `weights_keep` versions and the next, for each trial that runs.
 
-    Models that are no local folders count as nothing, their size not being known yet; so do
-    adapters, which are small.
+    Infinite where a model's size is not known: of a hub id it is not before the model is loaded.
+    Adapters, which are small, count as nothing, and so do models that a function makes.
     """
     from rllib_llm.experiments.plan import search_space, with_stand_ins
     from rllib_llm.tune.search_space import examples
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
-    most = 0
+    most = 0.0
     for experiment in with_stand_ins(experiments):
         trials = examples(search_space(experiment))
         at_once = min(
@@ -209,13 +212,17 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> i
     return most
 
 
-def _published_bytes(settings: Mapping[str, Any]) -> int:
+def _published_bytes(settings: Mapping[str, Any]) -> float:
     """Return the bytes of all versions of one trial's weights."""
     model = settings.get("model")
     if not isinstance(model, str) or settings.get("lora"):
         return 0
+    if "." in model and all(part.isidentifier() for part in re.split("[.:]", model)):
+        return 0  # a function's dotted path
     item_bytes = 4 if settings.get("dtype", "float32") == "float32" else 2
-    files = Path(model).expanduser().glob("*.safetensors")
+    files = list(Path(model).expanduser().glob("*.safetensors"))
+    if not files:
+        return math.inf
     num_elements = sum(_num_elements(file) for file in files)
     return num_elements * item_bytes * (settings.get("weights_keep", 2) + 1)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -35,6 +36,7 @@ def test_the_object_store_has_room_for_weights_as_far_as_memory_goes(caplog):
     gib = 1024**3
     assert _object_store_bytes(0, available=16 * gib) == gib // 2
     assert _object_store_bytes(3 * gib, available=16 * gib) == 3.5 * gib
+    assert _object_store_bytes(math.inf, available=10 * gib) == 3 * gib  # as Ray by itself
     assert not caplog.records
     assert _object_store_bytes(6 * gib, available=10 * gib) == 3 * gib  # 30 % of it
     assert "given 3.0 GiB, 30 % of the free memory; weights and batches may take 6.5" in caplog.text
@@ -54,7 +56,10 @@ def test_weights_in_the_store_are_counted_by_version_and_by_trial(tmp_path):
     assert of(weights_keep=4) == 57 * 4 * 5
     assert of(dtype="bfloat16") == two_kept / 2
     assert of(lora={"r": 4}) == 0
-    assert of(model="hub/model") == 0
+    assert of(model="hub/model") == math.inf  # its size is not known yet
+    assert of(model="gpt2") == math.inf
+    assert of(model="hub/model", lora={"r": 4}) == 0
+    assert of(model="rllib_llm.envs.toys.reviews_model.build_model") == 0  # a toy
     assert of(dtype={"grid_search": ["bfloat16", "float32"]}) == two_kept  # one after the other
     half = (os.cpu_count() or 1) / 2  # of all slots
     assert of(needed_cpus=half, num_samples=8) == 2 * two_kept

@@ -74,7 +74,7 @@ class TabledConfig(AlgorithmConfig):
                 continue
             if row is not None and table(type(self)).get(row.name) is row:
                 ours[row.name] = value
-            elif name in of_rllib and name not in RETIRED:
+            elif name in of_rllib and name not in RETIRED and not _names_a_network(name, value):
                 theirs[name] = value
             else:
                 unknown.append(name)
@@ -170,7 +170,7 @@ class TabledConfig(AlgorithmConfig):
         Raises:
             ValueError: naming the setting, the rule, the reason and a remedy.
         """
-        for row in table(type(self)).values():
+        for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
             if row.place == IN_CONFIG:
                 row.check(row.value(self))
         refuse_inert(self)
@@ -180,6 +180,11 @@ class TabledConfig(AlgorithmConfig):
             if unknown:
                 where = f"{type(self).__name__}.evaluation_config"
                 raise unknown_settings(type(self), unknown, where)
+
+
+def _names_a_network(name: str, value: Any) -> bool:
+    """Whether it is a language model's name, for which RLlib's `training(model={...})` is not."""
+    return name == "model" and not isinstance(value, Mapping)
 
 
 def _same(value: Any, other: Any) -> bool:

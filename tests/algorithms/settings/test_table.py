@@ -124,6 +124,11 @@ def test_a_setting_of_another_section_names_its_method():
         PPOPtxConfig().training(prompts="p.jsonl")
 
 
+def test_a_model_among_rllib_s_own_settings_is_told_where_it_belongs():
+    with pytest.raises(ValueError, match=r"unknown key 'model'. .* set language_model\(model="):
+        GRPOConfig().training(model="some/model")
+
+
 def test_tune_refuses_unknown_settings_before_a_trial_starts():
     # Tune asks every trial's class for its resources, in the driver's process.
     with pytest.raises(ValueError, match="unknown key 'max_new_token'"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from typing import Any
 
 from rllib_llm.algorithms.settings.rllib_names import RENAMED
@@ -13,26 +15,41 @@ LAYERS = Condition(
 )
 
 
+# How the lines below write a type.
+_TYPES: Mapping[str, Any] = types.MappingProxyType({
+    "": Any,
+    " (int)": int,
+    " (int?)": int | None,
+    " (float)": float,
+    " (float?)": float | None,
+    " (bool)": bool,
+})  # fmt: skip
+
+
 def _rows(rows: str) -> tuple[Setting, ...]:
-    """One row for each line "name: meaning" of `rows`; types and ranges are RLlib's to check."""
+    """One row for each line "name (type): meaning" of `rows`. RLlib checks few of its types: the
+    rest would fail where the value is used. Ranges are its own to check."""
     parts = (line.strip().partition(": ") for line in rows.strip().splitlines())
     return tuple(
         Setting(
             name=name,
-            type=Any,
+            type=_TYPES[kind],
             default=None,
             meaning=meaning,
             attribute=RENAMED.get(name, ""),
+            remedy="Leave it out for RLlib's default",
         )
-        for name, _, meaning in parts
+        for head, _, meaning in parts
+        for name, space, of_type in [head.partition(" ")]
+        for kind in [space + of_type]
     )
 
 
 COMMON = (
     Section("learners", "The processes that learn.", _rows("""
-        num_learners: how many processes learn; 0: the driver's own does
+        num_learners (int): how many processes learn; 0: the driver's own does
         num_cpus_per_learner: the CPUs of each learner
-        num_gpus_per_learner: the GPUs of each learner, or a fraction of one
+        num_gpus_per_learner (float): the GPUs of each learner, or a fraction of one
         custom_resources_per_learner: further resources of each learner
     """)),
     Section("training", "RLlib's own.", _rows("""
@@ -41,7 +58,7 @@ COMMON = (
     """)),
     Section("framework", "torch and its compiler.", (*_rows("""
         framework: "torch"
-        torch_compile_learner: whether the learner's layers are compiled
+        torch_compile_learner (bool): whether the learner's layers are compiled
         torch_compile_learner_dynamo_backend: the compiler behind it
         torch_compile_learner_dynamo_mode: the compiler's mode
     """),
@@ -51,10 +68,10 @@ COMMON = (
                 meaning="what is compiled", acts=(LAYERS,)),
     )),
     Section("evaluation", "Results on held-out rows.", _rows("""
-        evaluation_interval: the iterations between evaluations; None: never
-        evaluation_duration: the held-out rows that an evaluation judges
+        evaluation_interval (int?): the iterations between evaluations; None: never
+        evaluation_duration (int): the held-out rows that an evaluation judges
         evaluation_config: settings that evaluation has otherwise than training
-        evaluation_error_after_n_consecutive_skips: the skipped evaluations that end the run
+        evaluation_error_after_n_consecutive_skips (int?): the skipped evaluations that end the run
     """)),
     Section("callbacks", "Functions of your own that are called.", _rows("""
         callbacks: a class, or several, of callbacks
@@ -65,19 +82,19 @@ COMMON = (
         callbacks_on_train_result: called with every result
     """)),
     Section("resources", "What the driver's process reserves.", _rows("""
-        num_cpus_for_main_process: the CPUs, and threads, of the driver's process
+        num_cpus_for_main_process (float): the CPUs, and threads, of the driver's process
         custom_resources_for_main_process: further resources of the driver's process
         placement_strategy: how a trial's processes are spread over nodes
     """)),
     Section("reporting", "How long an iteration is.", _rows("""
-        min_time_s_per_iteration: the seconds that an iteration lasts at least
-        min_train_timesteps_per_iteration: the rows that an iteration trains on at least
-        min_sample_timesteps_per_iteration: the rows that an iteration samples at least
+        min_time_s_per_iteration (float?): the seconds that an iteration lasts at least
+        min_train_timesteps_per_iteration (int?): the rows that an iteration trains on at least
+        min_sample_timesteps_per_iteration (int?): the rows that an iteration samples at least
     """)),
     Section("debugging", "Seed and logs.", _rows("""
-        seed: the seed of sampling, of the order of data and of dropout
+        seed (int?): the seed of sampling, of the order of data and of dropout
         log_level: the level of RLlib's logger
-        log_sys_usage: whether CPU and memory are reported
+        log_sys_usage (bool): whether CPU and memory are reported
     """)),
     Section("python_environment", "Environment variables.", _rows("""
         extra_python_environs_for_driver: environment variables of the driver's process
@@ -96,19 +113,19 @@ ONLINE = (
         env_config: the environment's settings
     """)),
     Section("env_runners", "The processes that sample.", _rows("""
-        num_env_runners: how many processes sample; 0: the driver's own does
-        num_cpus_per_env_runner: the CPUs of each sampler
-        num_gpus_per_env_runner: the GPUs of each sampler, or a fraction of one
+        num_env_runners (int): how many processes sample; 0: the driver's own does
+        num_cpus_per_env_runner (float): the CPUs of each sampler
+        num_gpus_per_env_runner (float): the GPUs of each sampler, or a fraction of one
         custom_resources_per_env_runner: further resources of each sampler
         env_runner_cls: the EnvRunner, a subclass of RLHFEnvRunner
-        create_local_env_runner: whether the driver's process has a sampler beside remote ones
-        validate_env_runners_after_construction: whether samplers are asked once they are made
-        max_requests_in_flight_per_env_runner: the requests that wait at a sampler at most
-        explore: whether completions are sampled; False: the likeliest token each time
+        create_local_env_runner (bool): whether the driver's process samples beside remote ones
+        validate_env_runners_after_construction (bool): whether samplers are asked when made
+        max_requests_in_flight_per_env_runner (int): the requests that wait at a sampler at most
+        explore (bool): whether completions are sampled; False: the likeliest token each time
     """)),
     Section("evaluation", "Results on held-out prompts.", _rows("""
         evaluation_duration_unit: "episodes"
-        evaluation_num_env_runners: the processes that sample for evaluation
+        evaluation_num_env_runners (int): the processes that sample for evaluation
         custom_evaluation_function: what evaluates, instead of our own
     """)),
     Section("callbacks", "Functions of your own that are called.", _rows("""
@@ -117,13 +134,13 @@ ONLINE = (
         callbacks_on_sample_end: called when a sampler has answered
     """)),
     Section("fault_tolerance", "What happens to samplers that die.", _rows("""
-        restart_failed_env_runners: whether samplers that died are started again
-        ignore_env_runner_failures: whether the run goes on without them
-        max_num_env_runner_restarts: how often they are started again
-        delay_between_env_runner_restarts_s: the seconds before a sampler with an error may start
-        num_consecutive_env_runner_failures_tolerance: the failures in a row that are borne
-        env_runner_health_probe_timeout_s: the seconds that a sampler may take to say it is alive
-        env_runner_restore_timeout_s: the seconds that a restarted sampler may take to be ready
+        restart_failed_env_runners (bool): whether samplers that died are started again
+        ignore_env_runner_failures (bool): whether the run goes on without them
+        max_num_env_runner_restarts (int): how often they are started again
+        delay_between_env_runner_restarts_s (float): the seconds before a failed sampler may start
+        num_consecutive_env_runner_failures_tolerance (int): the failures in a row that are borne
+        env_runner_health_probe_timeout_s (float): the seconds a sampler may take to say it is alive
+        env_runner_restore_timeout_s (float): the seconds a restarted sampler may take to be ready
     """)),
 )  # fmt: skip
 
