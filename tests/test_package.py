@@ -35,6 +35,13 @@ def test_importing_loads_nothing_heavy_beyond_ray():
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
 
 
+def test_what_is_public_is_what_dir_lists():
+    import rllib_llm
+
+    assert {"GRPOConfig", "DPOConfig", "default_callbacks"} <= set(dir(rllib_llm))
+    assert not {"importlib", "Any", "register_envs"} & set(dir(rllib_llm))
+
+
 def test_a_coordinator_of_weights_starts_without_torch():
     # A killed one is missed until its new process has imported what it needs.
     code = "import sys, rllib_llm.weights.coordinator; " \
