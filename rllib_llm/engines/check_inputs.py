@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.modules.model_limits import longrope_border
 
 
 def check_inputs(
@@ -70,7 +71,7 @@ def check_positions(config: PretrainedConfig, longest_prompt: int, params: Sampl
             f"{limit - longest_prompt}: the longest prompt has {longest_prompt} tokens and the "
             f"model {limit} positions. Shorten prompts or completions."
         )
-    short = _longrope_border(text)
+    short = longrope_border(text)
     if short is not None and longest_prompt + params.max_new_tokens > short:
         raise ValueError(
             f"max_new_tokens={params.max_new_tokens!r} must be at most {short - longest_prompt}: "
@@ -79,20 +80,6 @@ def check_positions(config: PretrainedConfig, longest_prompt: int, params: Sampl
             "longer, so that log-probs depend on the rows beside it. Shorten prompts or "
             "completions."
         )
-
-
-def _longrope_border(config: PretrainedConfig) -> int | None:
-    """Positions up to which longrope keeps to its short factors; None for other embeddings."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    # One dictionary, or one for each type of layer.
-    each = [settings, *(part for part in settings.values() if isinstance(part, dict))]
-    borders = [
-        part.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        for part in each
-        if part.get("rope_type") == "longrope"
-    ]
-    return min((border for border in borders if border is not None), default=None)
 
 
 def _check_noise(noise: torch.Tensor | None, batch: int, params: SamplingParams) -> None:

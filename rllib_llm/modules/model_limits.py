@@ -26,8 +26,26 @@ def num_embeddings(model: str | os.PathLike) -> int:
 
 
 def num_positions(model: str | os.PathLike) -> int | None:
-    """Tokens that the model reads at most; None where its config names no limit."""
-    return getattr(_text_config(model), "max_position_embeddings", None)
+    """Tokens that the model reads at most, each row whatever the others of its batch are; None
+    where its config names no limit."""
+    config = _text_config(model)
+    limits = (getattr(config, "max_position_embeddings", None), longrope_border(config))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def longrope_border(config: Any) -> int | None:
+    """Positions up to which longrope keeps to its short factors; None for other embeddings. Beyond
+    it one longer row has all rows of its batch rotated by other factors."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    # One dictionary, or one for each type of layer.
+    each = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    borders = [
+        part.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for part in each
+        if part.get("rope_type") == "longrope"
+    ]
+    return min((border for border in borders if border is not None), default=None)
 
 
 def _text_config(model: str | os.PathLike) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig
 
+from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.modules import model_limits
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from tests import tiny_models as tiny
@@ -19,6 +21,19 @@ def test_positions_and_embeddings(tmp_path):
         assert model_limits.num_embeddings(model) == 260
     folder = tiny.save(tmp_path / "gpt2", tiny.gpt2(), tiny.byte_tokenizer())
     assert model_limits.num_positions(folder) == 128
+
+
+def test_texts_end_where_longrope_would_let_rows_depend_on_their_neighbours(tmp_path):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 20}
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=64,
+        rope_parameters={**rope, **factors},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert model_limits.num_positions(tmp_path) == 20
+    config = SFTConfig().update_from_dict({"model": str(tmp_path), "max_length": 32})
+    assert config.longest_text() == 20
 
 
 def test_prompt_and_completion_share_the_positions():
