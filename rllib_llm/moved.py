@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 # Old room -> (new room, its modules; `old=new` where the file has another name).
@@ -101,7 +101,12 @@ class _MovedModules(MetaPathFinder, Loader):
         return importlib.import_module(new)
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module was executed under its new name."""
+        """The module was executed under its new name, and keeps the specification it has there:
+        the import under its old name has just put another in its place."""
+        if module.__name__ not in _GONE:
+            module.__spec__ = PathFinder.find_spec(
+                module.__name__, sys.modules[module.__name__.rpartition(".")[0]].__path__
+            )
 
 
 def forward_old_names() -> None:

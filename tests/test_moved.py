@@ -17,6 +17,9 @@ def test_an_old_name_is_the_same_module_and_says_the_new_one(old: str):
     with pytest.warns(DeprecationWarning, match=NEW_NAMES[old]):
         module = importlib.import_module(old)
     assert module is importlib.import_module(NEW_NAMES[old])
+    # Whoever asks where the module lies is told so, whichever name was imported first.
+    spec = importlib.util.find_spec(NEW_NAMES[old])
+    assert spec is not None and spec.origin == module.__file__
 
 
 def test_every_new_name_exists():

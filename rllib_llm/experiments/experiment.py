@@ -41,9 +41,10 @@ def _number(value: Any) -> Any:
 
 
 def _interval(value: Any) -> Any:
-    if value in (None, "auto") or (isinstance(value, int | float) and value > 0):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value in (None, "auto") or (is_number and value >= 0):
         return value
-    raise PydanticCustomError("interval", "seconds above 0, 'auto' or null")
+    raise PydanticCustomError("interval", "at least 0 seconds, 'auto' or null")
 
 
 Interval = Annotated[Any, AfterValidator(_interval)]
@@ -150,7 +151,7 @@ RULES = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
     "float_type": "a number",
-    "interval": "seconds above 0, 'auto' or null",
+    "interval": "at least 0 seconds, 'auto' or null",
     "int_from_float": "a whole number",
     "int_type": "a whole number",
     "number": "a number",
