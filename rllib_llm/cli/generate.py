@@ -116,7 +116,8 @@ def _complete_file(completer: Completer, rows: list[dict[str, Any]], out: Path |
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("w", encoding="utf-8") as stream:
             num_lines = sum(stream.write(f"{line}\n") > 0 for line in lines)
-    Console(stderr=True).print(f"{num_lines} completions in {out}", highlight=False)
+    text = f"{num_lines} completions in {out}"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def _json_lines(completer: Completer, prompts: list[Any]) -> Iterator[str]:

@@ -19,9 +19,10 @@ def own_reference(learner: Any, *, copy: bool) -> ReferencePolicy:
     plain attribute.
     """
     model = learner.module[DEFAULT_MODULE_ID].unwrapped().model
+    policy_device = next(model.parameters()).device
     if not copy:
         assert has_adapters(model), "only a policy under adapters contains its reference"
         return ReferencePolicy(model, functools.partial(adapters_off, model))
     config = learner.config
-    frozen = load_causal_lm(config.pretrained_model, dtype=config.dtype, device=learner._device)
+    frozen = load_causal_lm(config.pretrained_model, dtype=config.dtype, device=policy_device)
     return ReferencePolicy(frozen.requires_grad_(False))
