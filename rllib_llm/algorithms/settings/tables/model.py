@@ -82,7 +82,7 @@ LANGUAGE_MODEL = Section(
             note="{} is r=16, alpha=32 on all linear layers; None: all weights are trained.",
             remedy="Use {} for r=16, alpha=32, None to train all weights",
             trl=("peft_config",),
-            also=("lora_config", "use_lora", "use_peft", "lora_r", "lora_alpha", "rank", "lora_rank"),
+            also=("lora_config", "use_lora", "use_peft", "lora_r", "lora_alpha", "rank"),
         ),
         Setting(
             name="quantization",
