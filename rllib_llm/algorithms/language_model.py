@@ -33,6 +33,7 @@ from rllib_llm.algorithms.settings.tables.optimiser import OPTIMISER
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
+from rllib_llm.complaints import noted
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.tracebacks import explains_itself
@@ -109,13 +110,14 @@ class LanguageModelConfig(TabledConfig):
         """
         # RLlib greets every algorithm on its new API stack; there is no other stack here.
         log_once(f"{self.algo_class.__name__}_on_new_api_stack")
-        self.given_model()
+        with noted():
+            self.given_model()
         self.check_table()
-        super().validate()
+        with noted():
+            super().validate()
         if self.chat_template is not None:
-            text = read_chat_template(self.chat_template)
-            if text != self.chat_template:  # workers and later runs need not find the file
-                self.chat_template = text
+            with noted():  # workers and later runs need not find the file
+                self.chat_template = read_chat_template(self.chat_template)
         check_optimiser(self)
         self._fit_minibatch()
         check_cuts(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli.options import RayOptions
+from rllib_llm.modules.model_size import num_elements
 from rllib_llm.named_imports import name_imports, runtime_env
 from rllib_llm.quiet import LOGGERS as LIBRARIES
 from rllib_llm.quiet import VERBOSE
@@ -223,14 +223,5 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     files = list(Path(model).expanduser().glob("*.safetensors"))
     if not files:
         return math.inf
-    num_elements = sum(_num_elements(file) for file in files)
+    num_elements = sum(num_elements(file) for file in files)
     return num_elements * item_bytes * (settings.get("weights_keep", 2) + 1)
-
-
-def _num_elements(file: Path) -> int:
-    """Return how many numbers a safetensors file holds, by its header."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(
-        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-    )

@@ -159,11 +159,13 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
     """Check the experiments, run them in order, and report. Exits with 1 where one fails."""
     console = Console()
     with user_errors(options.verbose):
+        from rllib_llm.experiments.doctor.examine import before_a_run
         from rllib_llm.experiments.plan import check_disk, check_experiments, check_resources
 
         experiments = with_options(experiments, options)
         with shown_warnings():
             needed = check_experiments(experiments)
+            before_a_run(experiments)
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
         loggers = _loggers(options, folder.name, len(experiments))

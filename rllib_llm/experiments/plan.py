@@ -11,6 +11,7 @@ from typing import Any
 
 from rllib_llm.algorithms.settings.schema import build_config, flat_settings
 from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.complaints import all_complaints, complain, noted
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.check_data import check_data, data_settings
 from rllib_llm.experiments.check_sources import check_sources
@@ -36,12 +37,18 @@ def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
     stage's own `model` stands in for it: the same architecture and tokenizer.
 
     Raises:
-        ValueError: whatever is wrong, with the experiment's name.
+        UserError: all that is wrong, with the experiments' names.
     """
     needed = {"CPU": 1.0, "GPU": 0.0}
+    complaints: list[str] = []
     for experiment in with_stand_ins(experiments):
-        for name, amount in check_experiment(experiment).items():
-            needed[name] = max(needed.get(name, 0.0), amount)
+        try:
+            for name, amount in check_experiment(experiment).items():
+                needed[name] = max(needed.get(name, 0.0), amount)
+        except UserError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise UserError("\n".join(complaints))
     return needed
 
 
@@ -81,33 +88,49 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
     """Validate one experiment, every point of its grid, and return what one trial reserves.
 
     Raises:
-        ValueError: whatever is wrong, with the experiment's name.
+        UserError: all that is wrong, a line each, with the experiment's name.
     """
+    with all_complaints() as errors:
+        needed = examine_experiment(experiment)
+    if errors:
+        raise UserError("\n".join(_named(str(e), experiment.name) for e in errors)) from errors[0]
+    return needed
+
+
+def _named(text: str, name: str) -> str:
+    return text if text.startswith(name) else f"{name}: {text}"
+
+
+def examine_experiment(experiment: Experiment) -> dict[str, float]:
+    """As `check_experiment`, with complaints as `rllib_llm.complaints` has them."""
     name = experiment.name
-    try:
-        algo_class = algorithm_class(experiment.run, name)
+    algo_class = algorithm_class(experiment.run, name)
+    with noted():
         make_scheduler(experiment)
+    with noted():
         make_searcher(experiment)
+    with noted():
         if experiment.restore is not None and "${" not in experiment.restore:
             restore_source(experiment.restore, algo_class, f"{name}.restore", experiment.stop)
+    with noted():
         checkpoint_settings(experiment)
-        if is_ours(experiment.run, algo_class):
-            _check_stop(experiment)
-        needed: dict[str, float] = {}
-        read: set[str] = set()
-        for settings in examples(search_space(experiment)):
-            config = build_config(algo_class, settings, f"{name}.config")
+    ours = is_ours(experiment.run, algo_class)
+    if ours:
+        _check_stop(experiment)
+    needed: dict[str, float] = {}
+    read: set[str] = set()
+    for settings in examples(search_space(experiment)):
+        config = build_config(algo_class, settings, f"{name}.config")
+        with noted():
             check_env(config, algo_class)
-            if is_ours(experiment.run, algo_class):
+        with noted():
+            if ours:
                 check_sources(settings, f"{name}.config")
                 if data_settings(settings) not in read:
-                    check_data(config, f"{name}.config")
                     read.add(data_settings(settings))
-            for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
-                needed[resource] = max(needed.get(resource, 0.0), amount)
-    except ValueError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(name) else f"{name}: {text}") from error
+                    check_data(config, f"{name}.config")
+        for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
+            needed[resource] = max(needed.get(resource, 0.0), amount)
     return needed
 
 
@@ -124,8 +147,10 @@ def _check_stop(experiment: Experiment) -> None:
     for key in experiment.stop:
         near = difflib.get_close_matches(key, COUNTERS, n=1, cutoff=0.85)
         if key not in COUNTERS and near:
-            raise UserError(
-                f"{experiment.name}.stop: unknown result {key!r}. Did you mean {near[0]!r}?"
+            complain(
+                UserError(
+                    f"{experiment.name}.stop: unknown result {key!r}. Did you mean {near[0]!r}?"
+                )
             )
 
 
@@ -229,10 +254,11 @@ def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -
             )
 
 
-def check_disk(experiments: list[Experiment], folder: Path) -> None:
+def check_disk(experiments: list[Experiment], folder: Path, free: int | None = None) -> None:
     """Check that the disk of `folder` has room for the experiments' checkpoints.
 
-    Models that are not local folders are of unknown size and count as small.
+    Models that are not local folders are of unknown size and count as small. `free`: its free
+    bytes, where they are known.
 
     Raises:
         UserError: there is too little.
@@ -242,7 +268,7 @@ def check_disk(experiments: list[Experiment], folder: Path) -> None:
         model_bytes = _folder_bytes(_model_of(experiment.config))
         needed += model_bytes * CHECKPOINT_SHARES * _num_checkpoints(experiment)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free if free is None else free
     if free < needed:
         raise UserError(
             f"storage_path={str(folder)!r} must have about {_gigabytes(needed)} free for the "

@@ -22,13 +22,13 @@ def num_embeddings(model: str | os.PathLike) -> int:
     if kind == DOTTED:
         network: Any = build_from_dotted(value)[0]
         return network.get_input_embeddings().num_embeddings
-    return _text_config(model).vocab_size
+    return text_config(model).vocab_size
 
 
 def num_positions(model: str | os.PathLike) -> int | None:
     """Tokens that the model reads at most, each row whatever the others of its batch are; None
     where its config names no limit."""
-    config = _text_config(model)
+    config = text_config(model)
     limits = (getattr(config, "max_position_embeddings", None), longrope_border(config))
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -48,7 +48,8 @@ def longrope_border(config: Any) -> int | None:
     return min((border for border in borders if border is not None), default=None)
 
 
-def _text_config(model: str | os.PathLike) -> Any:
+def text_config(model: str | os.PathLike) -> Any:
+    """The config of what reads text in `model` (folder, hub id or dotted path)."""
     kind, value = source_kind(model)
     if kind == DOTTED:
         network: Any = build_from_dotted(value)[0]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from rllib_llm.complaints import complain, noted
 from rllib_llm.learners.schedule import learning_rate_factor
 
 Value = TypeVar("Value")
 
 
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
-    """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`."""
+    """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`;
+    within `all_complaints` it is noted."""
     if not condition:
-        raise _broken(name, value, rule, reason, remedy)
+        complain(_broken(name, value, rule, reason, remedy))
 
 
 def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -> Value:
@@ -52,12 +54,13 @@ def check_range(
 
 def check_optimiser(config: Any) -> None:
     """Raises ValueError for a schedule of the learning rate that cannot be."""
-    learning_rate_factor(
-        config.lr_num_warmup_updates,
-        schedule=config.lr_schedule,
-        num_warmup_updates=config.lr_num_warmup_updates,
-        num_total_updates=config.lr_num_updates,
-    )
+    with noted():
+        learning_rate_factor(
+            config.lr_num_warmup_updates,
+            schedule=config.lr_schedule,
+            num_warmup_updates=config.lr_num_warmup_updates,
+            num_total_updates=config.lr_num_updates,
+        )
 
 
 def check_cuts(config: Any) -> None:
@@ -94,7 +97,8 @@ def check_adapters(config: Any) -> None:
     )  # fmt: skip
     from rllib_llm.modules.lora import check_lora
 
-    check_lora(config.lora)
+    with noted():
+        check_lora(config.lora)
 
 
 def check_reference(config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.algorithms.settings.checks import check_range, require
+from rllib_llm.complaints import noted
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.numerics.losses import REDUCTIONS
 
@@ -24,15 +25,16 @@ def check_sampling(config: Any) -> None:
         "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
     )  # fmt: skip
     stops = config.stop_token_ids
-    SamplingParams(  # checks the rest
-        pad_token_id=0,
-        stop_token_ids=tuple(stops or ()),
-        max_new_tokens=config.max_new_tokens,
-        min_new_tokens=config.min_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-    )
+    with noted():
+        SamplingParams(  # checks the rest
+            pad_token_id=0,
+            stop_token_ids=tuple(stops or ()),
+            max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+        )
 
 
 def check_evaluation(config: Any) -> None:

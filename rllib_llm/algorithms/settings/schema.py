@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rllib_llm.algorithms.settings.rllib_names import READ_ONLY, RENAMED, RETIRED
+from rllib_llm.complaints import noted
 from rllib_llm.dotted import import_dotted
 from rllib_llm.suggestions import suggestion
 
@@ -35,9 +36,13 @@ def build_config(
     """
     config = algo_class.get_default_config()
     settings = flat_settings(config, settings)
-    check_keys(config, settings, where)
-    check_values(config, settings, where)
-    config = config.update_from_dict(resolve_classes(settings, where))
+    with noted():
+        check_keys(config, settings, where)
+    with noted():
+        check_values(config, settings, where)
+    allowed = allowed_keys(config)  # all of them, unless a complaint was noted
+    known = {key: value for key, value in settings.items() if key in allowed}
+    config = config.update_from_dict(resolve_classes(known, where))
     config.validate()
     return config
 

@@ -25,6 +25,7 @@ from rllib_llm.algorithms.settings.rllib_names import READ_ONLY, RENAMED, RETIRE
 from rllib_llm.algorithms.settings.section_method import SectionMethod, rllib_parameters
 from rllib_llm.algorithms.settings.setting import IN_CONFIG, IN_ENV, Section, Setting
 from rllib_llm.algorithms.settings.tables import rllib
+from rllib_llm.complaints import complain, noted
 
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what `.prompts(...)` and `.rewards(...)` are settings of
 RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # beside its attributes
@@ -173,13 +174,14 @@ class TabledConfig(AlgorithmConfig):
         for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
             if row.place == IN_CONFIG:
                 row.check(row.value(self))
-        refuse_inert(self)
+        with noted():
+            refuse_inert(self)
         if isinstance(self.evaluation_config, Mapping):
             given = flattened(type(self), self.evaluation_config)
             unknown = [key for key in given if not self._takes(key)]
             if unknown:
                 where = f"{type(self).__name__}.evaluation_config"
-                raise unknown_settings(type(self), unknown, where)
+                complain(unknown_settings(type(self), unknown, where))
 
 
 def _names_a_network(name: str, value: Any) -> bool:

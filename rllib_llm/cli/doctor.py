@@ -1,0 +1,136 @@
+"""`rllib doctor [FILE]`: is this installation sound, and would this file run as it is meant?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rllib_llm.cli.options import IMPORT_HELP
+from rllib_llm.cli.session import check_address, prepare
+from rllib_llm.experiments.overrides import HELP as SET_HELP
+from rllib_llm.user_errors import UserError, user_errors
+
+if TYPE_CHECKING:
+    from rllib_llm.experiments.doctor.finding import Finding
+    from rllib_llm.experiments.experiment import Experiment
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="YAML file with experiments; none: the machine alone.")
+    ] = None,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Load the models too: two iterations of each experiment, log-probs against a full "
+            "forward pass, the chat template's proof, rewards of right and wrong answers.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
+    start_ray: Annotated[
+        bool, typer.Option("--ray/--no-ray", help="Start Ray for a moment. On by default.")
+    ] = True,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", envvar="RAY_ADDRESS", help="The cluster that is to be used."),
+    ] = None,
+    storage_path: Annotated[
+        str, typer.Option("--storage-path", help="Where results will go.")
+    ] = "~/ray_results",
+    overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
+) -> None:
+    """Check an installation, this machine and a file of experiments before hours are spent.
+
+    Exits with 0 where nothing was found, 1 for warnings, 2 for errors. Nothing is trained, and
+    without --deep no weights are loaded.
+    """
+    prepare(0, imports)
+    with user_errors():
+        from rllib_llm.experiments.doctor.finding import distinct, exit_code
+
+        found = list(_findings(file, deep, start_ray, ray_address, storage_path, overrides))
+        found = distinct(found)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+    else:
+        _show(found, Console())
+    raise typer.Exit(exit_code(found))
+
+
+def _findings(
+    file: Path | None,
+    deep: bool,
+    start_ray: bool,
+    ray_address: str | None,
+    storage_path: str,
+    overrides: list[str] | None,
+) -> Iterator[Finding]:
+    from rllib_llm.experiments.doctor.examine import examine
+    from rllib_llm.experiments.doctor.finding import Finding
+    from rllib_llm.experiments.doctor.machine import Machine
+    from rllib_llm.experiments.doctor.ray_rules import ray_rules
+    from rllib_llm.experiments.yaml_experiments import load
+    from rllib_llm.experiments.yaml_loader import read
+
+    folder = Path(storage_path).expanduser()
+    experiments: list[Experiment] = []
+    if file is not None:
+        try:
+            here = file.resolve().parent
+            experiments = load(read(file), str(file), tuple(overrides or ()), here)
+        except ValueError as error:
+            yield Finding.from_error(error, "file")
+    try:
+        check_address(ray_address)
+    except UserError as error:
+        yield Finding.from_error(error, "ports").at("")
+    machine = Machine.here(folder)
+    yield from examine(experiments, machine, folder=folder, is_here=ray_address is None)
+    if start_ray and ray_address is None:
+        yield from ray_rules()
+    if deep:
+        yield from _deep(experiments)
+
+
+def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
+    from rllib_llm.experiments.doctor.deep import deep_rules
+    from rllib_llm.experiments.doctor.finding import Finding
+    from rllib_llm.experiments.doctor.stage import make_stage
+    from rllib_llm.experiments.plan import with_stand_ins
+
+    for experiment in with_stand_ins(experiments):
+        try:
+            stage = make_stage(experiment)
+            if stage is not None:
+                yield from (finding.at(experiment.name) for finding in deep_rules(stage))
+        except (ValueError, RuntimeError, OSError) as error:
+            yield Finding.from_error(error, "deep", experiment.name)
+
+
+def _show(found: list[Finding], console: Console) -> None:
+    """One paragraph for each finding, what is wrong first."""
+    for finding in found:
+        head = Text.assemble((finding.severity, COLOURS[finding.severity]), f"  {finding.id}")
+        if finding.where:
+            head.append(f"  ({finding.where})", style="dim")
+        console.print(head)
+        for line in (finding.found, finding.rule, finding.remedy):
+            if line:
+                console.print(Text(f"  {line}"), highlight=False)
+    counts = {name: sum(f.severity == name for f in found) for name in ("error", "warning")}
+    if not any(counts.values()):
+        console.print("[green]Nothing stands against a run.[/green]")
+    else:
+        said = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
+        console.print(f"[bold]{' and '.join(said)}[/bold]")
