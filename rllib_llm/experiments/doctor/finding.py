@@ -44,7 +44,7 @@ class Finding:
         match = COMPLAINT.match(text)
         if match is None:
             return cls(f"{area}.{subject}", "error", text, "", "", where)
-        found = (match["where"] or "") + match["found"]
+        found = f"{match['where'] or ''}{match['found']}"
         return cls(f"{area}.{subject}", "error", found, match["rule"], match["remedy"], where)
 
     def at(self, where: str) -> Finding:
@@ -79,10 +79,9 @@ def exit_code(findings: Iterable[Finding]) -> int:
 def distinct(findings: Iterable[Finding]) -> list[Finding]:
     """Each once, errors first; of two about the same setting at the same place the first."""
     order = ("error", "warning", "note")
-    kept: dict[tuple[str, ...], Finding] = {}
+    kept: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
-        key = (finding.id, finding.where)
-        if finding.id.endswith((".unknown", ".unfit")):
-            key = (*key, finding.found)
+        several = finding.id.endswith((".unknown", ".unfit"))
+        key = (finding.id, finding.where, finding.found if several else "")
         kept.setdefault(key, finding)
     return sorted(kept.values(), key=lambda finding: order.index(finding.severity))

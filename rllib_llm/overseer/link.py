@@ -1,0 +1,103 @@
+"""A process's line to the overseer: a thread that reports once a second and brings commands back.
+
+Nothing waits for it, and it waits for nothing long: an overseer that is dead or hangs is missed by
+nobody but those who ask for the run's status.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from rllib_llm.overseer.actor import open_overseer
+from rllib_llm.overseer.commands import DONE, REFUSED
+
+INTERVAL_S = 1.0
+ANSWER_S = 10.0  # that the overseer may take; one that starts takes seconds
+MAX_INTERVAL_S = 60.0  # between attempts to reach one that does not answer
+SECONDS_TO_LEAVE = 1.0
+
+
+class Link:
+    """Reports of one part.
+
+    Args:
+        folder: of the Tune run.
+        part: its name, unique in the run.
+        describe: gives what there is to say of it now, called in the link's thread.
+        open: gives the overseer's handle.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        describe: Callable[[], Mapping[str, Any]],
+        open: Callable[[Path], Any] = open_overseer,
+    ) -> None:
+        self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._folder, self._part, self._describe, self._open = folder, part, describe, open
+        self._incarnation = uuid.uuid4().hex
+        self._seen: set[int] = set()
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._ended = threading.Event()
+        self._overseer: Any = None
+        self._fixed = {
+            "part": part,
+            "incarnation": self._incarnation,
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id()[:8],
+        }
+        self._thread = threading.Thread(target=self._run, name="overseer-link", daemon=True)
+        self._thread.start()
+
+    def answer(self, command: Mapping[str, Any], text: str, *, refused: bool = False) -> None:
+        """Says what became of a command."""
+        state = REFUSED if refused else DONE
+        self._answers.put({"id": command["id"], "state": state, "answer": text})
+        self._ended.wait(0)
+
+    def close(self) -> None:
+        """Ends the thread, the last answers being told."""
+        self._ended.set()
+        self._thread.join(SECONDS_TO_LEAVE)
+
+    def _run(self) -> None:
+        waits = itertools.accumulate(itertools.repeat(2.0), lambda a, b: min(a * b, MAX_INTERVAL_S))
+        pause = INTERVAL_S
+        answers: list[dict[str, Any]] = []
+        while True:
+            is_last = self._ended.is_set()
+            while not self._answers.empty():
+                answers.append(self._answers.get_nowait())
+            try:
+                self._exchange(answers)
+                answers, pause = [], INTERVAL_S
+                waits = itertools.accumulate(
+                    itertools.repeat(2.0), lambda a, b: min(a * b, MAX_INTERVAL_S)
+                )
+            except (RayError, GetTimeoutError, ValueError, RuntimeError, ConnectionError):
+                self._overseer, pause = None, next(waits)
+            if is_last:
+                return
+            self._ended.wait(pause)
+
+    def _exchange(self, answers: list[dict[str, Any]]) -> None:
+        if self._overseer is None:
+            self._overseer = self._open(self._folder)
+        report = {**self._describe(), **self._fixed, "answers": answers}
+        for command in ray.get(self._overseer.report.remote(report), timeout=ANSWER_S):
+            if command["id"] not in self._seen:
+                self._seen.add(command["id"])
+                self.commands.put(command)
+        if self._ended.is_set():
+            self._overseer.leave.remote(self._part)

@@ -1,0 +1,142 @@
+"""What is known of a run's processes, and the commands on their way to them.
+
+It observes and relays: processes report to it and ask it for commands, and nobody waits for it.
+Started again, it is empty, and knows everything again after each has reported once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rllib_llm.overseer.commands import DONE, REFUSED, WAITING, Command, check_command
+from rllib_llm.overseer.diagnosis import diagnose
+
+SILENT_SECONDS = 15.0  # after which a part counts as silent
+FORGOTTEN_SECONDS = 600.0  # after which it is left out
+MAX_KEPT = 200  # commands that are remembered
+
+
+class Overseer:
+    """Reports come in, commands go out with the replies. Any thread may call it."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._heard: dict[str, float] = {}
+        self._commands: dict[int, Command] = {}
+        # Ids of an overseer that is started again go on above those before.
+        self._ids = itertools.count(int(clock() * 1000))
+
+    def report(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Takes what a part says of itself, and gives the commands for it that it has not answered.
+
+        Args:
+            report: "part" (its name), "kind", "trial", "incarnation", "pid", "node", and whatever
+                else it has to say; "answers" to commands: [{"id", "state", "answer"}].
+        """
+        with self._lock:
+            for answer in report.get("answers", ()):
+                command = self._commands.get(answer["id"])
+                if command is not None:
+                    command.state, command.answer = answer["state"], answer["answer"]
+            name = report["part"]
+            self._parts[name] = {k: v for k, v in report.items() if k != "answers"}
+            self._heard[name] = self._clock()
+            waiting = [c for c in self._commands.values() if c.part == name and c.state == WAITING]
+            for command in waiting:
+                if command.incarnation != report["incarnation"]:
+                    command.state = REFUSED
+                    command.answer = f"{name} was started again since; it was told nothing"
+            return [command.to_dict() for command in waiting if command.state == WAITING]
+
+    def leave(self, part: str) -> None:
+        """A part that ends by itself."""
+        with self._lock:
+            self._parts.pop(part, None)
+            self._heard.pop(part, None)
+
+    def command(self, name: str, arguments: Mapping[str, Any] | None = None) -> list[int]:
+        """Tells every trial that is alive; ids of the commands.
+
+        Raises:
+            CommandError: no such command.
+        """
+        given = dict(arguments or {})
+        check_command(name, given)
+        with self._lock:
+            alive = [part for part in self._alive() if part["kind"] == "trial"]
+            ids = []
+            for part in alive:
+                command = Command(
+                    next(self._ids), name, part["part"], part["incarnation"], dict(given)
+                )
+                self._commands[command.id] = command
+                ids.append(command.id)
+            for old in list(self._commands)[:-MAX_KEPT]:
+                del self._commands[old]
+            return ids
+
+    def commands(self, ids: list[int] | None = None) -> list[dict[str, Any]]:
+        """Commands and what became of them, all that are remembered or those asked for."""
+        with self._lock:
+            chosen = self._commands.values() if ids is None else [
+                self._commands[one] for one in ids if one in self._commands
+            ]  # fmt: skip
+            return [command.to_dict() for command in chosen]
+
+    def status(self) -> dict[str, Any]:
+        """Every part, with the seconds since it was heard, and a diagnosis of each trial."""
+        with self._lock:
+            parts = []
+            for part in self._alive(FORGOTTEN_SECONDS):
+                silent = self._clock() - self._heard[part["part"]]
+                parts.append({**part, "silent_seconds": silent,
+                              "is_silent": silent > SILENT_SECONDS})  # fmt: skip
+        diagnoses = {
+            part["part"]: vars(diagnose(part.get("recent_seconds") or {}))
+            for part in parts
+            if part["kind"] == "trial"
+        }
+        return {"parts": parts, "diagnoses": diagnoses}
+
+    def health(self) -> dict[str, Any]:
+        """Whether every part has been heard lately."""
+        parts = self.status()["parts"]
+        silent = [part["part"] for part in parts if part["is_silent"]]
+        return {"ok": bool(parts) and not silent, "parts": len(parts), "silent": silent}
+
+    def metrics(self) -> str:
+        """Numbers of every part in Prometheus' text format."""
+        lines = [
+            "# HELP rllib_llm_phase_seconds Seconds that a part has spent in a phase.",
+            "# TYPE rllib_llm_phase_seconds counter",
+        ]
+        parts = self.status()["parts"]
+        for part in parts:
+            for phase, seconds in (part.get("seconds") or {}).items():
+                labels = f'part="{part["part"]}",phase="{phase}"'
+                lines.append(f"rllib_llm_phase_seconds{{{labels}}} {seconds:.3f}")
+        lines += [
+            "# HELP rllib_llm_iteration Iterations that a trial has learnt.",
+            "# TYPE rllib_llm_iteration gauge",
+        ]
+        for part in parts:
+            if part.get("iteration") is not None:
+                lines.append(f'rllib_llm_iteration{{part="{part["part"]}"}} {part["iteration"]}')
+        return "\n".join(lines) + "\n"
+
+    def _alive(self, seconds: float = SILENT_SECONDS) -> list[dict[str, Any]]:
+        now = self._clock()
+        return [
+            part for name, part in sorted(self._parts.items()) if now - self._heard[name] <= seconds
+        ]
+
+
+def is_settled(commands: list[dict[str, Any]]) -> bool:
+    """Whether all of these were answered."""
+    return all(command["state"] in (DONE, REFUSED) for command in commands)

@@ -1,0 +1,80 @@
+"""The progress clock of a sampler: which prompts, what it does with them, and for how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.overseer.link import Link
+from rllib_llm.overseer.phases import PhaseClock
+
+IDLE, WEIGHTS, GENERATING = "waiting for a request", "loading weights", "generating"
+JUDGING, STARTING = "judging", "starting"
+
+
+class SamplerWatch:
+    """Phases of a sampler, and how far it is; silent until it is joined to a run's overseer."""
+
+    def __init__(self) -> None:
+        self.clock = PhaseClock(STARTING)
+        self._prompts: tuple[int, int] | None = None
+        self._tokens = self._max_tokens = 0
+        self._version: int | None = None
+        self._link: Link | None = None
+        self._facts: dict[str, Any] = {}
+
+    def join(self, folder: Path, part: str, **facts: Any) -> None:
+        """Reports to the overseer of the Tune run in `folder` from now on."""
+        self._facts = facts
+        self._link = Link(folder, part, self._describe)
+
+    def begin(self, position: int, num_prompts: int) -> None:
+        """Prompts of a request."""
+        self._prompts = (position, position + num_prompts - 1)
+        self._tokens = self._max_tokens = 0
+        self.clock.enter(WEIGHTS)
+
+    def generating(self, version: int, max_tokens: int) -> None:
+        """With these weights, so many tokens at most."""
+        self._version, self._max_tokens = version, max_tokens
+        self.clock.enter(GENERATING)
+
+    def token(self) -> None:
+        """One more token of each completion in the batch."""
+        self._tokens += 1
+
+    def judging(self) -> None:
+        """The completions are there."""
+        self.clock.enter(JUDGING)
+
+    def end(self) -> None:
+        """The request is answered, or failed."""
+        self._prompts = None
+        self.clock.enter(IDLE)
+
+    def text(self) -> str:
+        """ "41 s generating for prompts 812-815, 380 of 512 tokens"."""
+        text = f"{self.clock.seconds_in_phase:.0f} s {self.clock.phase}"
+        prompts = self._prompts
+        if prompts is not None:
+            text += f" for prompts {prompts[0]}-{prompts[1]}"
+        if self.clock.phase == GENERATING and self._tokens:
+            text += f", {self._tokens} of {self._max_tokens} tokens"
+        return text
+
+    def close(self) -> None:
+        """Ends the reports."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "kind": "sampler",
+            **self._facts,
+            "version": self._version,
+            "phase": self.clock.phase,
+            "activity": self.text(),
+            "seconds_in_phase": self.clock.seconds_in_phase,
+            "seconds": self.clock.seconds(),
+        }
