@@ -75,8 +75,10 @@ class TrainingRow:
     def cut(self) -> TrainingRow:
         """The row up to its last token that is learnt from."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(True) if self.num_sampled else 0
-        parts = (self.completion_ids, self.loss_mask, self.logprobs, self.versions, self.rewards)
-        return TrainingRow(self.prompt_ids, *(part[:end] for part in parts), self.finished)
+        return TrainingRow(
+            self.prompt_ids, self.completion_ids[:end], self.loss_mask[:end], self.logprobs[:end],
+            self.versions[:end], self.rewards[:end], self.finished,
+        )  # fmt: skip
 
 
 NO_VERSION = -1  # of a token that no weights sampled

@@ -35,10 +35,12 @@ class Finding:
         return f"{self.dialogue}: {self.outcome}{f' ({self.detail})' if self.detail else ''}"
 
 
-SYSTEM = {"role": "system", "content": "Say little."}
-USER, MORE = ({"role": "user", "content": text} for text in ("Good day. 1 + 1?", " And 2 + 2? "))
-SAYS, ENDS = ({"role": "assistant", "content": text} for text in ("It is 2.", "It is\n4, then."))
-THINKS = {**SAYS, "reasoning_content": "One and one."}
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Say little."}
+USER: dict[str, Any] = {"role": "user", "content": "Good day. 1 + 1?"}
+MORE: dict[str, Any] = {"role": "user", "content": " And 2 + 2? "}
+SAYS: dict[str, Any] = {"role": "assistant", "content": "It is 2."}
+ENDS: dict[str, Any] = {"role": "assistant", "content": "It is\n4, then."}
+THINKS: dict[str, Any] = {**SAYS, "reasoning_content": "One and one."}
 
 
 def prove(chat_format: ChatFormat) -> list[Finding]:
@@ -50,10 +52,10 @@ def prove(chat_format: ChatFormat) -> list[Finding]:
     name = min(chat_format.tool_names, default="add")
     function = {"name": name, "arguments": {"text": "1 + 1"}}
     call = {"type": "function", "id": "call00000", "function": function}
-    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "two: 2"}
     thoughtful = {**calls, "reasoning_content": "One and one."}
-    dialogues = {
+    dialogues: dict[str, Messages] = {
         "turns": [USER, SAYS, MORE, ENDS],
         "system message": [SYSTEM, USER, SAYS, MORE, ENDS],
         "thoughts": [USER, THINKS],
@@ -63,6 +65,19 @@ def prove(chat_format: ChatFormat) -> list[Finding]:
         "turns after tool calls": [USER, calls, result, ENDS, MORE, SAYS],
     }
     return [_prove(chat_format, name, turns) for name, turns in dialogues.items()]
+
+
+def require_tools(chat_format: ChatFormat, findings: list[Finding]) -> None:
+    """Raises ChatFormatError where a template does not write tools, or what they answer."""
+    (calls,) = (finding for finding in findings if finding.dialogue == "tool calls")
+    written = chat_format.render([USER], generation_prompt=True)
+    unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
+    if unknown or calls.outcome in ("unsupported", "ignored") or chat_format.syntax == "none":
+        raise ChatFormatError(
+            f"chat_template must write tools, their calls and results: it does not name {unknown}, "
+            f"dialogues with {calls}, and calls are of the syntax {chat_format.syntax!r}. Give a "
+            "template that writes them, or remove the tools."
+        )
 
 
 def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:

@@ -8,6 +8,7 @@ completions for the same request and weights.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -29,11 +30,14 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.typing import StateDict
 
 from rllib_llm import columns
+from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.external_engine import open_engine
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
+from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
+from rllib_llm.rollouts.conversing import converse
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
@@ -240,6 +244,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
                 "that of weights it was given: what it started from is not the policy that is "
                 "trained. Call serve() with published weights, or set_state(), first."
             )
+        if isinstance(self.env, ConversationEnv):
+            return self._converse(self.env, request)
         environment = SamplingEnvironment(self.env)
         rows = environment.prompts(request)
         start = time.perf_counter()
@@ -264,28 +270,41 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             pad_token_id=self.policy.pad_token_id,
         )
 
+    def _converse(self, env: ConversationEnv, request: SampleRequest) -> JudgedBatch:
+        """Judged conversations; a turn ends where the chat template ends it."""
+        params = self._params(explore=request.explore, stops=env.chat_format.stop_token_ids)
+        engine = EngineLoop(self.policy.open_engine(self.weights.version))
+        return converse(env, request, engine, params, seed=self._seed)
+
+    @property
+    def _seed(self) -> int:
+        return (self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation)
+
     def _generate(
         self, rows: dict[str, torch.Tensor], request: SampleRequest
     ) -> dict[str, torch.Tensor]:
         """The columns of completions for the prompts in `rows`."""
-        config, n = self.config, request.num_completions
-        stops = config.stop_token_ids
-        if stops is None:
-            stops = self.policy.stop_token_ids
-        params = SamplingParams(
+        n = request.num_completions
+        params = self._params(explore=request.explore)
+        asked = Generation(params, n, self._seed, rows[columns.ROW_ID].cpu())
+        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+        return self.policy.generate(prompts, asked)
+
+    def _params(self, *, explore: bool, stops: Sequence[int] = ()) -> SamplingParams:
+        """Settings of a completion; it ends at any of `stops` and of those that are set."""
+        config, ends = self.config, self.config.stop_token_ids
+        if ends is None:
+            ends = self.policy.stop_token_ids
+        return SamplingParams(
             pad_token_id=self.policy.pad_token_id,
-            stop_token_ids=tuple(stops),
+            stop_token_ids=tuple(dict.fromkeys([*ends, *stops])),
             max_new_tokens=config.max_new_tokens,
             min_new_tokens=config.min_new_tokens,
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            greedy=not request.explore,
+            greedy=not explore,
         )
-        seed = (config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation)
-        asked = Generation(params, n, seed, rows[columns.ROW_ID].cpu())
-        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
-        return self.policy.generate(prompts, asked)
 
     # --- RLlib's side ------------------------------------------------------------------------
 
