@@ -36,6 +36,36 @@ def sampler_manager(env_runner_group: Any) -> Any:
     return env_runner_group._worker_manager
 
 
+def new_sampler(env_runner_group: Any, number: int, *, is_reserved: bool) -> Any:
+    """The handle of one more remote sampler of a group.
+
+    Args:
+        number: its worker index.
+        is_reserved: the trial's placement group has its place; else any node with room is taken.
+
+    Raises:
+        ValueError: no node has room.
+    """
+    group = env_runner_group
+    arguments = {"config": group._remote_config_obj_ref, "worker_index": number,
+                 "num_workers": number}  # fmt: skip
+    maker = ray.remote(**group._remote_args)(group.env_runner_cls)
+    if is_reserved and ray.util.get_current_placement_group() is not None:
+        index = group._pg_offset + number
+        return maker.options(placement_group_bundle_index=index).remote(**arguments)
+    needed = {"CPU": group._remote_args.get("num_cpus") or 0,
+              "GPU": group._remote_args.get("num_gpus") or 0}  # fmt: skip
+    if not any(
+        all(node.get(name, 0.0) >= amount for name, amount in needed.items() if amount)
+        for node in free_by_node()
+    ):
+        raise ValueError(
+            f"one more sampler must find {needed['CPU']:g} CPU and {needed['GPU']:g} GPU on one "
+            "node: none has them free. Give Ray more (--ray-num-cpus, more nodes)."
+        )
+    return maker.options(scheduling_strategy="DEFAULT").remote(**arguments)
+
+
 def put_direct(value: Any, transport: str) -> ray.ObjectRef:
     """`ray.put` that leaves tensors where they are, for readers to fetch by `transport`."""
     return ray.put(value, _tensor_transport=transport)
@@ -208,7 +238,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         _forward_exploration="self batch kwargs",
         _forward_inference="self batch kwargs",
     ),
-    *_names("ray.rllib.env.env_runner_group:EnvRunnerGroup", "_worker_manager"),
+    *_names(
+        "ray.rllib.env.env_runner_group:EnvRunnerGroup",
+        "_pg_offset", "_remote_args", "_remote_config_obj_ref", "_worker_manager",
+    ),
     *_names(
         "ray.rllib.utils.actor_manager:FaultTolerantActorManager",
         _call_actors="self func kwargs remote_actor_ids",

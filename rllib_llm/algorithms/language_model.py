@@ -36,6 +36,8 @@ from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.complaints import noted
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
+from rllib_llm.overseer.diagnosis import BETWEEN, SAVING
+from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.tracebacks import explains_itself
 from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
@@ -57,6 +59,7 @@ class LanguageModelConfig(TabledConfig):
         self.enable_rl_module_and_learner = True
         self.enable_env_runner_and_connector_v2 = True
         self._started_in: str | None = None  # folder that relative paths in settings mean
+        self._overseer: tuple[str, str] | None = None  # folder of the Tune run, and the trial
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
@@ -169,6 +172,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         seconds = None
         self._listener: Listener | None = None
         self._message_log: MessageLog | None = None
+        self.oversight = Oversight()
         if is_trial():
             self._listener = Listener("trial")
             default = self.get_default_config().setup_timeout_s
@@ -206,8 +210,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self._message_log is not None:
             self._message_log.write(messages, self.iteration + 1)
 
-    def doing(self, activity: str) -> None:
-        """Notes what a trial does from now on, for those who wait for it."""
+    def doing(self, activity: str, phase: str | None = None) -> None:
+        """Notes what a trial does from now on, for those who wait for it. `phase`: of the clock
+        that says what the time goes into, see `overseer/diagnosis.py`."""
+        self.oversight.doing(activity, phase)
         if self._listener is not None and self._message_log is not None:
             self._message_log.doing(activity)
 
@@ -220,9 +226,39 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self._listener.take()  # what settings warn of was said where they were given
         self.doing(f"loading models{_processes(self.config)}")
         self.config = in_its_folder(self.config)
+        self._join_overseer()
         require_places(self.config)
         self.read_data()
         super().setup(config)
+
+    def _join_overseer(self) -> None:
+        """Reports to the overseer of this Tune run, if it is one, and has samplers do so."""
+        overseen = self._storage is not None and self.config.overseer
+        folder = self.trial_folder.parent
+        config = self.config.copy(copy_frozen=False)
+        config._overseer = (str(folder), self.trial_id) if overseen else None
+        config.freeze()
+        self.config = config
+        if not overseen:
+            return
+        self.oversight.join(
+            folder,
+            f"trial {self.trial_id}",
+            trial=self.trial_id,
+            stage=folder.name,
+            algorithm=type(self).__name__,
+        )
+
+    def scale_samplers(self, num_samplers: int) -> str:
+        """Has so many samplers from the next request on, and says how.
+
+        Raises:
+            ValueError: that cannot be; stages without samplers refuse all numbers.
+        """
+        raise ValueError(
+            f"samplers={num_samplers} must be left alone: {type(self).__name__} has no samplers. "
+            "Tell a stage that has."
+        )
 
     def read_data(self) -> None:
         """Called before learners are built: what is wrong with data is known before they are."""
@@ -269,7 +305,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.metrics.aggregate(results, key=LEARNER_RESULTS)
 
     def step(self) -> dict[str, Any]:
-        """RLlib's result plus the known names, and the latest held-out results under `eval`."""
+        """RLlib's result plus the known names, and the latest held-out results under `eval`.
+
+        Between iterations it does what the run was told: `overseer/`."""
+        marks = self.oversight.carry_out(self, self.doing)
         with self._listening():
             results = super().step()
         for name, value in self.known_metrics.items():
@@ -279,10 +318,20 @@ class LanguageModelAlgorithm(WholeCheckpoints):
                 results[name] = value
         if self.eval_metrics is not None:
             results["eval"] = dict(self.eval_metrics)
-        return with_headline(results)
+        results["time_share"] = self.oversight.end_iteration(self.iteration + 1)
+        marks |= self.oversight.carry_out(self, self.doing)
+        self.oversight.clock.enter(BETWEEN)
+        return with_headline({**results, **marks})
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """As of all whole checkpoints; the clock notes what it takes."""
+        self.oversight.clock.enter(SAVING)
+        super().save_checkpoint(checkpoint_dir)
+        self.oversight.clock.enter(BETWEEN)
 
     def cleanup(self) -> None:
         self.doing("")
+        self.oversight.close()
         super().cleanup()
 
     def export_model(self, folder: str | Path) -> Path:

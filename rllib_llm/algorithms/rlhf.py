@@ -31,6 +31,7 @@ from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.overseer import diagnosis
 from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
@@ -120,20 +121,26 @@ class RLHF(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
-            self.doing(f"evaluating {self.config.evaluation_duration} completions before training")
+            self.doing(
+                f"evaluating {self.config.evaluation_duration} completions before training",
+                diagnosis.EVALUATING,
+            )
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        self.doing(f"sampling and judging {num_rows} completions")
+        self.doing(f"sampling and judging {num_rows} completions", diagnosis.WAITING)
         sampled = self.rollouts.next()
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
-        self.doing(f"learning from {num_rows} completions")
+        self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
+        self.oversight.waited(learn_start - start, {**sampled.timings, **sampled.weights})
         self.update_learners(sampled.columns, sampled.num_rows)
         publish_start = time.perf_counter()
+        self.oversight.clock.enter(diagnosis.PUBLISHING)
         self.weights_version += 1
         self._publish()
         end = time.perf_counter()
+        self.oversight.clock.enter(diagnosis.BETWEEN)
         self._log(
             sampled,
             {
@@ -189,7 +196,11 @@ class RLHF(LanguageModelAlgorithm):
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
         """As RLlib's, but evaluation samplers get the weights that are published already, with the
         request, as training's do."""
-        return evaluate_by_request(self)
+        self.oversight.clock.enter(diagnosis.EVALUATING)
+        try:
+            return evaluate_by_request(self)
+        finally:
+            self.oversight.clock.enter(diagnosis.BETWEEN)
 
     def verify_weights(self) -> dict[int, list[str]]:
         """Parameters that are not bit for bit as published, by sampler; {} when all is well.
@@ -276,13 +287,22 @@ class RLHF(LanguageModelAlgorithm):
     def _make_collectors(self, start_seconds: float) -> dict[EnvRunnerGroup, Collector]:
         return {
             group: Collector(
-                SamplerPool(SamplerActors(group), self.faults, start_seconds),
+                SamplerPool(
+                    SamplerActors(group),
+                    self.faults,
+                    start_seconds,
+                    self.config.sampling_parts if group is self.env_runner_group else None,
+                ),
                 local=group.local_env_runner,
                 timeout_s=self.config.sampler_timeout_s,
             )
             for group in (self.env_runner_group, self.eval_env_runner_group)
             if group is not None
         }
+
+    def scale_samplers(self, num_samplers: int) -> str:
+        """As of all algorithms: between two iterations, and what is learnt stays the same."""
+        return self._collectors[self.env_runner_group].pool.scale(num_samplers)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
         """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be

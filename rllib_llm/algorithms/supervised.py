@@ -20,6 +20,7 @@ from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.optimiser import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.modules.model_limits import num_positions
+from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
 
 PIPELINE_STATE = "rllib_llm"
 EVALUATION_BATCH = 64  # rows scored at once
@@ -106,11 +107,11 @@ class Supervised(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
-            self.doing("evaluating before training")
+            self.doing("evaluating before training", EVALUATING)
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.total_train_batch_size
-        self.doing(f"learning from {num_rows} rows")
+        self.doing(f"learning from {num_rows} rows", LEARNING)
         rows = self._source.batch(self.position, num_rows)
         self.update_learners(rows, num_rows)
         self.position += num_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rllib_llm.cli import config, doctor, env, evaluate, examples, generate, train
+from rllib_llm.cli import config, doctor, env, evaluate, examples, generate, report, status, train
 
 app = typer.Typer(
     name="rllib",
@@ -19,6 +19,10 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("config")(config.show_config)
 app.command("doctor")(doctor.doctor)
+app.command("report")(report.report)
+for command in (status.status, status.top, status.pause, status.resume, status.scale,
+                status.checkpoint, status.stop):  # fmt: skip
+    app.command(command.__name__)(command)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")
 

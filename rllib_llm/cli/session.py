@@ -223,5 +223,4 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     files = list(Path(model).expanduser().glob("*.safetensors"))
     if not files:
         return math.inf
-    num_elements = sum(num_elements(file) for file in files)
-    return num_elements * item_bytes * (settings.get("weights_keep", 2) + 1)
+    return sum(map(num_elements, files)) * item_bytes * (settings.get("weights_keep", 2) + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ def generate(
     max_rows: int | None = None,
     cuda_graphs: bool = True,
     value_head: nn.Module | None = None,
+    on_step: Callable[[], None] | None = None,
 ) -> Completions:
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -63,6 +65,7 @@ def generate(
             replayed; no effect elsewhere. Changes speed only.
         value_head: of the trunk's last state, its layer as `linear`; then the completions have
             values. The model must be one that `lm_head.take_apart` takes apart.
+        on_step: called after each step, for whoever watches.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
@@ -110,6 +113,8 @@ def generate(
     with torch.inference_mode(), contextlib.closing(decoder):
         while decoder.num_rows:
             decoder.step()
+            if on_step is not None:
+                on_step()
     # Outside, since tensors of inference mode could not enter a loss.
     return buffers.completions(
         torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)

@@ -17,6 +17,7 @@ from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
 from rllib_llm.reports.metrics_view import summary_metrics
 from rllib_llm.reports.plot import plot_stage
+from rllib_llm.reports.report_page import PAGE_FILE
 from rllib_llm.reports.signs import signs
 from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.samples import SAMPLES_FILE
@@ -107,6 +108,7 @@ def _places(results: list[StageResult], figures: Mapping[str, Path | None], fold
             "model (Hugging Face)": result.model,
             "checkpoint": result.checkpoint,
             "curves": figures[result.name],
+            "report": result.folder / PAGE_FILE,
             "sampled texts": samples if samples.is_file() else None,
             "logs (TensorBoard, JSON, CSV)": trial,
         }

@@ -24,8 +24,10 @@ from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.experiments.yaml_experiments import Experiment, fill
 from rllib_llm.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
+from rllib_llm.reports.environment import write_environment
 from rllib_llm.reports.failures import failure_text
 from rllib_llm.reports.live_table import LiveTable
+from rllib_llm.reports.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.tune import default_callbacks
 from rllib_llm.tune.new_terms import NewTerms
 from rllib_llm.tune.save_on_stop import SaveOnStop
@@ -91,6 +93,7 @@ def run_stage(
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
         check_experiment(experiment)
     folder = run_folder / experiment.name
+    write_environment(folder)
     finished = (folder / RECORD).is_file()
     (folder / RECORD).unlink(missing_ok=True)
     with (
@@ -117,7 +120,9 @@ def run_stage(
     if grid.num_errors:
         goes_on_from = f"{last_saved(trials)} of {experiment.name}"
         raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
-    return collect_result(experiment, folder, trials)
+    result = collect_result(experiment, folder, trials)
+    write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
+    return result
 
 
 @contextlib.contextmanager

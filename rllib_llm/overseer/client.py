@@ -1,8 +1,8 @@
 """A run's overseer from outside, by the run's folder: what `rllib status`, `rllib pause` ... use.
 
-    run = find_run("results/my_run")
-    print(run.status()["diagnoses"])
-    run.tell("scale", samplers=4)       # waits until it was answered
+run = find_run("results/my_run")
+print(run.status()["diagnoses"])
+run.tell("scale", samplers=4)       # waits until it was answered
 """
 
 from __future__ import annotations

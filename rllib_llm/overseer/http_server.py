@@ -1,7 +1,7 @@
 """The overseer over HTTP, on loopback alone, for whoever has the run's token.
 
-    GET  /health /status /topology /metrics      GET /commands?id=1&id=2
-    POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"ids": [...]}
+GET  /health /status /topology /metrics      GET /commands?id=1&id=2
+POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"ids": [...]}
 """
 
 from __future__ import annotations

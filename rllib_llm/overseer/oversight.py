@@ -120,7 +120,7 @@ class Oversight:
                 break
             if self.clock.phase != diagnosis.PAUSED:
                 self.clock.enter(diagnosis.PAUSED)
-                say("paused: rllib resume goes on")
+                say(f"{diagnosis.PAUSED}: rllib resume goes on")
             self._carry_out_next(algorithm, timeout_s=1.0)
         marks, self._marks = self._marks, {}
         return marks

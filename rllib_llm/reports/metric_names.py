@@ -133,6 +133,8 @@ GROUPS = (
         ("throughput/tokens_per_s", "tokens/s", "sampled tokens over the whole iteration"),
         ("throughput/samples_per_s", "completions/s", "over the whole iteration"),
         ("throughput/<name>_seconds", "s", "of the parts of an iteration"),
+        ("time_share/starved", "share", "in which the trial's thread was ready and had no core"),
+        ("time_share/<phase>", "share", "of the time since the last result, by what it went into"),
         ("faults/<name>", "times, s", "what went wrong among samplers and was mended"),
     ),
     _group(
@@ -143,6 +145,8 @@ GROUPS = (
         ("evaluation/<name>", "RLlib's", "the held-out results under RLlib's name"),
         ("learners/<name>", "RLlib's", "of each module"),
         ("<name>_this_iter", "RLlib's", "counts of this iteration"),
+        ("should_checkpoint", "true", "where a checkpoint was asked for while the run went on"),
+        ("stop_run", "true", "in the last result of a run that `rllib stop` ended"),
     ),
 )  # fmt: skip
 

@@ -114,7 +114,7 @@ class _Collection:
         self.pool, self.actors = collector.pool, collector.pool.actors
         self.flights = collector.flights
         self.request = request
-        self.waiting = deal(request.num_prompts, self.pool.num_samplers)
+        self.waiting = deal(request.num_prompts, self.pool.num_parts)
         # Where they are on several nodes, these pull the weights in turns.
         asked = self.actors.healthy()[: len(self.waiting)]
         nodes = dict.fromkeys(collector.nodes.get(worker, "") for worker in asked)

@@ -8,6 +8,7 @@ completions for the same request and weights.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,11 +29,15 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.typing import StateDict
 
+from rllib_llm.cores import threads_for
 from rllib_llm.engines.external_engine import open_engine
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
+from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
+from rllib_llm.overseer.sampler_watch import SamplerWatch
+from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
@@ -63,21 +68,32 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._device = get_device(
             self.config, 0 if not self.worker_index else self.config.num_gpus_per_env_runner
         )
+        self.watch = SamplerWatch()
+        overseer = getattr(self.config, "_overseer", None)
+        if overseer is not None and self.worker_index:
+            self._join_overseer(*overseer)
         self._listener = Listener(str(self))
         # The driver's process has a listener of its own.
         with self._listener if self.worker_index else nullcontext():
             self._make_parts()
 
+    def _join_overseer(self, folder: str, trial: str) -> None:
+        kind = "evaluation sampler" if self.config.in_evaluation else "sampler"
+        part = f"{kind} {self.worker_index} of trial {trial}"
+        self.watch.join(Path(folder), part, trial=trial, device=str(self._device))
+
     def _make_parts(self) -> None:
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
-            torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
-        self.sampler = Sampler(
+            torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))
+        kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
+        self.sampler = kind(
             SamplingEnvironment(self.env),
             self._make_policy(),
             params=self._sampling_params,
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
             name=str(self),
+            watch=self.watch,
         )
 
     # --- parts -------------------------------------------------------------------------------
@@ -303,4 +319,5 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
+        self.watch.close()
         self.sampler.close()

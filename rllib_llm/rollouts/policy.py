@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.external_engine import ExternalEngine
 from rllib_llm.engines.noise import row_seeds, uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Engine
+from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
 
@@ -24,13 +27,15 @@ EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise o
 class Generation:
     """What is asked of a policy: `num_completions` of each prompt.
 
-    The noise of a row is a function of `seed` and its id in `row_ids` [B] int64.
+    The noise of a row is a function of `seed` and its id in `row_ids` [B] int64. `on_step` is
+    called after each step of a policy that decodes itself.
     """
 
     params: SamplingParams
     num_completions: int
     seed: int
     row_ids: torch.Tensor
+    on_step: Callable[[], None] | None = None
 
 
 class SamplingPolicy(Protocol):
@@ -55,6 +60,14 @@ class SamplingPolicy(Protocol):
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
         """The columns of the completions, B rows, on the prompts' device."""
+
+    def open_engine(self, version: int) -> Engine:
+        """An engine with the weights as they are, which are called `version`, for turns of
+        conversations; whoever asked closes it before there are new weights.
+
+        Raises:
+            ValueError: what generates here cannot be asked turn by turn.
+        """
 
     def load(self, weights: FlatBuffer) -> None:
         """Generates with these published weights from now on."""
@@ -140,13 +153,22 @@ class ModulePolicy:
             noise = uniform_noise(asked.seed, asked.row_ids, params.max_new_tokens)
         forward = module.forward_inference if params.greedy else module.forward_exploration
         made = forward(
-            dict(prompts), generate=generate, params=params,
+            dict(prompts), params=params,
+            generate=functools.partial(generate, on_step=asked.on_step),
             num_completions=asked.num_completions, noise=noise,
             max_rows=self._max_rows, cuda_graphs=self._cuda_graphs,
         )  # fmt: skip
         # A module shared with a learner on a GPU generates there.
         device = prompts[columns.PROMPT_IDS].device
         return {name: column.to(device) for name, column in made.items()}
+
+    def open_engine(self, version: int) -> Engine:
+        """As of all policies."""
+        module = self.build()
+        return TorchEngine(
+            module.model, version=version, max_rows=self._max_rows, context=module.autocast,
+            cuda_graphs=self._cuda_graphs,
+        )  # fmt: skip
 
     def load(self, weights: FlatBuffer) -> None:
         """As of all policies; the learner's own module has them already."""
@@ -205,6 +227,13 @@ class EnginePolicy:
             num_completions=asked.num_completions, seeds=row_seeds(asked.seed, asked.row_ids),
         )  # fmt: skip
         return completions.columns(prompts[columns.PROMPT_IDS].device)
+
+    def open_engine(self, version: int) -> Engine:
+        """As of all policies."""
+        raise ValueError(
+            f"engine={type(self.engine).__name__!r} must be 'torch' for conversations: it is asked "
+            "for whole batches of completions, not turn by turn. Set engine='torch'."
+        )
 
     def load(self, weights: FlatBuffer) -> None:
         """As of all policies."""

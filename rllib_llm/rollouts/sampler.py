@@ -16,6 +16,7 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.environment import SamplingEnvironment
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
@@ -33,6 +34,7 @@ class Sampler:
         params: says how to sample; given whether to explore.
         seed: of the noise, together with the id of a row.
         name: for messages.
+        watch: is told what it does.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Sampler:
         params: Callable[[bool], SamplingParams],
         seed: int,
         name: str = "the sampler",
+        watch: SamplerWatch | None = None,
     ) -> None:
+        self.watch = watch or SamplerWatch()
         self.environment = environment
         self.policy = policy
         self.weights = WeightsReceiver()
@@ -55,10 +59,15 @@ class Sampler:
         Raises:
             WeightsLostError: these are not to be had.
         """
-        if self.policy.takes_weights:
-            self.weights.ensure(published, self.policy.load)
-        self.environment.env.global_step = self.weights.version  # of a reward function that asks
-        batch = self.sample(request)
+        self.watch.begin(request.position, request.num_prompts)
+        try:
+            if self.policy.takes_weights:
+                self.weights.ensure(published, self.policy.load)
+            # Of a reward function that asks.
+            self.environment.env.global_step = self.weights.version
+            batch = self.sample(request)
+        finally:
+            self.watch.end()
         batch.weights = self.weights.metrics()
         return batch
 
@@ -68,16 +77,12 @@ class Sampler:
         Raises:
             RuntimeError: it was never given any.
         """
-        if not self.policy.has_weights:
-            raise RuntimeError(
-                f"weights_version={self.weights.version} of {self._name} must be that of weights "
-                "it was given: what it started from is not the policy that is trained. Call "
-                "serve() with published weights, or set_state(), first."
-            )
+        self.require_weights()
         rows = self.environment.prompts(request)
         start = time.perf_counter()
         completions = self._generate(rows, request)
         generated = time.perf_counter()
+        self.watch.judging()
         judged = self.environment.judge(completions, return_texts=request.return_texts)
         end = time.perf_counter()
         made = {**rows, **completions, **judged.columns}
@@ -97,12 +102,24 @@ class Sampler:
             pad_token_id=self.policy.pad_token_id,
         )
 
+    def require_weights(self) -> None:
+        """Raises RuntimeError where the policy was never given weights."""
+        if not self.policy.has_weights:
+            raise RuntimeError(
+                f"weights_version={self.weights.version} of {self._name} must be that of weights "
+                "it was given: what it started from is not the policy that is trained. Call "
+                "serve() with published weights, or set_state(), first."
+            )
+
     def _generate(
         self, rows: dict[str, torch.Tensor], request: SampleRequest
     ) -> dict[str, torch.Tensor]:
         """The columns of completions for the prompts in `rows`."""
         n = request.num_completions
-        asked = Generation(self._params(request.explore), n, self._seed, rows[columns.ROW_ID].cpu())
+        params = self._params(request.explore)
+        self.watch.generating(self.weights.version, params.max_new_tokens)
+        row_ids = rows[columns.ROW_ID].cpu()
+        asked = Generation(params, n, self._seed, row_ids, on_step=self.watch.token)
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return self.policy.generate(prompts, asked)
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rllib_llm.ray_compat import sampler_manager
+from rllib_llm.ray_compat import new_sampler, sampler_manager
 
 STOP_SECONDS = 5.0
 
@@ -21,8 +21,10 @@ class SamplerActors:
     """
 
     def __init__(self, group: EnvRunnerGroup) -> None:
+        self._group = group
         self._manager = sampler_manager(group)
         self._handles = dict(self._manager.actors())
+        self._num_reserved = len(self._handles)
 
     @property
     def workers(self) -> list[int]:
@@ -59,6 +61,28 @@ class SamplerActors:
         """Ends a sampler's process, a stopped one as well: Ray turns to SIGKILL in the end, and
         starts it again."""
         ray.kill(self._handles[worker], no_restart=False)
+
+    def add(self, num_samplers: int) -> list[int]:
+        """Starts so many more; their indices.
+
+        Raises:
+            ValueError: the cluster has no place for them.
+        """
+        added = []
+        for _ in range(num_samplers):
+            number = len(self._handles) + 1  # as the sampler calls itself
+            is_reserved = number <= self._num_reserved  # by the trial, one of those that left
+            handle = new_sampler(self._group, number, is_reserved=is_reserved)
+            self._manager.add_actors([handle])
+            worker = max(self._manager.actors())
+            self._handles[worker] = handle
+            added.append(worker)
+        return added
+
+    def remove(self, worker: int) -> None:
+        """Ends a sampler for good; what it was asked is given to others."""
+        del self._handles[worker]
+        ray.kill(self._manager.remove_actor(worker))
 
     def stop(self) -> None:
         """Ends all for good, those that do not answer as well."""

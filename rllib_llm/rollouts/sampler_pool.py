@@ -24,14 +24,27 @@ class SamplerPool:
     """The remote samplers of one kind. Ray restarts the dead; here they are asked whether they are
     back, without waiting, and the silent are killed so that Ray restarts them too."""
 
-    def __init__(self, actors: SamplerActors, faults: Faults, start_seconds: float = 0.0):
-        """`start_seconds`: how long the start of all samplers took."""
+    def __init__(
+        self,
+        actors: SamplerActors,
+        faults: Faults,
+        start_seconds: float = 0.0,
+        num_parts: int | None = None,
+    ):
+        """
+        Args:
+            start_seconds: how long the start of all samplers took.
+            num_parts: that requests are cut into, however many samplers there are; as many as
+                there are now by default.
+        """
         self.actors = actors
         self.faults = faults
         self.start_limit = max(LEAST_START_SECONDS, START_FACTOR * start_seconds)
         self._down_since: dict[int, float] = {}  # monotonic seconds, by worker
         self._pings: dict[int, Any] = {}  # calls to those that are down
         self._revived: list[int] = []
+        self._added: set[int] = set()  # those that are starting, not restarting
+        self.num_parts = num_parts or len(actors.workers)
 
     @property
     def num_samplers(self) -> int:
@@ -48,6 +61,35 @@ class SamplerPool:
         itself: another thread may be asking them."""
         revived, self._revived = self._revived, []
         return revived
+
+    def scale(self, num_samplers: int) -> str:
+        """Has so many samplers from the next request on, and says how. Requests are cut as before,
+        so the completions are the same bit for bit.
+
+        Raises:
+            ValueError: nobody would ask so many, there are none, or the cluster has no place.
+        """
+        have = self.num_samplers
+        if not have:
+            raise ValueError(
+                f"samplers={num_samplers} must be left alone: this run samples in the learner's "
+                "process. Start it with num_env_runners: 1 or more."
+            )
+        if num_samplers > self.num_parts:
+            raise ValueError(
+                f"samplers={num_samplers} must be at most {self.num_parts}: a request is cut into "
+                "so many parts, and others would change round-off. Start runs that are to grow "
+                "with sampling_parts set."
+            )
+        for worker in self.actors.add(max(0, num_samplers - have)):
+            self._added.add(worker)
+            self.actors.mark(worker, healthy=False)  # until it answers
+            self._down_since[worker] = time.monotonic()
+        for worker in self.actors.workers[num_samplers:]:
+            self.actors.remove(worker)
+            self._down_since.pop(worker, None)
+            self._pings.pop(worker, None)
+        return f"{num_samplers} samplers instead of {have}"
 
     def replace(self, worker: int, reason: str) -> None:
         """Kills a sampler that does not answer; Ray starts it again."""
@@ -104,5 +146,8 @@ class SamplerPool:
                 continue  # still down
             self.actors.mark(worker, healthy=True)
             self._down_since.pop(worker, None)
+            if worker in self._added:
+                self._added.remove(worker)
+                continue
             self._revived.append(worker)
             self.faults.sampler_restarts += 1

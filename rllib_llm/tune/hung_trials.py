@@ -11,6 +11,7 @@ import ray
 from ray.tune import Callback
 
 from rllib_llm.time_limit import TimeLimit
+from rllib_llm.tune.messages import is_paused
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class RestartHungTrials(Callback):
             silent = now - self._heard.setdefault(trial.trial_id, now)
             limits = self._save_limits if trial.is_saving else self._limits
             limit = limits[trial.trial_id].seconds()
-            if limit is not None and silent > limit:
+            if limit is not None and silent > limit and not is_paused(trial):
                 logger.error(
                     "Trial %s is killed: it has %s for %.0f s (slowest so far %.0f s).",
                     trial, "been saving" if trial.is_saving else "reported nothing", silent,

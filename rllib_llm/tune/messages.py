@@ -12,8 +12,12 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.listening import Message
+from rllib_llm.overseer.diagnosis import PAUSED
 
 MESSAGES_FILE = "messages.log"
 ACTIVITY_FILE = "doing_now.txt"
@@ -62,6 +66,15 @@ class MessageLog:
         new = file.with_suffix(".new")
         new.write_text(activity, encoding="utf-8")
         os.replace(new, file)
+
+
+def is_paused(trial: Any) -> bool:
+    """Whether a trial of Tune, whose folder is on this machine, says that it was paused."""
+    storage = getattr(trial, "storage", None)
+    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
+        return False
+    said = TrialEar(Path(storage.trial_fs_path)).activity()
+    return said is not None and said[0].startswith(PAUSED)
 
 
 def same_key(text: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 from ray.tune import Callback
 from ray.tune.result import SHOULD_CHECKPOINT, TRAINING_ITERATION
 
+from rllib_llm.overseer.oversight import STOP_RUN
+
 logger = logging.getLogger(__name__)
 
 RUNNING = "RUNNING"
@@ -58,6 +60,8 @@ class SaveOnStop(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
+        if result.get(STOP_RUN):  # `rllib stop`
+            self.interrupted = True
         if self.interrupted:
             result[SHOULD_CHECKPOINT] = True
 

@@ -143,6 +143,14 @@ FAULT_TOLERANCE = Section(
             reason="a process that has not answered by then is killed",
             remedy="Use None to wait for ever",
         ),
+        Setting(
+            name="overseer",
+            type=bool,
+            default=True,
+            meaning="whether a run under Tune can be watched and told what to do while it goes on",
+            note="`rllib status`, `rllib top`, `rllib pause` and the like. A small process of its "
+            "own; the run does not depend on it.",
+        ),
     ),
 )
 

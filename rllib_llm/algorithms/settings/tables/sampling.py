@@ -131,6 +131,18 @@ SAMPLING = Section(
             also=("max_num_seqs", "micro_rollout_batch_size", "local_rollout_forward_batch_size"),
         ),
         Setting(
+            name="sampling_parts",
+            type=int | None,
+            default=None,
+            least=1,
+            meaning="how many parts the prompts of an iteration are cut into, each for one sampler",
+            note="It bounds how many samplers a run can be scaled to while it goes on (`rllib "
+            "scale`): the parts stay as they are, and with them what is learnt, bit for bit. None: "
+            "one for each of num_env_runners.",
+            reason=COUNTS,
+            remedy="Use the most samplers that the run may grow to",
+        ),
+        Setting(
             name="cuda_graphs",
             type=bool,
             default=True,

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.overseer import diagnosis
+from rllib_llm.overseer.diagnosis import diagnose
+from rllib_llm.overseer.phases import PhaseClock, shares
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_intervals_add_up_to_the_time_that_passed():
+    clock = Clock()
+    phases = PhaseClock("starting", clock)
+    for seconds, phase in ((2.0, "a"), (3.0, "b"), (5.0, "a"), (0.25, "c")):
+        clock.now += seconds
+        phases.enter(phase)
+    clock.now += 1.5
+    # starting 2, a 3 + 0.25, b 5, c 1.5
+    assert phases.seconds() == {"starting": 2.0, "a": 3.25, "b": 5.0, "c": 1.5}
+    assert sum(phases.seconds().values()) == clock.now - 100.0
+    assert (phases.phase, phases.seconds_in_phase) == ("c", 1.5)
+    assert sum(phases.lap().values()) == 11.75
+    clock.now += 4
+    assert phases.lap() == {"c": 4.0}
+
+
+def test_waiting_is_split_by_what_was_waited_for():
+    clock = Clock()
+    phases = PhaseClock("waiting", clock)
+    clock.now += 10
+    seconds = phases.enter("learning")
+    phases.split("waiting", seconds, {"completions": 6.0, "judges": 1.0})
+    assert phases.seconds() == {"waiting": 3.0, "learning": 0.0, "completions": 6.0, "judges": 1.0}
+    # Work that was done before anyone waited: in proportion.
+    phases.enter("waiting")
+    clock.now += 4
+    phases.split("waiting", phases.enter("learning"), {"completions": 30.0, "judges": 10.0})
+    assert phases.seconds() == {"waiting": 3.0, "learning": 0.0, "completions": 9.0, "judges": 2.0}
+    assert sum(shares(phases.seconds()).values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("seconds", "bound", "setting"), [
+    ({diagnosis.FOR_JUDGES: 6, diagnosis.LEARNING: 3, diagnosis.FOR_COMPLETIONS: 1}, "judge",
+     "reward function"),
+    ({diagnosis.FOR_TOOLS: 6, diagnosis.LEARNING: 3, diagnosis.FOR_COMPLETIONS: 1}, "judge",
+     "tools"),
+    ({diagnosis.LEARNING: 6, diagnosis.FOR_COMPLETIONS: 3}, "learner", "num_learners"),
+    ({diagnosis.FOR_COMPLETIONS: 6, diagnosis.LEARNING: 3}, "sampler", "num_env_runners"),
+    ({diagnosis.PUBLISHING: 3, diagnosis.FOR_WEIGHTS: 3, diagnosis.LEARNING: 4}, "weights",
+     "weights_transport"),
+])  # fmt: skip
+def test_a_diagnosis_names_who_is_waited_for_and_what_to_change(seconds, bound, setting):
+    # Time between iterations and pauses is nobody's.
+    found = diagnose({**seconds, diagnosis.BETWEEN: 100.0, diagnosis.PAUSED: 100.0})
+    assert found.bound == bound
+    assert setting in found.text
+    assert found.share == pytest.approx(6 / sum(seconds.values()))
+
+
+def test_nothing_is_said_of_nothing():
+    assert diagnose({diagnosis.STARTING: 5.0}).bound == ""

@@ -1,0 +1,165 @@
+"""Runs under Tune that are watched, told what to do, and left by their overseer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from rllib_llm.overseer.actor import NAMESPACE, overseer_name
+from rllib_llm.overseer.client import find_run
+from rllib_llm.user_errors import UserError
+from tests.algorithms import tiny_runs as tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+PATIENCE_S = 400.0
+
+
+def slow_digits(completions):
+    """As `tiny.num_digits`, slow enough for a test to come in between."""
+    time.sleep(0.3)
+    return tiny.num_digits(completions)
+
+
+class TuneRun:
+    """A Tuner in a thread of its own."""
+
+    def __init__(self, folder: Path, config, iterations: int, callbacks=()) -> None:
+        from ray import tune
+
+        from rllib_llm.tune import default_callbacks
+
+        self.folder = folder / "run"
+        self.tuner = tune.Tuner(
+            config.algo_class,
+            param_space=config,
+            run_config=tune.RunConfig(
+                name="run",
+                storage_path=str(folder),
+                stop={"training_iteration": iterations},
+                verbose=0,
+                callbacks=default_callbacks(),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
+            ),
+        )
+        self.grid = None
+        self.thread = threading.Thread(target=self.fit, daemon=True)
+
+    def start(self) -> TuneRun:
+        """Begins, and goes on beside the test."""
+        self.thread.start()
+        return self
+
+    def fit(self) -> None:
+        """To its end."""
+        self.grid = self.tuner.fit()
+
+    def result(self):
+        self.thread.join(PATIENCE_S)
+        assert self.grid is not None, "the run did not end"
+        return self.grid[0]
+
+    def run(self):
+        """Its overseer, once it knows the trial."""
+
+        def known():
+            try:
+                run = find_run(self.folder)
+                trials = [p for p in run.status()["parts"] if p["kind"] == "trial"]
+                return run if trials and trials[0]["iteration"] >= 1 else None
+            except UserError:
+                return None
+
+        return until(known)
+
+
+def until(condition: Callable, seconds: float = PATIENCE_S):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it did not come about")
+
+
+def config(**env_runners):
+    config = tiny.grpo().env_runners(**{"num_env_runners": 1, **env_runners})
+    config.env_config["reward_functions"] = f"{__name__}.slow_digits"
+    return config.sampling(sampling_parts=2)
+
+
+def learnt(result) -> list[dict]:
+    """What was learnt in each iteration, with everything that depends on time left out."""
+    frame = result.metrics_dataframe
+    names = [name for name in frame.columns if name.partition("/")[0] in ("objective", "loss")]
+    return frame[names].to_dict("records")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, ray_session) -> list[dict]:
+    return learnt(TuneRun(tmp_path_factory.mktemp("plain"), config(), 8).start().result())
+
+
+def test_a_run_that_is_paused_scaled_and_saved_learns_the_same(tmp_path, undisturbed):
+    tuned = TuneRun(tmp_path, config(), 8).start()
+    run = tuned.run()
+    (paused,) = run.tell("pause", timeout_s=60)
+    assert paused["state"] == "done", paused
+    until(lambda: run.status()["parts"][-1]["phase"] == "paused")
+    (scaled,) = run.tell("scale", timeout_s=60, samplers=2)
+    assert scaled["answer"] == "2 samplers instead of 1"
+    (refused,) = run.tell("scale", timeout_s=60, samplers=3)
+    assert refused["state"] == "refused" and "sampling_parts" in refused["answer"]
+    (saved,) = run.tell("checkpoint", timeout_s=60)
+    assert saved["state"] == "done"
+    until(lambda: any(tuned.folder.glob("*/checkpoint_*")))
+    names = [part["part"] for part in run.status()["parts"]]
+    assert sum(name.startswith("sampler") for name in names) == 2, names
+    run.tell("resume", timeout_s=60)
+    assert learnt(tuned.result()) == undisturbed
+
+
+def test_idle_intervals_add_up_and_the_judge_is_named(tmp_path):
+    tuned = TuneRun(tmp_path, config(), 6).start()
+    run = tuned.run()
+    begin = time.monotonic()
+
+    def trial() -> dict:
+        return next(p for p in run.status()["parts"] if p["kind"] == "trial")
+
+    first = trial()
+    time.sleep(2.0)
+    second = trial()
+    wall = time.monotonic() - begin
+    # Reports are a second apart, so what lies between two of them is known to a second.
+    between = sum(second["seconds"].values()) - sum(first["seconds"].values())
+    assert abs(between - wall) < 1.5
+    assert run.status()["diagnoses"][second["part"]]["bound"] == "judge"
+    last = tuned.result().metrics["time_share"]
+    assert sum(share for name, share in last.items() if name != "starved") == pytest.approx(
+        1, abs=0.02
+    )
+
+
+def test_a_run_goes_on_when_its_overseer_dies_or_hangs(tmp_path, undisturbed):
+    tuned = TuneRun(tmp_path, config(), 8).start()
+    tuned.run()
+    ray.kill(ray.get_actor(overseer_name(tuned.folder), namespace=NAMESPACE))
+    assert learnt(tuned.result()) == undisturbed
+
+
+def test_stop_saves_and_ends(tmp_path):
+    tuned = TuneRun(tmp_path, config(), 1000)
+    told = []
+    threading.Thread(
+        target=lambda: told.extend(tuned.run().tell("stop", timeout_s=60)), daemon=True
+    ).start()
+    tuned.fit()  # in the main thread, as scripts do: Tune ends by its handler of Ctrl-C
+    result = tuned.grid[0]
+    assert [command["state"] for command in told] == ["done"]
+    assert result.checkpoint is not None
+    assert result.metrics["training_iteration"] < 1000
