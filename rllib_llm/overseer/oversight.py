@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from rllib_llm.cores import CpuClock
 from rllib_llm.overseer import diagnosis
+from rllib_llm.overseer.gauges import Gauges
 from rllib_llm.overseer.link import Link
 from rllib_llm.overseer.phases import PhaseClock, shares
 
@@ -51,11 +52,13 @@ class Oversight:
         self._link: Link | None = None
         self._marks: dict[str, bool] = {}
         self._facts: dict[str, Any] = {}
+        self._gauges: Gauges | None = None
 
     def join(self, folder: Path, part: str, **facts: Any) -> None:
         """Reports to the overseer of the Tune run in `folder` from now on."""
         self._facts = facts
         self._link = Link(folder, part, self._describe)
+        self._gauges = Gauges(part)
 
     def close(self) -> None:
         """Ends the reports."""
@@ -90,6 +93,8 @@ class Oversight:
         found = {name.replace(" ", "_"): share for name, share in shares(lap).items()}
         found["starved"] = self._cpu.starved_share
         self._cpu.restart()
+        if self._gauges is not None:
+            self._gauges.set(iteration, found)
         return found
 
     def _describe(self) -> dict[str, Any]:

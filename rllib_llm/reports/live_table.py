@@ -24,7 +24,7 @@ from rllib_llm.tune.messages import TrialEar, same_key
 
 LINE_INTERVAL_S = 10.0
 WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet
-SILENT_S = 10.0  # without a result until it is shown what a trial does
+SILENT_S = 4.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
 BAR_WIDTH = 12
 

@@ -25,6 +25,7 @@ class Metric:
 
 EPISODES = Metric("episode", "episodes", ",.0f")
 INVALID = Metric("train/num_invalid", "completions without a score", ",.0f")
+STALENESS = Metric("train/staleness", "staleness, updates", ".2f")
 TOKENS_PER_S = Metric("throughput/tokens_per_s", "tokens/s", ",.0f")
 # Columns of the live table, by a result that tells the kind of the stage.
 COLUMNS: dict[str, tuple[Metric, ...]] = {
@@ -88,6 +89,7 @@ SUMMARY_METRICS = (
     Metric("policy/entropy_avg", "entropy, nats per token"),
     Metric("train/output_length", "completion length, tokens", ".1f"),
     Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
+    STALENESS,
     INVALID,
 )
 # Which way is up, to mark the best of several trials where the experiment does not say.
@@ -118,7 +120,7 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     metrics = [*SUMMARY_METRICS, *_drifts(keys), *_losses_of_rows(keys)]
     after = next(i for i, metric in enumerate(metrics) if metric.key == "eval/scores") + 1
     metrics[after:after] = _reward_parts(keys)
-    silent = {INVALID.key, *(metric.key for metric in _losses_of_rows(keys))}
+    silent = {INVALID.key, STALENESS.key, *(metric.key for metric in _losses_of_rows(keys))}
     return [
         metric
         for metric in _held(results, metrics)

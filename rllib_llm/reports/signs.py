@@ -18,6 +18,7 @@ IN_A_ROW = 3  # results that must agree: one alone is chance
 FALLEN = 0.9  # of the first training loss: it has learnt something
 COLLAPSED = 0.1  # of the first entropy
 LITTLE_ENTROPY = 0.1  # nats per token; text has 1 to 3
+MUCH_STARVED = 0.3  # of the time without a core, though ready to compute
 MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than under the reference
 # What the rules read: all else of a result need not be kept.
 KEYS = (
@@ -31,6 +32,7 @@ KEYS = (
     "policy/entropy_avg",
     "objective/kl",
     "train/output_length",
+    "time_share/starved",
 )
 
 
@@ -139,12 +141,25 @@ def kl_explosion(rows: Rows) -> str:
     )
 
 
+def starved(rows: Rows) -> str:
+    """The trial's thread was ready to compute and had no core."""
+    shares = _last(rows, "time_share/starved")
+    if not shares or min(shares) < MUCH_STARVED:
+        return ""
+    return (
+        f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "
+        "processes use them. Look at what else runs on the machine; lower num_env_runners, or the "
+        "threads of each process (num_cpus_per_env_runner, OMP_NUM_THREADS)."
+    )
+
+
 RULES: Mapping[str, Callable[[Rows], str]] = {
     "constant rewards": constant_rewards,
     "flat groups": flat_groups,
     "overfitted judge": overfitted_judge,
     "entropy collapse": entropy_collapse,
     "KL explosion": kl_explosion,
+    "starved": starved,
 }
 
 

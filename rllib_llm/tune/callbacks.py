@@ -39,8 +39,8 @@ def default_callbacks(
     callbacks += [KeepBestCheckpoint(metric, mode), UseFailureCheckpoints(), SaveOnStop()]
     callbacks += [RestartHungTrials(hung_trial_timeout_s), EndBrokenTrials()]
     if wandb_project is not None:
-        from rllib_llm.tune.wandb_logger import WandbLogger, check_wandb
+        from rllib_llm.tune.wandb_logger import RESUME, WandbLogger, check_wandb
 
         check_wandb(None)
-        callbacks.append(WandbLogger(project=wandb_project))
+        callbacks.append(WandbLogger(project=wandb_project, resume=RESUME))
     return callbacks

@@ -14,6 +14,7 @@ from rllib_llm.tune.trial_logs import read_new_json_lines
 from rllib_llm.user_errors import UserError
 
 _LoggingActor: Any = wandb_logging_actor()
+RESUME = "allow"  # for W&B: a run of this id is gone on with where there is one
 
 
 class SamplesLoggingActor(_LoggingActor):
@@ -70,4 +71,5 @@ def wandb_logger(project: str, run_name: str, group: str, key: str | None) -> Wa
         group: W&B group, the name of our run: its stages stand together.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
-    return WandbLogger(project=project, group=group, api_key=key, name=run_name)
+    # A trial that is started again goes on in the W&B run of its id.
+    return WandbLogger(project=project, group=group, api_key=key, name=run_name, resume=RESUME)
