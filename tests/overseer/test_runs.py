@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -149,6 +151,27 @@ def test_a_run_goes_on_when_its_overseer_dies_or_hangs(tmp_path, undisturbed):
     tuned = TuneRun(tmp_path, config(), 8).start()
     tuned.run()
     ray.kill(ray.get_actor(overseer_name(tuned.folder), namespace=NAMESPACE))
+    assert learnt(tuned.result()) == undisturbed
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_commands_at_random_moments_change_nothing(tmp_path, undisturbed, seed):
+    tuned = TuneRun(tmp_path, config(), 8).start()
+    run, chance = tuned.run(), random.Random(seed)
+    commands = [("pause", {}), ("scale", {"samplers": 1}), ("scale", {"samplers": 2}),
+                ("checkpoint", {})]  # fmt: skip
+    try:
+        for _ in range(6):
+            name, arguments = chance.choice(commands)
+            run.tell(name, **arguments)
+            time.sleep(chance.uniform(0, 0.6))
+            run.tell("resume")
+    except UserError:
+        pass  # the run was quicker
+    while tuned.thread.is_alive():
+        with contextlib.suppress(UserError):
+            run.tell("resume")  # one may have come before its pause was carried out
+        tuned.thread.join(1.0)
     assert learnt(tuned.result()) == undisturbed
 
 

@@ -135,7 +135,7 @@ def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
         table.on_step_end(0, [stored("a", tmp_path)])
         (row,) = table._rows.values()
         row._started -= SILENT_S + 1  # as if it had been silent for so long
-        assert "waiting for its process, for 0:11" in rendered(table)
+        assert "waiting for its process, for 0:05" in rendered(table)  # SILENT_S + 1
         MessageLog(tmp_path).doing("sampling and judging 16 completions")
         assert "rl: sampling and judging 16 completions, for 0:00" in rendered(table)
         table._last_line = table._last_poll = -1000.0

@@ -79,4 +79,11 @@ def test_the_newest_result_shows_its_signs_and_only_what_rules_read_is_kept():
     assert [sign.name for sign in latest_signs(results)] == ["constant rewards"]
     assert latest_signs(results[:2]) == [] and latest_signs([]) == []
     assert kept({**results[0], "env/other": 3.0}) == results[0]
-    assert len(RULES) == 5 and "training_iteration" in KEYS
+    assert len(RULES) == 6 and "training_iteration" in KEYS
+
+
+def test_a_trial_without_cores_is_told():
+    (sign,) = signs(rows(time_share__starved=[0.1, 0.5, 0.6, 0.4]))
+    assert (sign.name, sign.iteration) == ("starved", 4)
+    assert "40% of the time" in sign.text
+    assert signs(rows(time_share__starved=[0.1, 0.5, 0.2, 0.5])) == []
