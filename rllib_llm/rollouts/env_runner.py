@@ -31,8 +31,10 @@ from ray.rllib.utils.typing import StateDict
 from rllib_llm.engines.external_engine import open_engine
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
+from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
+from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
@@ -72,7 +74,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
-        self.sampler = Sampler(
+        kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
+        self.sampler = kind(
             SamplingEnvironment(self.env),
             self._make_policy(),
             params=self._sampling_params,

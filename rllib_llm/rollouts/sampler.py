@@ -68,12 +68,7 @@ class Sampler:
         Raises:
             RuntimeError: it was never given any.
         """
-        if not self.policy.has_weights:
-            raise RuntimeError(
-                f"weights_version={self.weights.version} of {self._name} must be that of weights "
-                "it was given: what it started from is not the policy that is trained. Call "
-                "serve() with published weights, or set_state(), first."
-            )
+        self.require_weights()
         rows = self.environment.prompts(request)
         start = time.perf_counter()
         completions = self._generate(rows, request)
@@ -96,6 +91,15 @@ class Sampler:
             timings={"generate_seconds": generated - start, "judge_seconds": end - generated},
             pad_token_id=self.policy.pad_token_id,
         )
+
+    def require_weights(self) -> None:
+        """Raises RuntimeError where the policy was never given weights."""
+        if not self.policy.has_weights:
+            raise RuntimeError(
+                f"weights_version={self.weights.version} of {self._name} must be that of weights "
+                "it was given: what it started from is not the policy that is trained. Call "
+                "serve() with published weights, or set_state(), first."
+            )
 
     def _generate(
         self, rows: dict[str, torch.Tensor], request: SampleRequest
