@@ -10,7 +10,7 @@ the policy samples and how conversations become batches is the sampler's (`rollo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -113,6 +113,11 @@ class ConversationEnv:
     def tools(self) -> Sequence[Any]:
         """Tools of every conversation: functions, dotted paths, or objects as `toolbox.Tool`."""
         return list(self.settings["tools"] or ())
+
+    def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
+        """Functions that stand behind the tools of this conversation alone, where they have to know
+        it: those of `tools` under the same names."""
+        return ()
 
     def rows(self) -> Any:
         """Tasks, any source of `data/sources.py`: the setting `prompts`."""
