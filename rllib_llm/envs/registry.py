@@ -22,6 +22,7 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Reviews-v0": "rllib_llm.envs.toys.reviews:create",
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
     "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
+    "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
 }
 
 # What the sampler adds to env_config where the user did not set it.
