@@ -1,4 +1,4 @@
-"""Conversations with an environment: many turns, tools, rewards where they are earned.
+"""rllib_llm/Conversation-v0: conversations of many turns, tools, rewards where earned.
 
     task ─▶ start ─▶ messages ─▶ policy ─▶ reply ─┬─▶ its tool calls are run ─▶ results ─▶ policy
                                     ▲             └─▶ respond ─▶ messages ─────▶ policy
@@ -178,3 +178,8 @@ class ConversationEnv:
     def close(self) -> None:
         """Ends the event loop."""
         self.events.close()
+
+
+def create(env_config: Mapping[str, Any]) -> ConversationEnv:
+    """Conversations that need no code beyond tools and reward functions."""
+    return ConversationEnv(env_config)
