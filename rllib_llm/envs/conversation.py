@@ -126,7 +126,11 @@ class ConversationEnv:
     def start(
         self, conversation: Conversation
     ) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
-        """The first messages of a task: its prompt, behind the setting `system`."""
+        """What begins a conversation, by default `first_messages`."""
+        return self.first_messages(conversation)
+
+    def first_messages(self, conversation: Conversation) -> Sequence[Message]:
+        """The prompt of a task, behind the setting `system`."""
         prompt = conversation.task["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = self.settings["system"]

@@ -62,9 +62,7 @@ class TRLEnv(ConversationEnv):
         return () if environment is None else _methods(environment)
 
     async def start(self, conversation: Conversation) -> Sequence[Message]:
-        first = super().start(conversation)
-        assert not isinstance(first, str) and isinstance(first, Sequence)
-        messages = [dict(message) for message in first]
+        messages = [dict(message) for message in self.first_messages(conversation)]
         if self.factory is not None:
             environment = conversation.state[_ENVIRONMENT] = self.factory()
             said = await call(environment.reset, **conversation.task)
@@ -74,9 +72,8 @@ class TRLEnv(ConversationEnv):
 
     async def score(self, conversation: Conversation) -> float | None:
         environment = conversation.state.get(_ENVIRONMENT)
-        if not hasattr(environment, "get_reward"):
-            return None
-        return await call(environment.get_reward)
+        get_reward = getattr(environment, "get_reward", None)
+        return None if get_reward is None else await call(get_reward)
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:

@@ -101,8 +101,8 @@ def sft_rows(
     schema = FunctionTool(calculator).schema
     rows = []
     for place, row in zip(order, problems(num_rows, digits, operations), strict=True):
-        asked = {"role": "user", "content": row["prompt"]}
-        said = {"role": "assistant", "content": row["answer"]}
+        asked: dict[str, Any] = {"role": "user", "content": row["prompt"]}
+        said: dict[str, Any] = {"role": "assistant", "content": row["answer"]}
         messages = [asked, said]
         if place < call_share * num_rows:
             expression = row["prompt"].removesuffix("=")
