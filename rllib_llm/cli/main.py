@@ -20,9 +20,8 @@ app.command("generate")(generate.generate)
 app.command("config")(config.show_config)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
-for command in (status.status, status.top, status.pause, status.resume, status.scale,
-                status.checkpoint, status.stop):  # fmt: skip
-    app.command(command.__name__)(command)
+app.command("status")(status.status)
+app.command("top")(status.top)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")
 

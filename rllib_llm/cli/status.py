@@ -1,4 +1,4 @@
-"""`rllib status | top | pause | resume | scale | checkpoint | stop RUN`: a run that goes on."""
+"""`rllib status RUN` and `rllib top RUN`: a run that goes on."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.overseer.client import Run, find_run
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.overseer.client import find_run
+from rllib_llm.user_errors import user_errors
 
 Folder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or a stage's.")]
-Wait = Annotated[
-    float,
-    typer.Option("--wait", min=0, help="Seconds to wait for the answer, after this iteration."),
-]
-DEFAULT_WAIT_S = 60.0
 REFRESH_S = 1.0
 PHASE_WIDTH = 24
 SILENT_STYLE = "red"
@@ -50,51 +45,6 @@ def top(run: Folder) -> None:
                     live.update(view(overseen.status()), refresh=True)
             except KeyboardInterrupt:
                 return
-
-
-def pause(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a run wait after its iteration; nothing is lost."""
-    _tell(run, "pause", wait)
-
-
-def resume(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a paused run go on."""
-    _tell(run, "resume", wait)
-
-
-def scale(
-    run: Folder,
-    samplers: Annotated[int, typer.Option("--samplers", help="Samplers from now on.")],
-    wait: Wait = DEFAULT_WAIT_S,
-) -> None:
-    """Start or end samplers while a run goes on; what is learnt stays the same."""
-    _tell(run, "scale", wait, samplers=samplers)
-
-
-def checkpoint(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a checkpoint saved with the next result."""
-    _tell(run, "checkpoint", wait)
-
-
-def stop(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a run save a checkpoint and end, as Ctrl-C once does; --resume goes on."""
-    _tell(run, "stop", wait)
-
-
-def _tell(folder: str, command: str, wait: float, **arguments: Any) -> None:
-    with user_errors():
-        overseen: Run = find_run(folder)
-        commands = overseen.tell(command, timeout_s=wait, **arguments)
-        if not commands:
-            raise UserError(
-                f"run={folder!r} must have a trial that answers: none has been heard in the last "
-                "seconds. Look with rllib status."
-            )
-    for one in commands:
-        waiting = "is waiting for the end of the iteration" if one["state"] == "waiting" else ""
-        print(f"{one['part']}: {one['answer'] or waiting}")
-    if any(one["state"] == "refused" for one in commands):
-        raise typer.Exit(2)
 
 
 def view(found: dict[str, Any]) -> Group:

@@ -11,6 +11,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Run:
         except urllib.error.HTTPError as error:
             text = json.loads(error.read() or b"{}").get("error", str(error))
             raise UserError(text) from error
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, HTTPException, ValueError, KeyError) as error:
             raise NoOverseerError(
                 f"run={str(self.folder)!r} must be a run that goes on, on this machine: its "
                 f"overseer does not answer ({error}). Look whether the run has ended; a new "

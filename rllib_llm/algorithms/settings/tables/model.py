@@ -146,10 +146,10 @@ FAULT_TOLERANCE = Section(
         Setting(
             name="overseer",
             type=bool,
-            default=True,
-            meaning="whether a run under Tune can be watched and told what to do while it goes on",
-            note="`rllib status`, `rllib top`, `rllib pause` and the like. A small process of its "
-            "own; the run does not depend on it.",
+            default=False,
+            meaning="whether a run under Tune can be watched while it goes on",
+            note="`rllib status` and `rllib top`. A small process of its own; the run does not "
+            "depend on it.",
         ),
     ),
 )
