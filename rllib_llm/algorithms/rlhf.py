@@ -3,9 +3,9 @@
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
 `RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
-business of the rollout source (`rollouts/on_policy.py`): with `pipeline_depth=1` samplers make the
-next batch while the learners learn from this one. The settings are in `rlhf_config.py`; what an
-algorithm adds is in its learner class.
+business of the rollout source (`rollouts/on_policy.py`): with `max_staleness` above 0 samplers make
+the next batches while the learners learn from this one (`rollouts/streaming/`). The settings are in
+`rlhf_config.py`; what an algorithm adds is in its learner class.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.on_policy import OnPolicy
+from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.source import RolloutSource
+from rllib_llm.rollouts.streaming.opening import open_stream
 from rllib_llm.tune.samples import SampleLog
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
@@ -55,8 +57,8 @@ PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 class RLHF(LanguageModelAlgorithm):
     """Samples, learns, publishes.
 
-    Its own state is the prompt position, the weight version and, with `pipeline_depth=1`, the batch
-    sampled ahead: saving waits for it, and a restored run learns from that very batch.
+    Its own state is the weight version and that of the rollout source: the prompt position, and
+    what is on its way where groups stream.
     """
 
     config: RLHFConfig
@@ -93,17 +95,31 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)
+        self.recorder = self.make_recorder()
         self.rollouts = self.make_rollouts()
         self._publish()
 
+    def make_recorder(self) -> RolloutRecorder:
+        """Who keeps rollouts."""
+        return RecordsNothing()
+
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
-        config = self.config
+        config, collector = self.config, self._collectors[self.env_runner_group]
+        if config.streams:
+            return open_stream(
+                collector,
+                config.stream_rules(),
+                config.serving_settings(),
+                folder=self.trial_folder / "ledger",
+                recorder=self.recorder,
+                keeps_rejected=not isinstance(self.recorder, RecordsNothing),
+                publish_again=self._publish_again,
+            )
         return OnPolicy(
-            self._collectors[self.env_runner_group],
+            collector,
             num_prompts=config.num_prompts_per_iteration,
             num_completions=config.num_completions,
-            is_ahead=bool(config.pipeline_depth and config.num_env_runners),
             texts_every=config.log_samples_every,
             publish_again=self._publish_again,
         )
@@ -130,6 +146,7 @@ class RLHF(LanguageModelAlgorithm):
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions")
         self.update_learners(sampled.columns, sampled.num_rows)
+        self.recorder.record(sampled, "trained", iteration=self.weights_version + 1)
         publish_start = time.perf_counter()
         self.weights_version += 1
         self._publish()
@@ -146,7 +163,7 @@ class RLHF(LanguageModelAlgorithm):
 
     @property
     def position(self) -> int:
-        """Prompt groups handed out so far."""
+        """Prompt groups learnt from so far."""
         return self.rollouts.position
 
     @property
@@ -222,6 +239,9 @@ class RLHF(LanguageModelAlgorithm):
         groups["train"]["staleness"] = (
             self.weights_version - 1 - float(sampled.versions.double().mean())
         )
+        rollouts = self.rollouts.metrics()
+        if rollouts:
+            groups["rollouts"] = rollouts
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
@@ -291,6 +311,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def cleanup(self) -> None:
         self.rollouts.stop()
+        self.recorder.stop()
         self._publisher.stop()
         for collector in self._collectors.values():
             collector.pool.actors.stop()

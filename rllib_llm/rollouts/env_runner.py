@@ -43,6 +43,7 @@ from rllib_llm.rollouts.policy import (
     SamplingPolicy,
 )
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 from rllib_llm.weights.transfer import WeightsLostError
@@ -61,6 +62,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         super().__init__(config=config, **kwargs)
         self.weights = WeightsReceiver()
         self._position = 0  # of plain `sample()` calls only
+        self.streamer: Streamer | None = None  # while groups stream
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
@@ -333,5 +335,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
+        stop_streaming(self)
         self.policy.close()
         self.env.close()

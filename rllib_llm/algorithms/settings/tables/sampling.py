@@ -18,13 +18,6 @@ TORCH_SAMPLES = Condition(
     lambda c: c.engine == "torch" or not (c.in_evaluation or c.num_env_runners),
     "with engine={config.engine!r}",
 )
-IN_TURN = "with num_env_runners=0: the driver's process samples and learns in turn"
-REMOTE_SAMPLERS = Condition(
-    "num_env_runners is 1 or more",
-    lambda c: bool(c.in_evaluation or c.num_env_runners),
-    IN_TURN,
-    "Use 1 or more",
-)
 OWN_MODULE = Condition(
     "num_env_runners is 1 or more, or engine is 'torch'",
     lambda c: c.engine != "vllm" or bool(c.in_evaluation or c.num_env_runners),
@@ -139,19 +132,6 @@ SAMPLING = Section(
             note="False launches each operation by itself. No effect on a CPU.",
             acts=(TORCH_SAMPLES,),
             also=("enforce_eager",),
-        ),
-        Setting(
-            name="pipeline_depth",
-            type=int,
-            default=0,
-            choices=(0, 1),
-            meaning="how many updates ahead of the learner remote samplers work",
-            note="1: they make the next batch while this one is learnt from, with weights one "
-            "update older (`train/staleness`); 0: they wait.",
-            reason="batches older than one update are not offered",
-            remedy="Use 1 to overlap, 0 to wait",
-            acts=(REMOTE_SAMPLERS,),
-            also=("async_rollout", "max_staleness"),
         ),
         Setting(
             name="engine",
