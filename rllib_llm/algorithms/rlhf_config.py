@@ -147,11 +147,18 @@ class RLHFConfig(LanguageModelConfig):
 
     def serving_settings(self) -> ServingSettings:
         """What every sampler goes by, where groups stream."""
+        rules = self.stream_rules()
         return ServingSettings(
             num_completions=self.num_completions,
-            groups_per_lease=self.stream_rules().groups_per_lease,
+            groups_per_lease=rules.groups_per_lease,
             min_valid=min(2, self.num_completions),
             filters=tuple(self.filters or ()),
+            by_row=self.schedule == "free"
+            and self.engine == "torch"
+            and self.generate_function is None,
+            max_groups=-(-rules.capacity // max(1, self.num_env_runners)),
+            in_flight=self.in_flight,
+            masks_stale_prefix=self.mask_stale_prefix,
         )
 
     def validate(self) -> None:

@@ -7,6 +7,8 @@ completions for the same request and weights.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,6 +30,7 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.typing import StateDict
 
+from rllib_llm.dotted import import_dotted
 from rllib_llm.engines.external_engine import open_engine
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
@@ -36,6 +39,7 @@ from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
 from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.own_generation import FunctionPolicy
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
     EnginePolicy,
@@ -136,7 +140,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         )
         if engine is not None:
             return EnginePolicy(engine)
-        policy = ModulePolicy(
+        make_policy: Callable[..., ModulePolicy] = ModulePolicy
+        if config.generate_function is not None:
+            function = import_dotted(config.generate_function, name="generate_function")
+            make_policy = functools.partial(FunctionPolicy, function)
+        policy = make_policy(
             self._make_module,
             alias=bool(self.worker_index),  # the learner's own may be written to
             max_rows=config.sampling_batch_size,

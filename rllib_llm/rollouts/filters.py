@@ -89,7 +89,7 @@ def distinct(group: RolloutGroup, *, least: int = 2) -> Verdict:
     return Verdict(len(set(group.completions)) >= least, "not_distinct")
 
 
-FILTERS: Mapping[str, Filter] = MappingProxyType({
+FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType({
     "reward_spread": reward_spread,
     "least_reward": least_reward,
     "length": length,
@@ -146,6 +146,7 @@ def _open(setting: str | Mapping[str, Any]) -> Filter:
     arguments = {}
     if isinstance(setting, Mapping):
         arguments = {key: value for key, value in setting.items() if key != "name"}
+    found: Filter
     if name in FILTERS:
         found = FILTERS[name]
     elif isinstance(name, str) and looks_dotted(name):

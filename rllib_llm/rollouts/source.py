@@ -11,8 +11,9 @@ from rllib_llm.weights.published import PublishedWeights
 class RolloutSource(Protocol):
     """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
 
-    position: int
-    """Prompt groups learnt from so far, those of the batch handed out last among them."""
+    @property
+    def position(self) -> int:
+        """Prompt groups learnt from so far, those of the batch handed out last among them."""
 
     def next(self) -> JudgedBatch:
         """The batch to be learnt from next.

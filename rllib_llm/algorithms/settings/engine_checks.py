@@ -6,10 +6,13 @@ import importlib.util
 from typing import Any
 
 from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.dotted import import_dotted
 
 
 def check_engine(config: Any) -> None:
     """Raises ValueError for an engine that cannot serve this config."""
+    if config.generate_function is not None:
+        import_dotted(config.generate_function, name="generate_function")
     if config.engine == "openai":
         _check_openai(config)
     if config.engine == "vllm" and config.num_env_runners:

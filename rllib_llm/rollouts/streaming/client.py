@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import time
@@ -41,8 +42,8 @@ class LedgerCalls(Protocol):
         """See `Ledger.state`."""
 
     def look(self) -> dict[str, Any]:
-        """`metrics`, `position`, who is waited for (`waits_for`), and `num_old`: groups that
-        older weights than the newest still have to sample."""
+        """`metrics`, `position`, who is waited for (`waits_for`), `num_old`: groups that older
+        weights than the newest still have to sample; `cpu_seconds` and `pid` of its process."""
 
     def stop(self) -> None:
         """Ends it."""
@@ -56,6 +57,8 @@ def looked(journaled: JournaledLedger) -> dict[str, Any]:
         "position": ledger.position,
         "waits_for": ledger.waits_for(),
         "num_old": ledger.num_old,
+        "cpu_seconds": time.process_time(),
+        "pid": os.getpid(),
     }
 
 

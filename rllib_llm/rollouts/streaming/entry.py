@@ -32,6 +32,7 @@ class JudgedGroup:
     num_lost: of them, those of rows that were not judged, which nobody learns from.
     oldest_version: of the weights that sampled any of the tokens.
     reason: why it is not to be learnt from, "" where it is.
+    continues: whether it goes on with what there was of it when it was leased.
     """
 
     position: int
@@ -40,6 +41,7 @@ class JudgedGroup:
     num_lost: int
     oldest_version: int
     reason: str = ""
+    continues: bool = False
 
 
 @dataclass(frozen=True)

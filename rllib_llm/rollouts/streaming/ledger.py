@@ -32,6 +32,7 @@ from rllib_llm.rollouts.streaming.entry import (
     Entry,
     JudgedGroup,
     Lease,
+    State,
     Tokens,
 )
 from rllib_llm.rollouts.streaming.rules import StreamRules
@@ -249,15 +250,18 @@ class Ledger:
             partial={e.position: e.partial for e in entries if e.partial},
         )
 
-    def renew(self, sampler: str, holding: Iterable[int]) -> list[int]:
-        """Puts off the deadlines of leases that a sampler makes progress on; those that hold."""
+    def renew(
+        self, sampler: str, holding: Iterable[int]
+    ) -> tuple[list[int], PublishedWeights | None]:
+        """Puts off the deadlines of leases that a sampler makes progress on; those of them that
+        hold, and the newest weights."""
         now, wanted, held = self._clock(), set(holding), set()
         limit = self.limit.seconds()
         for entry in self._table.values():
             if entry.state == "leased" and entry.sampler == sampler and entry.lease in wanted:
                 entry.deadline = float("inf") if limit is None else now + limit
                 held.add(entry.lease)
-        return sorted(held)
+        return sorted(held), self._weights.get(self.step)
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""
@@ -268,7 +272,11 @@ class Ledger:
                 self._refuse(lease, group, entry)
                 continue
             self.limit.record(self._clock() - entry.leased_at)
-            self.account.generated += group.num_tokens - entry.num_tokens
+            before = entry.num_tokens
+            if before and not group.continues:
+                self.account.reject("begun_anew", before, num_groups=0)
+                before = 0
+            self.account.generated += group.num_tokens - before
             entry.group, entry.partial, entry.state = group, (), "judged"
             num_accepted += 1
         self._decide(groups)
@@ -294,12 +302,13 @@ class Ledger:
     def fail(self, lease: int, failure: Any) -> None:
         """Takes note of the exception that ended a lease; its groups wait again."""
         entries = [e for e in self._table.values() if e.lease == lease and e.state == "leased"]
+        if not entries:
+            return
+        sampler = entries[0].sampler
         for entry in entries:
             entry.num_failures += 1
             self._wait_again(entry)
-        if entries:
-            first = entries[0]
-            self._failures.append((first.sampler, (failure, max(e.num_failures for e in entries))))
+        self._failures.append((sampler, (failure, max(e.num_failures for e in entries))))
 
     def expire(self) -> None:
         """Ends the leases whose time is up."""
@@ -465,7 +474,7 @@ class Ledger:
     def metrics(self) -> dict[str, float]:
         """What is reported under `rollouts/`: the account, and what is in the table."""
         counts = Counter(entry.state for entry in self._table.values())
-        names = ("waiting", "leased", "partial", "judged", "ready")
+        names: tuple[State, ...] = ("waiting", "leased", "partial", "judged", "ready")
         return {
             **self.account.metrics(self.num_carried),
             **{f"groups_{name}": float(counts[name]) for name in names},

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from rllib_llm import columns
-from rllib_llm.rollouts.request import JudgedBatch, concatenate
+from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, concatenate
 from rllib_llm.rollouts.streaming.entry import JudgedGroup
 
 _PROMPT_COLUMNS = (columns.PROMPT_IDS, columns.PROMPT_MASK)
@@ -68,25 +68,30 @@ def rows(batch: JudgedBatch, index: torch.Tensor) -> JudgedBatch:
     )
 
 
-def judged_group(group: JudgedBatch, *, reason: str = "", min_valid: int = 1) -> JudgedGroup:
+def judged_group(
+    group: JudgedBatch, *, reason: str = "", min_valid: int = 1, continues: bool = False
+) -> JudgedGroup:
     """What is handed in of one group; one that lost too many members is not learnt from.
 
     Args:
         group: its rows.
         reason: a filter's, "" where all let it pass.
         min_valid: rows with a score that it needs.
+        continues: see `JudgedGroup`.
     """
     valid, mask = group.columns[columns.VALID], group.sampled_mask
-    lengths = mask.sum(dim=1)
+    # A policy's own tokens may be masked, see `RowStream`.
+    sampled = mask | (group.columns[columns.WEIGHTS_VERSION] != NO_VERSION)
     if int(valid.sum()) < min_valid:
         reason = TOO_FEW
     return JudgedGroup(
         position=int(group.columns[columns.GROUP][0]),
         payload=pack(group),
-        num_tokens=int(lengths.sum()),
-        num_lost=int(lengths[~valid].sum()),
+        num_tokens=int(sampled.sum()),
+        num_lost=int((sampled & ~(mask & valid.unsqueeze(1))).sum()),
         oldest_version=int(group.versions.min()) if bool(mask.any()) else -1,
         reason=reason,
+        continues=continues,
     )
 
 

@@ -22,9 +22,7 @@ class StreamRules:
     num_extra: groups beyond (S+1)·P that are on their way at once.
     on_stale: whether a group that is older than S after all is learnt from or dropped.
     groups_per_lease: consecutive groups that are sampled as one batch.
-    num_samplers: that share the groups.
     max_rejected: groups that may be rejected one after the other before a batch is full.
-    min_valid: completions with a score that a group needs.
     texts_every: updates from one whose groups carry their texts to the next; 0: none do.
     timeout_s: of a lease, see `TimeLimit`.
     """
@@ -36,9 +34,7 @@ class StreamRules:
     num_extra: int = 0
     on_stale: OnStale = "train"
     groups_per_lease: int = 1
-    num_samplers: int = 1
     max_rejected: int = 1_000_000
-    min_valid: int = 1
     texts_every: int = 0
     timeout_s: float | str | None = "auto"
 

@@ -98,7 +98,7 @@ class Streaming:
             now = time.monotonic()
             if now - said > SECONDS_BETWEEN_WORDS:
                 said = now
-                waits_for = self._ledger.look()["waits_for"]
+                waits_for = self.look()["waits_for"]
                 logger.warning("Update %d waits for a batch: %s", self._step, waits_for)
         self._workers.has_progress()
         self._wait_seconds = time.monotonic() - start
@@ -151,7 +151,7 @@ class Streaming:
     def metrics(self) -> dict[str, float]:
         """As of all sources: see `Ledger.metrics`, `age_mean` and `age_max` of the last batch's
         groups in updates, and the seconds that it was waited for."""
-        look = self._ledger.look()
+        look = self.look()
         ages = self._ages or [0.0]
         return {
             **look["metrics"],
@@ -160,16 +160,20 @@ class Streaming:
             "wait_seconds": self._wait_seconds,
         }
 
+    def look(self) -> dict[str, Any]:
+        """See `LedgerCalls.look`."""
+        return self._ledger.look()
+
     def state(self) -> dict[str, Any]:
         """As of all sources: the ledger with all that is judged, and with what there is of the
         rest. What older weights have to sample is waited for: a restored run has only the
         newest."""
-        while self._ledger.look()["num_old"]:
+        while self.look()["num_old"]:
             self._workers.work()
             self._take(0.0)
             time.sleep(0.02)
         return {
-            "position": self._ledger.look()["position"],  # for sources that know no other
+            "position": self.look()["position"],  # for sources that know no other
             "num_learnt": self._position,
             "ledger": self._ledger.state(),
         }

@@ -28,9 +28,11 @@ def ledger(clock=None, *, keeps_rejected=False, **rules) -> Ledger:
     return made
 
 
-def judged(position, version, *, num_tokens=None, reason="", num_lost=0) -> JudgedGroup:
+def judged(
+    position, version, *, num_tokens=None, reason="", num_lost=0, continues=False
+) -> JudgedGroup:
     tokens = 10 + position % 7 if num_tokens is None else num_tokens
-    return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason)
+    return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues)
 
 
 def serve(made, lease, reason=lambda position: ""):

@@ -171,7 +171,8 @@ def test_a_lease_whose_sampler_makes_progress_goes_on():
     made = ledger(clock, timeout_s=10.0)
     (lease,) = made.lease("1", 1)
     clock.now = 9.0
-    assert made.renew("1", [lease.id]) == [lease.id]
+    held, newest = made.renew("1", [lease.id])
+    assert held == [lease.id] and newest.version == 0
     clock.now = 18.0
     assert not made.take(0).expired and serve(made, lease) == 1
 
@@ -237,6 +238,29 @@ def test_tokens_of_rows_without_a_score_are_not_called_trained():
 # --- partial completions, checkpoints --------------------------------------------------------
 
 
+def test_the_prompts_learnt_from_are_the_prompts_where_hard_ones_take_long():
+    """Short-completion bias (Magistral's invariant). Every fourth prompt is hard and takes ten
+    times as long; eight groups are sampled at once. In strict order exactly a quarter of what is
+    learnt from is hard, after any number of batches; with whoever comes first it would not be."""
+    shares = {}
+    for window in (1, 1000):
+        clock = Clock()
+        made = ledger(clock, schedule="free", max_staleness=1, window=window, timeout_s=None)
+        running, hard, version = [], [], 0
+        while version < 10:
+            for lease in made.lease("1", 8 - len(running), [lease.id for _, lease in running]):
+                running.append((clock.now + (10.0 if lease.position % 4 == 3 else 1.0), lease))
+            running.sort(key=lambda each: each[0])
+            clock.now, lease = running.pop(0)
+            serve(made, lease)
+            if (answer := made.take(version)).groups is not None:
+                hard += [group.position % 4 == 3 for group in answer.groups]
+                version += 1
+                made.publish(PublishedWeights(version))
+        shares[window] = sum(hard) / len(hard)
+    assert shares[1] == 0.25 and shares[1000] < 0.2
+
+
 def partial(*lengths):
     return tuple(Tokens(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
 
@@ -250,8 +274,14 @@ def test_tokens_of_unfinished_groups_are_carried_to_who_samples_them_next():
     (again,) = made.lease("1", 1)  # started again
     assert again.position == 0 and again.partial == {0: partial(5, 2)}
     made.keep_partial(lease.id, {0: partial(9, 9)})  # of the old one: refused
-    serve(made, again)
+    made.push(again.id, [judged(0, 0, num_tokens=10, continues=True)])
     assert made.account.generated == made.num_carried == 10
+    # One that cannot go on begins anew: what there was is told as rejected.
+    (other,) = made.lease("1", 1)
+    made.keep_partial(other.id, {1: partial(4)})
+    serve(made, other)
+    assert made.account.rejected["begun_anew"] == 4
+    assert made.account.generated == 10 + 4 + 11 and made.num_carried == 21
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])

@@ -24,6 +24,12 @@ OWN_MODULE = Condition(
     "with num_env_runners=0: sampler and learner share one module",
     "Use 1 or more",
 )
+TORCH_GENERATES = Condition(
+    "engine is 'torch'",
+    lambda c: c.engine == "torch",
+    "with engine={config.engine!r}",
+    "Use engine='torch'",
+)
 COUNTS = "it counts completions"
 
 TEMPERATURE = Setting(
@@ -155,6 +161,18 @@ SAMPLING = Section(
             remedy="Write it as {name: value}",
             acts=(ENGINE_OF_ITS_OWN,),
             also=("vllm_kwargs", "engine_kwargs"),
+        ),
+        Setting(
+            name="generate_function",
+            type=str | None,
+            default=None,
+            meaning="the dotted path of a function that makes the completions of a prompt, in the "
+            "place of plain sampling",
+            note="It may be async; see `rllib_llm.rollouts.own_generation`. It can ask the policy, "
+            "and what it returns is checked.",
+            remedy="Write 'my_module.my_function'",
+            acts=(TORCH_GENERATES,),
+            also=("rollout_function", "rollout_func", "custom_generate_function_path"),
         ),
         Setting(
             name="log_samples_every",

@@ -18,6 +18,13 @@ FREE = Condition(
     "with schedule='lockstep', where time decides nothing",
     "Set schedule='free'",
 )
+BY_ROW = Condition(
+    "engine is 'torch' and num_env_runners is 1 or more",
+    lambda c: c.engine == "torch" and bool(c.num_env_runners),
+    "with engine={config.engine!r} and num_env_runners={config.num_env_runners}: whole groups are "
+    "sampled with one version",
+    "Use engine='torch' and num_env_runners=1",
+)
 FILTERED = Condition(
     "filters are set", lambda c: bool(c.filters), "without filters", "Set filters=['reward_spread']"
 )
@@ -52,6 +59,29 @@ STREAMING = Section(
             '"free": the newest there are.',
             remedy="Use 'lockstep'",
             acts=(STREAMS,),
+        ),
+        Setting(
+            name="in_flight",
+            type=str,
+            default="finish",
+            choices=("finish", "recompute", "keep"),
+            meaning="what becomes of completions that are being sampled when new weights come",
+            note='"finish": they go on with the weights that they began with, and new ones begin '
+            'when they have ended; "recompute": they go on with the new weights, their KV cache '
+            'computed again; "keep": with the new weights and the old cache. Each token carries '
+            "the version that sampled it.",
+            remedy="Use 'finish'",
+            acts=(STREAMS, FREE, BY_ROW),
+            also=("pause_mode",),
+        ),
+        Setting(
+            name="mask_stale_prefix",
+            type=bool,
+            default=False,
+            meaning="whether of a completion that several versions sampled only the tokens of the "
+            "last are learnt from",
+            acts=(STREAMS, FREE, BY_ROW),
+            also=("mask_offpolicy_in_partial_rollout",),
         ),
         Setting(
             name="window",
