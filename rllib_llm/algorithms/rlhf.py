@@ -30,6 +30,7 @@ from ray.rllib.utils.metrics import (
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.collect import Collector
@@ -69,6 +70,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
+        self._calls: OneAfterAnother | None = None  # of a loop of the user's own
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
@@ -145,11 +147,7 @@ class RLHF(LanguageModelAlgorithm):
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions")
-        self.update_learners(sampled.columns, sampled.num_rows)
-        self.recorder.record(sampled, "trained", iteration=self.weights_version + 1)
-        publish_start = time.perf_counter()
-        self.weights_version += 1
-        self._publish()
+        publish_start = self._learn(sampled)
         end = time.perf_counter()
         self._log(
             sampled,
@@ -160,6 +158,34 @@ class RLHF(LanguageModelAlgorithm):
                 "publish": end - publish_start,
             },
         )
+
+    def _learn(self, sampled: JudgedBatch) -> float:
+        """Updates the learners and publishes their weights; when it began to publish."""
+        self.update_learners(sampled.columns, sampled.num_rows)
+        self.recorder.record(sampled, "trained", iteration=self.weights_version + 1)
+        start = time.perf_counter()
+        self.weights_version += 1
+        self._publish()
+        return start
+
+    def next_batch(self) -> UnderWay[JudgedBatch]:
+        """The batch to be learnt from next, for a loop of one's own (`own_loop.py`)."""
+        return self._own_loop().begin(self.rollouts.next)
+
+    def submit(self, batch: JudgedBatch) -> UnderWay[dict[str, dict[str, float]]]:
+        """Learns from a batch and publishes the weights, for a loop of one's own; the learners'
+        metrics by group."""
+
+        def learn() -> dict[str, dict[str, float]]:
+            self._learn(batch)
+            return self.learner_metrics()
+
+        return self._own_loop().begin(learn)
+
+    def _own_loop(self) -> OneAfterAnother:
+        if self._calls is None:
+            self._calls = OneAfterAnother()
+        return self._calls
 
     @property
     def position(self) -> int:
@@ -310,6 +336,8 @@ class RLHF(LanguageModelAlgorithm):
         return self._collectors[env_runner_group].pool.pop_revived()
 
     def cleanup(self) -> None:
+        if self._calls is not None:
+            self._calls.stop()
         self.rollouts.stop()
         self.recorder.stop()
         self._publisher.stop()
