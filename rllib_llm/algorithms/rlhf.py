@@ -10,6 +10,7 @@ algorithm adds is in its learner class.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -31,12 +32,17 @@ from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.stored_rollouts import stored_rollouts
+from rllib_llm.learners.off_policy import with_effective_sample_size
+from rllib_llm.learners.rlhf_learner import take_advantages
+from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.on_policy import OnPolicy
+from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
@@ -93,6 +99,7 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)
+        self.recorder = self.make_recorder()
         self.rollouts = self.make_rollouts()
         self._publish()
 
@@ -107,6 +114,13 @@ class RLHF(LanguageModelAlgorithm):
             texts_every=config.log_samples_every,
             publish_again=self._publish_again,
         )
+
+    def make_recorder(self) -> RolloutRecorder:
+        """What is told of all that was sampled."""
+        if not self.config.store_rollouts:
+            return RecordsNothing()
+        storage = getattr(self, "_storage", None)
+        return stored_rollouts(self.config, storage, self.trial_folder)
 
     def _background_publisher(self) -> BackgroundPublisher | None:
         """For receivers that this algorithm does not ask, if the run has a name for them."""
@@ -130,6 +144,7 @@ class RLHF(LanguageModelAlgorithm):
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions")
         self.update_learners(sampled.columns, sampled.num_rows)
+        self._record_trained(sampled)
         publish_start = time.perf_counter()
         self.weights_version += 1
         self._publish()
@@ -143,6 +158,17 @@ class RLHF(LanguageModelAlgorithm):
                 "publish": end - publish_start,
             },
         )
+
+    def _record_trained(self, sampled: JudgedBatch) -> None:
+        """Has the batch kept, with the advantages that the first learner found."""
+        if not self.config.store_rollouts:
+            return
+        results = self.learner_group.foreach_learner(take_advantages)
+        for result in results:
+            if result.ok and result.get() is not None:
+                found = {columns.ADVANTAGES: result.get()}
+                sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
+        self.recorder.record(sampled, "trained", iteration=self.iteration + 1)
 
     @property
     def position(self) -> int:
@@ -222,6 +248,14 @@ class RLHF(LanguageModelAlgorithm):
         groups["train"]["staleness"] = (
             self.weights_version - 1 - float(sampled.versions.double().mean())
         )
+        if self.config.off_policy is not None:
+            age = age_metrics(
+                sampled.columns[columns.WEIGHTS_VERSION],
+                sampled.sampled_mask,
+                self.weights_version - 1,
+            )
+            groups["off_policy"] = age | with_effective_sample_size(groups.get("off_policy", {}))
+        groups["rollout_store"] = self.recorder.metrics()
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
@@ -291,6 +325,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def cleanup(self) -> None:
         self.rollouts.stop()
+        self.recorder.stop()
         self._publisher.stop()
         for collector in self._collectors.values():
             collector.pool.actors.stop()
@@ -304,6 +339,7 @@ class RLHF(LanguageModelAlgorithm):
             "weights_version": self.weights_version,
             "eval_metrics": self.eval_metrics,
             **self.rollouts.state(),
+            "recorded": self.recorder.state(),
         }
         return state
 
@@ -314,6 +350,7 @@ class RLHF(LanguageModelAlgorithm):
             self.weights_version = own["weights_version"]
             self.eval_metrics = own["eval_metrics"]
             self.rollouts.set_state(own)
+            self.recorder.set_state(own.get("recorded", {}))
 
     def restore_from_path(self, path, *args, **kwargs) -> None:
         super().restore_from_path(path, *args, **kwargs)

@@ -12,6 +12,7 @@ from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
 from rllib_llm.algorithms.settings.engine_checks import check_engine, check_pipeline
 from rllib_llm.algorithms.settings.lookup import defaults
+from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy
 from rllib_llm.algorithms.settings.rlhf_checks import (
     check_evaluation,
     check_loss,
@@ -24,7 +25,8 @@ from rllib_llm.algorithms.settings.tables import rllib
 from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
 from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
 from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
-from rllib_llm.algorithms.settings.tables.sampling import SAMPLING, WEIGHTS
+from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
+from rllib_llm.algorithms.settings.tables.sampling import ROLLOUTS, SAMPLING, WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
 
@@ -34,16 +36,19 @@ class RLHFConfig(LanguageModelConfig):
     sections: tuple[Section, ...] = (
         *LanguageModelConfig.sections,
         SAMPLING,
+        ROLLOUTS,
         PROMPTS,
         REWARDS,
         REFERENCE,
         LOSS,
+        OFF_POLICY,
         WEIGHTS,
         SAMPLER_FAULTS,
     )
     rllib_sections: tuple[Section, ...] = (*rllib.COMMON, *rllib.ONLINE)
 
     sampling = SectionMethod()
+    rollouts = SectionMethod()
     prompts = SectionMethod()
     rewards = SectionMethod()
     reference = SectionMethod()
@@ -113,6 +118,7 @@ class RLHFConfig(LanguageModelConfig):
         check_sampling(self)
         check_transport(self)
         check_engine(self)
+        check_off_policy(self)
         check_pipeline(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",

@@ -10,9 +10,11 @@ import io
 from pathlib import Path
 from typing import Any, TextIO
 
+from pyarrow.fs import LocalFileSystem
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, LoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
 
+from rllib_llm.storage import fetch_file
 from rllib_llm.tune.json_rows import keep_json_rows, whole_lines
 
 
@@ -45,7 +47,7 @@ class _WrittenOnce(LoggerCallback):
 
 class ResultJson(_WrittenOnce, JsonLoggerCallback):
     """Writes result.json: one row per iteration, also where a trial was started again, here or by
-    another process. The run's storage must be a folder.
+    another process.
     """
 
     def log_trial_start(self, trial: Any) -> None:
@@ -148,6 +150,13 @@ def _iteration(header: list[str], row: list[str], default: int) -> int:
 
 
 def _file_of(trial: Any, name: str) -> Path:
-    folder = Path(trial.storage.trial_fs_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / name
+    """The file in the trial's folder, or where that is not on this machine in the one that Tune
+    uploads there, with what a process before this one wrote."""
+    filesystem, folder = trial.storage.storage_filesystem, trial.storage.trial_fs_path
+    if isinstance(filesystem, LocalFileSystem):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return Path(folder) / name
+    file = Path(trial.local_path) / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fetch_file(filesystem, f"{folder}/{name}", file)
+    return file

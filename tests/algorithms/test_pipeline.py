@@ -106,11 +106,12 @@ def test_a_failure_ahead_is_raised_where_its_batch_is_wanted():
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match=r"pipeline_depth=2 must be one of \(0, 1\)"):
         tiny.grpo().sampling(pipeline_depth=2).validate()
-    recomputed = tiny.grpo(recompute_old_logprobs=True).sampling(pipeline_depth=1)
-    with pytest.raises(ValueError, match="importance_sampling=None must be 'truncate' or 'mask'"):
+    recomputed = tiny.ppo(critic="shared").sampling(pipeline_depth=1)
+    recomputed.language_model(autocast_dtype="bfloat16")
+    with pytest.raises(ValueError, match="off_policy=None must be set with pipeline_depth=1"):
         recomputed.validate()
     with pytest.warns(UserWarning, match="pipeline_depth=1 has no effect with num_env_runners=0"):
         tiny.grpo().sampling(pipeline_depth=1).validate()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ahead().training(recompute_old_logprobs=True, importance_sampling="mask").validate()
+        ahead().training(off_policy="decoupled", off_policy_weights="mask").validate()

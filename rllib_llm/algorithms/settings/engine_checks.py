@@ -45,11 +45,12 @@ def _check_vllm(config: Any) -> None:
 
 def check_pipeline(config: Any) -> None:
     """Raises ValueError for older batches that are not corrected for."""
-    recomputes = config.critic != "none" or config.recompute_old_logprobs
+    exact = config.dtype == "float32" and config.autocast_dtype is None
     require(
-        not config.pipeline_depth or not recomputes or config.importance_sampling is not None,
-        "importance_sampling", config.importance_sampling,
-        "'truncate' or 'mask' with pipeline_depth=1 and recomputed log-probs (a critic has them "
-        "recomputed)", "the batch was sampled by an older policy than the one they are taken from",
-        "Set importance_sampling='truncate'",
+        not config.pipeline_depth or config.off_policy is not None
+        or config.critic == "none" or exact,
+        "off_policy", config.off_policy,
+        "set with pipeline_depth=1 and a critic in half precision, which has log-probs recomputed",
+        "the batch was sampled by an older policy than the one they are taken from",
+        "Set off_policy='decoupled'",
     )  # fmt: skip
