@@ -43,6 +43,7 @@ from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
+from rllib_llm.rollouts.replayed import Replayed, replayed
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
@@ -100,7 +101,7 @@ class RLHF(LanguageModelAlgorithm):
                 if runner is not None:
                     runner.share_module(module)
         self.recorder = self.make_recorder()
-        self.rollouts = self.make_rollouts()
+        self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
 
     def make_rollouts(self) -> RolloutSource:
@@ -149,8 +150,9 @@ class RLHF(LanguageModelAlgorithm):
         self.weights_version += 1
         self._publish()
         end = time.perf_counter()
+        self._log_ages(sampled)
         self._log(
-            sampled,
+            sampled.fresh,
             {
                 "iteration": end - start,
                 "sample": learn_start - start,
@@ -168,7 +170,7 @@ class RLHF(LanguageModelAlgorithm):
             if result.ok and result.get() is not None:
                 found = {columns.ADVANTAGES: result.get()}
                 sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
-        self.recorder.record(sampled, "trained", iteration=self.iteration + 1)
+        self.recorder.record(sampled.fresh, "trained", iteration=self.iteration + 1)
 
     @property
     def position(self) -> int:
@@ -235,6 +237,14 @@ class RLHF(LanguageModelAlgorithm):
 
     # --- results -----------------------------------------------------------------------------
 
+    def _log_ages(self, sampled: JudgedBatch) -> None:
+        """Notes how old all rows are that were learnt from, where that is corrected for."""
+        self._ages: dict[str, float] = {}
+        if self.config.off_policy is not None:
+            versions = sampled.columns[columns.WEIGHTS_VERSION]
+            mask = sampled.sampled_mask
+            self._ages = age_metrics(versions, mask, self.weights_version - 1)
+
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
         groups = self.learner_metrics()
         val = groups.setdefault("val", {})
@@ -248,13 +258,12 @@ class RLHF(LanguageModelAlgorithm):
         groups["train"]["staleness"] = (
             self.weights_version - 1 - float(sampled.versions.double().mean())
         )
-        if self.config.off_policy is not None:
-            age = age_metrics(
-                sampled.columns[columns.WEIGHTS_VERSION],
-                sampled.sampled_mask,
-                self.weights_version - 1,
+        if self._ages:
+            groups["off_policy"] = self._ages | with_effective_sample_size(
+                groups.get("off_policy", {})
             )
-            groups["off_policy"] = age | with_effective_sample_size(groups.get("off_policy", {}))
+        if isinstance(self.rollouts, Replayed):
+            groups["replay"] = self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {

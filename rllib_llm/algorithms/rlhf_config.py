@@ -12,7 +12,7 @@ from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
 from rllib_llm.algorithms.settings.engine_checks import check_engine, check_pipeline
 from rllib_llm.algorithms.settings.lookup import defaults
-from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy
+from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy, check_replay
 from rllib_llm.algorithms.settings.rlhf_checks import (
     check_evaluation,
     check_loss,
@@ -26,6 +26,7 @@ from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
 from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
 from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
 from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
+from rllib_llm.algorithms.settings.tables.replay import REPLAY
 from rllib_llm.algorithms.settings.tables.sampling import ROLLOUTS, SAMPLING, WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
@@ -37,6 +38,7 @@ class RLHFConfig(LanguageModelConfig):
         *LanguageModelConfig.sections,
         SAMPLING,
         ROLLOUTS,
+        REPLAY,
         PROMPTS,
         REWARDS,
         REFERENCE,
@@ -49,6 +51,7 @@ class RLHFConfig(LanguageModelConfig):
 
     sampling = SectionMethod()
     rollouts = SectionMethod()
+    replay = SectionMethod()
     prompts = SectionMethod()
     rewards = SectionMethod()
     reference = SectionMethod()
@@ -119,6 +122,7 @@ class RLHFConfig(LanguageModelConfig):
         check_transport(self)
         check_engine(self)
         check_off_policy(self)
+        check_replay(self)
         check_pipeline(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",

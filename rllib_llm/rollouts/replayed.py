@@ -71,3 +71,17 @@ class Replayed:
     def stop(self) -> None:
         """As of all sources."""
         self.source.stop()
+
+
+def replayed(source: RolloutSource, config: Any) -> RolloutSource:
+    """The source with a buffer around it, where an `RLHFConfig` asks for one."""
+    if not config.replay_groups:
+        return source
+    buffer = ReplayBuffer(
+        capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
+        eviction=config.replay_eviction,
+        max_uses=config.replay_max_uses,
+        recency=config.replay_recency,
+        seed=config.seed or 0,
+    )
+    return Replayed(source, buffer, config.replay_groups)

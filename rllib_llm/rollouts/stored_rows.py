@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rllib_llm import columns
 from rllib_llm.envs.checked_completions import decode_completions
-from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch
+from rllib_llm.envs.sampled_tokens import NO_VERSION
+from rllib_llm.rollouts.request import JudgedBatch
 
 
 @dataclass(frozen=True)

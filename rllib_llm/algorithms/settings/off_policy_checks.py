@@ -33,3 +33,25 @@ def check_off_policy(config: Any) -> None:
         "tokens of older weights bias the plain loss, and training may collapse",
         "Set off_policy='decoupled', or 'bypass' to clip the ratio to the sampler's log-probs",
     )  # fmt: skip
+
+
+def check_replay(config: Any) -> None:
+    """Raises ValueError for replayed groups without a correction, or more than the buffer holds."""
+    groups, capacity = config.replay_groups, config.replay_capacity
+    if not groups:
+        return
+    require(
+        config.off_policy is not None, "off_policy", config.off_policy,
+        f"set with replay_groups={groups!r}",
+        "replayed tokens are of older weights and bias the plain loss",
+        "Set off_policy='decoupled'",
+    )  # fmt: skip
+    require(
+        config.critic == "none" or config.off_policy == "decoupled", "off_policy",
+        config.off_policy, f"'decoupled' with replay_groups={groups!r} and a critic",
+        "only then are old values computed again, by the critic as it is", "Set it",
+    )  # fmt: skip
+    require(
+        capacity is None or capacity >= groups, "replay_capacity", capacity,
+        f"at least replay_groups={groups!r}", "they are drawn from it", "Raise it",
+    )  # fmt: skip
