@@ -39,7 +39,7 @@ def rollouts(
         ),
     ] = None,
     columns: Annotated[
-        bool, typer.Option("--columns", help="List the columns and what they mean.")
+        bool, typer.Option("--columns", help="List the columns and their types.")
     ] = False,
 ) -> None:
     """Look at the completions that a run sampled: trained, rejected, failed and held-out ones.
@@ -89,8 +89,7 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
         *(f"{name} {value:.4g}" for name, value in row["rewards"] or ()),
         f"{row['tokens']} tokens, {row['finish_reason']}",
     ]
-    console.print()
-    console.rule(escape(" · ".join(parts)), align="left", style="dim")
+    console.print(f"\n[bold]{escape(' · '.join(parts))}[/bold]", soft_wrap=True)
     if row["prompt"] is None:
         console.print(f"prompt ids {row['prompt_ids']}\ncompletion ids {row['completion_ids']}")
         return

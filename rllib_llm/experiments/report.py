@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
@@ -114,12 +115,13 @@ def _places(
     table.add_column(overflow="fold")
     for result in results:
         trial = result.best_trial_folder
-        samples = trial / SAMPLES_FILE
+        samples, rollouts = trial / SAMPLES_FILE, trial / ROLLOUTS
         places = {
             "model (Hugging Face)": result.model,
             "checkpoint": result.checkpoint,
             "curves": figures[result.name],
             "sampled texts": samples if samples.is_file() else None,
+            "rollouts": rollouts if (rollouts / STORE_FILE).is_file() else None,
             "logs (TensorBoard, JSON, CSV)": trial,
         }
         known = [(what, path) for what, path in places.items() if path is not None]

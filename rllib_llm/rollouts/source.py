@@ -11,8 +11,9 @@ from rllib_llm.weights.published import PublishedWeights
 class RolloutSource(Protocol):
     """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
 
-    position: int
-    """Prompt groups handed out so far."""
+    @property
+    def position(self) -> int:
+        """Prompt groups handed out so far."""
 
     def next(self) -> JudgedBatch:
         """The batch to be learnt from next.

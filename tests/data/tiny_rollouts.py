@@ -11,7 +11,7 @@ from rllib_llm.data.rollout_schema import SCHEMA
 
 def table(*rows: dict[str, Any], **all_rows: Any) -> pa.Table:
     """Rows of the store's columns, those that are not given null."""
-    whole = [{**all_rows, **row} for row in rows]
+    whole = [{**row, **all_rows} for row in rows]
     names = {name for row in whole for name in row}
     return pa.table({
         field.name: pa.array([row.get(field.name) for row in whole], field.type)
