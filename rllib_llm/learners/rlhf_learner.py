@@ -205,7 +205,7 @@ class RLHFLearner(LanguageModelLearner):
         logprobs = fwd_out[columns.LOGPROBS]
         weights = batch.get(columns.ROW_WEIGHT)
         use = self.effective.use
-        batch, weights = self.correction.apply(batch, logprobs, mask)
+        batch, importance = self.correction.apply(batch, logprobs, mask)
         policy = losses.policy_loss(
             logprobs,
             batch[columns.OLD_LOGPROBS],
@@ -218,7 +218,7 @@ class RLHFLearner(LanguageModelLearner):
                 config.clip_param if config.clip_param_high is None else config.clip_param_high,
             ),
             dual_clip=use("dual_clip", config.dual_clip),
-            weights=weights,
+            weights=importance,
         )
         loss = policy_loss = self._reduce(policy.per_token, mask, weights)
         if config.ref_kl_in == "loss" and self.ref_kl.value > 0:
