@@ -70,8 +70,8 @@ class _Parser:
 
     def _error(self, reason: str) -> ConditionError:
         return ConditionError(
-            f"where={self._text!r} must be {GRAMMAR}: {reason}. Correct it, or install duckdb for "
-            "any SQL (pip install 'rllib-llm[duckdb]')."
+            f"where={self._text!r} must be {GRAMMAR}: {reason}. Correct it, or pip install duckdb "
+            "for any SQL."
         )
 
     def _peek(self, *words: str) -> bool:
