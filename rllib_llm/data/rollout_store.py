@@ -31,9 +31,10 @@ from rllib_llm.data.rollout_schema import conform
 
 logger = logging.getLogger(__name__)
 
-QUEUE_SIZE = 8  # batches that wait; more would only hold memory while the disk is slow
+QUEUE_SIZE = 4  # batches that wait; more would only hold memory while the disk is slow
 FILE_BYTES = 64 * 1024**2  # of rows in memory, at which a file is written in any case
 IDLE_SECONDS = 1.0
+MAX_SECONDS_TO_STOP = 300.0  # that the end of a run waits for the writer
 ROLLOUTS = "rollouts"  # the folder in a trial's
 STORE_FILE = "_store.json"
 COMPRESSION = "zstd"
@@ -115,17 +116,21 @@ class RolloutStore:
         self._raise_if_stopped()
 
     def stop(self) -> None:
-        """Writes what is still to be written, and ends the writer's thread."""
+        """Writes what is still to be written, and ends the writer's thread; storage that does not
+        answer is not waited for without end."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(MAX_SECONDS_TO_STOP)
+            if self._thread.is_alive():
+                logger.warning("Rollouts are still being written; this process does not wait.")
             self._thread = None
 
     def state(self) -> dict[str, Any]:
         """Which files are a checkpoint's, after all rows were written."""
         self.flush()
         if not self._files.has_begun:
-            self._files.begin(self._begin)
+            self._guarded(lambda: self._files.begin(self._begin))
+            self._raise_if_stopped()
         return {"store": self._files.name, "next_file": self._files.next_file}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -250,7 +255,8 @@ class _Files:
         self.filesystem.create_dir(partition, recursive=True)
         path = f"{partition}/part-{self.next_file:08d}.parquet"
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression=COMPRESSION)
+        texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
+        pq.write_table(table, sink, compression=COMPRESSION, use_dictionary=texts)
         content = sink.getvalue()
         self._put(path, content)
         self.next_file += 1

@@ -25,6 +25,7 @@ READ_SCHEMA = SCHEMA.insert(0, ITERATION)
 IN_ORDER = ("iteration", "position", "sample")
 # What a later stage learns from, unless its condition speaks of these itself.
 LEARNABLE = "status IN ('trained', 'rejected') AND valid"
+_GROUP_COLUMNS = ("run", "iteration", "group")
 _LEARNT_COLUMNS = (
     "iteration", "run", "position", "group", "sample", "status", "score", "reward", "prompt",
     "completion", "messages", "prompt_ids", "completion_ids", "loss_mask", "tokenizer",
@@ -201,26 +202,31 @@ def load_rollouts(
         table = query(rollouts, where=condition, columns=_LEARNT_COLUMNS)
     except ValueError as error:
         raise DataSourceError(f"{name}: {error}") from error
-    rows = [_with_turns(row) for row in table.to_pylist()]
     if best_of_group is not None:
-        rows = [row for group in _groups(rows) for row in _best(group)[:best_of_group]]
-    return Rows(rows, f"{folder}{f' where {where}' if where else ''}")
+        ranked = _ranked_groups(Rows(table, folder))
+        table = table.take([index for group in ranked for index in group[:best_of_group]])
+    description = f"{folder}{f' where {where}' if where else ''}"
+    if table.column("messages").null_count == table.num_rows:
+        return Rows(table.drop_columns("messages"), description)
+    return Rows([_with_turns(row) for row in table.to_pylist()], description)
 
 
 def _with_turns(row: dict[str, Any]) -> dict[str, Any]:
     return row if row["messages"] is None else {**row, "messages": json.loads(row["messages"])}
 
 
-def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Rows of the same prompt, sampled in the same iteration of the same run."""
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["run"], row["iteration"], row["group"]), []).append(row)
-    return list(groups.values())
-
-
-def _best(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(group, key=lambda row: (-row["score"], row["sample"]))
+def _ranked_groups(rows: Rows) -> list[list[int]]:
+    """Indices of the rows of each group, those of the highest score first: of the same prompt,
+    sampled in the same iteration of the same run."""
+    groups: dict[Any, list[int]] = {}
+    keys = zip(*(rows.column(name) for name in _GROUP_COLUMNS), strict=True)
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    scores, samples = rows.column("score"), rows.column("sample")
+    return [
+        sorted(group, key=lambda index: (-scores[index], samples[index]))
+        for group in groups.values()
+    ]
 
 
 def pairs_of_rollouts(rows: Rows) -> Rows:
@@ -230,17 +236,18 @@ def pairs_of_rollouts(rows: Rows) -> Rows:
     Raises:
         DataSourceError: no group has two scores.
     """
-    if "chosen" in rows.columns or not {"group", "score", "completion"} <= set(rows.columns):
+    needed = {*_GROUP_COLUMNS, "score", "sample", "prompt", "completion"}
+    if "chosen" in rows.columns or not needed <= set(rows.columns):
         return rows
+    scores, prompts, completions = map(rows.column, ("score", "prompt", "completion"))
     pairs = []
-    for group in _groups(list(rows)):
-        ordered = _best(group)
-        best, worst = ordered[0], ordered[-1]
-        if best["score"] > worst["score"]:
+    for best, *others in _ranked_groups(rows):
+        worst = others[-1] if others else best
+        if scores[best] > scores[worst]:
             pairs.append({
-                "prompt": best["prompt"],
-                "chosen": best["completion"],
-                "rejected": worst["completion"],
+                "prompt": prompts[best],
+                "chosen": completions[best],
+                "rejected": completions[worst],
             })  # fmt: skip
     if not pairs:
         raise DataSourceError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 from typing import Any
@@ -33,8 +32,8 @@ class StoredRollouts:
         Raises:
             RolloutStoreError: nothing can be written, and the run is to stop then.
         """
-        # The columns as they are now: the caller may add to them while the row is being made.
-        groups = dataclasses.replace(groups, columns=dict(groups.columns))
+        # Rows that wait hold no memory of a GPU, and the caller may add columns meanwhile.
+        groups = groups.to("cpu")
         ended = datetime.datetime.now(datetime.UTC)
         make = functools.partial(
             rows_of, groups, self._about, status=status, reason=reason, ended=ended

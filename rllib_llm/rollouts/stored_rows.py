@@ -36,8 +36,7 @@ class AboutRun:
 def rows_of(
     batch: JudgedBatch, about: AboutRun, *, status: str, reason: str, ended: datetime.datetime
 ) -> pa.Table:
-    """The rows of `batch`, on whatever device it lies; a column that it lacks is left out."""
-    batch = batch.to("cpu")
+    """The rows of `batch`, which is on the CPU; a column that it lacks is left out."""
     have = batch.columns
     num_rows = batch.num_rows
     seconds = sum(value for name, value in batch.timings.items() if name.endswith("_seconds"))
