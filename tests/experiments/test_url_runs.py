@@ -14,14 +14,13 @@ from rllib_llm.storage import CACHE, UrlPath
 from tests.cli.said import said
 from tests.s3_server import bucket
 
-SUMS = "rllib_llm.envs.toys.arithmetic"
 FILE = """
 sft:
   run: SFT
   stop: {training_iteration: 2}
   config:
-    model: %s.build_model
-    data: %s.sft_texts
+    model: rllib_llm.envs.toys.arithmetic.build_model
+    data: rllib_llm.envs.toys.arithmetic.sft_texts
     train_batch_size_per_learner: 16
     max_length: 16
 grpo:
@@ -35,7 +34,7 @@ grpo:
     num_completions: 8
     evaluation_interval: 1
     evaluation_duration: 8
-""" % (SUMS, SUMS)
+"""
 
 
 @pytest.fixture
