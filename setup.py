@@ -59,18 +59,33 @@ setup(
     ],
     extras_require={
         "openai": ["httpx>=0.27"],
+        "serve": ["ray[serve]>=2.60,<2.61", "llguidance>=1.9", "httpx>=0.27"],
+        # Tasks, verifiers and tools that others have written.
+        "environments": ["reasoning-gym>=0.1.25", "math-verify>=0.9", "mcp>=2"],
+        "rollouts": ["duckdb>=1.4"],
         "nixl": ["nixl>=1.0"],
         # On CUDA. On a CPU: `.ci/vllm`.
         "vllm": ["vllm>=0.32"],
         "docs": ["zensical>=0.0.60", "pymdown-extensions>=10"],
         "dev": [
+            "duckdb>=1.4",
             "httpx>=0.27",
             "hypothesis>=6.100",
+            "jsonschema>=4.26",
+            "llguidance>=1.9",
+            "math-verify>=0.9",
+            "mcp>=2",
+            "moto[server]>=5.2",
             "mypy>=1.13",
+            "openai>=3",
+            "pandas>=2.2",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
+            "ray[serve]>=2.60,<2.61",
+            "reasoning-gym>=0.1.25",
             "ruff>=0.9",
+            "schemathesis>=4.32",
         ],
     },
     entry_points={
