@@ -144,6 +144,8 @@ def make_config(
         .training(train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=1e-3,
                   minibatch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2)
     )  # fmt: skip
+    if streaming:
+        config.training(off_policy="bypass")
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)

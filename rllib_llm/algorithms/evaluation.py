@@ -90,6 +90,7 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     results = {**held_out_metrics(batch), **algorithm.held_out_losses()}
     results["iteration"] = algorithm.num_iterations_done
     algorithm.eval_metrics = results
+    algorithm.recorder.record(batch, "evaluated", iteration=results["iteration"])
     algorithm.samples.write(
         batch,
         iteration=results["iteration"],

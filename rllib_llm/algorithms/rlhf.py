@@ -10,6 +10,7 @@ the next batches while the learners learn from this one (`rollouts/streaming/`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -32,6 +33,10 @@ from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.stored_rollouts import stored_rollouts
+from rllib_llm.learners.off_policy import with_effective_sample_size
+from rllib_llm.learners.rlhf_learner import take_advantages
+from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
@@ -39,6 +44,7 @@ from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
+from rllib_llm.rollouts.replayed import replayed
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
@@ -98,12 +104,8 @@ class RLHF(LanguageModelAlgorithm):
                 if runner is not None:
                     runner.share_module(module)
         self.recorder = self.make_recorder()
-        self.rollouts = self.make_rollouts()
+        self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
-
-    def make_recorder(self) -> RolloutRecorder:
-        """Who keeps rollouts."""
-        return RecordsNothing()
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
@@ -125,6 +127,13 @@ class RLHF(LanguageModelAlgorithm):
             texts_every=config.log_samples_every,
             publish_again=self._publish_again,
         )
+
+    def make_recorder(self) -> RolloutRecorder:
+        """What is told of all that was sampled."""
+        if not self.config.store_rollouts:
+            return RecordsNothing()
+        storage = getattr(self, "_storage", None)
+        return stored_rollouts(self.config, storage, self.trial_folder)
 
     def _background_publisher(self) -> BackgroundPublisher | None:
         """For receivers that this algorithm does not ask, if the run has a name for them."""
@@ -149,8 +158,9 @@ class RLHF(LanguageModelAlgorithm):
         self.doing(f"learning from {num_rows} completions")
         publish_start = self._learn(sampled)
         end = time.perf_counter()
+        self._log_ages(sampled)
         self._log(
-            sampled,
+            sampled.fresh,
             {
                 "iteration": end - start,
                 "sample": learn_start - start,
@@ -162,7 +172,7 @@ class RLHF(LanguageModelAlgorithm):
     def _learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
         self.update_learners(sampled.columns, sampled.num_rows)
-        self.recorder.record(sampled, "trained", iteration=self.weights_version + 1)
+        self._record_trained(sampled)
         start = time.perf_counter()
         self.weights_version += 1
         self._publish()
@@ -186,6 +196,17 @@ class RLHF(LanguageModelAlgorithm):
         if self._calls is None:
             self._calls = OneAfterAnother()
         return self._calls
+
+    def _record_trained(self, sampled: JudgedBatch) -> None:
+        """Has the batch kept, with the advantages that the first learner found."""
+        if not self.config.store_rollouts:
+            return
+        results = self.learner_group.foreach_learner(take_advantages)
+        for result in results:
+            if result.ok and result.get() is not None:
+                found = {columns.ADVANTAGES: result.get()}
+                sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
+        self.recorder.record(sampled.fresh, "trained", iteration=self.iteration + 1)
 
     @property
     def position(self) -> int:
@@ -252,6 +273,14 @@ class RLHF(LanguageModelAlgorithm):
 
     # --- results -----------------------------------------------------------------------------
 
+    def _log_ages(self, sampled: JudgedBatch) -> None:
+        """Notes how old all rows are that were learnt from, where that is corrected for."""
+        self._ages: dict[str, float] = {}
+        if self.config.off_policy is not None:
+            versions = sampled.columns[columns.WEIGHTS_VERSION]
+            mask = sampled.sampled_mask
+            self._ages = age_metrics(versions, mask, self.weights_version - 1)
+
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
         groups = self.learner_metrics()
         val = groups.setdefault("val", {})
@@ -265,9 +294,12 @@ class RLHF(LanguageModelAlgorithm):
         groups["train"]["staleness"] = (
             self.weights_version - 1 - float(sampled.versions.double().mean())
         )
-        rollouts = self.rollouts.metrics()
-        if rollouts:
-            groups["rollouts"] = rollouts
+        if self._ages:
+            groups["off_policy"] = self._ages | with_effective_sample_size(
+                groups.get("off_policy", {})
+            )
+        groups |= self.rollouts.metrics()
+        groups["rollout_store"] = self.recorder.metrics()
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
@@ -353,6 +385,7 @@ class RLHF(LanguageModelAlgorithm):
             "weights_version": self.weights_version,
             "eval_metrics": self.eval_metrics,
             **self.rollouts.state(),
+            "recorded": self.recorder.state(),
         }
         return state
 
@@ -363,6 +396,7 @@ class RLHF(LanguageModelAlgorithm):
             self.weights_version = own["weights_version"]
             self.eval_metrics = own["eval_metrics"]
             self.rollouts.set_state(own)
+            self.recorder.set_state(own.get("recorded", {}))
 
     def restore_from_path(self, path, *args, **kwargs) -> None:
         super().restore_from_path(path, *args, **kwargs)

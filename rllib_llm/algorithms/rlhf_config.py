@@ -13,6 +13,7 @@ from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
 from rllib_llm.algorithms.settings.engine_checks import check_engine
 from rllib_llm.algorithms.settings.lookup import defaults
+from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy, check_replay
 from rllib_llm.algorithms.settings.rlhf_checks import (
     check_evaluation,
     check_loss,
@@ -26,7 +27,9 @@ from rllib_llm.algorithms.settings.tables import rllib
 from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
 from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
 from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
-from rllib_llm.algorithms.settings.tables.sampling import SAMPLING, WEIGHTS
+from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
+from rllib_llm.algorithms.settings.tables.replay import REPLAY
+from rllib_llm.algorithms.settings.tables.sampling import ROLLOUTS, SAMPLING, WEIGHTS
 from rllib_llm.algorithms.settings.tables.streaming import STREAMING
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.streaming.rules import StreamRules
@@ -40,10 +43,13 @@ class RLHFConfig(LanguageModelConfig):
         *LanguageModelConfig.sections,
         SAMPLING,
         STREAMING,
+        ROLLOUTS,
+        REPLAY,
         PROMPTS,
         REWARDS,
         REFERENCE,
         LOSS,
+        OFF_POLICY,
         WEIGHTS,
         SAMPLER_FAULTS,
     )
@@ -51,6 +57,8 @@ class RLHFConfig(LanguageModelConfig):
 
     sampling = SectionMethod()
     streaming = SectionMethod()
+    rollouts = SectionMethod()
+    replay = SectionMethod()
     prompts = SectionMethod()
     rewards = SectionMethod()
     reference = SectionMethod()
@@ -168,6 +176,8 @@ class RLHFConfig(LanguageModelConfig):
         check_sampling(self)
         check_transport(self)
         check_engine(self)
+        check_off_policy(self)
+        check_replay(self)
         check_streaming(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",

@@ -64,7 +64,7 @@ class OnPolicy:
         )
         return self._collector.collect(request, self._weights)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, dict[str, float]]:
         """None: nothing is on its way between batches."""
         return {}
 

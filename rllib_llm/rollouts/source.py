@@ -25,8 +25,8 @@ class RolloutSource(Protocol):
     def publish(self, weights: PublishedWeights) -> None:
         """Says what to sample with from now on; called before the first `next`."""
 
-    def metrics(self) -> dict[str, float]:
-        """What is reported of it under `rollouts/` once per iteration."""
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """What is reported of it once per iteration, by group of metrics."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, such that another source goes on where this one is."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def streaming(num_samplers: int = 0, *, max_staleness: int = 1, **settings):
-    config = tiny.grpo().env_runners(num_env_runners=num_samplers)
+    config = tiny.grpo(off_policy="bypass").env_runners(num_env_runners=num_samplers)
     return config.streaming(max_staleness=max_staleness, **settings)
 
 
@@ -238,6 +238,10 @@ def test_settings_that_cannot_be():
         streaming(on_stale="drop").validate()
     with pytest.raises(ValueError, match=r"filters='spread' must be among \['distinct'"):
         streaming(filters=["spread"]).validate()
+    with pytest.raises(ValueError, match="off_policy=None must be set with max_staleness=1"):
+        tiny.grpo().streaming(max_staleness=1).validate()
+    with pytest.raises(ValueError, match="off_policy=None must be set with oversample=1.25"):
+        tiny.grpo().streaming(oversample=1.25).validate()
     with pytest.warns(UserWarning, match="schedule='free' has no effect with max_staleness=0"):
         streaming(max_staleness=0, schedule="free").validate()
     with contextlib.suppress(UserWarning):

@@ -148,17 +148,18 @@ class Streaming:
             "max_resampling."
         )
 
-    def metrics(self) -> dict[str, float]:
-        """As of all sources: see `Ledger.metrics`, `age_mean` and `age_max` of the last batch's
-        groups in updates, and the seconds that it was waited for."""
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """As of all sources: `rollouts`, see `Ledger.metrics`, with `age_mean` and `age_max` of the
+        last batch's groups in updates, and the seconds that it was waited for."""
         look = self.look()
         ages = self._ages or [0.0]
-        return {
+        told = {
             **look["metrics"],
             "age_mean": sum(ages) / len(ages),
             "age_max": max(ages),
             "wait_seconds": self._wait_seconds,
         }
+        return {"rollouts": told}
 
     def look(self) -> dict[str, Any]:
         """See `LedgerCalls.look`."""
