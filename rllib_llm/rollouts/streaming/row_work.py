@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rllib_llm.listening import Listener
 from rllib_llm.rollouts.request import SampleFailure
@@ -63,9 +64,11 @@ class RowWork:
                 batch.messages = self._listener.take()
                 groups = self._judge.groups(batch, continues=True)
                 self._pushed.append((lease.id, self._ledger.push(lease.id, groups)))
-        except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
+            self._renew()
+        except RayError:
+            raise  # the ledger's
+        except Exception as error:  # noqa: BLE001  (the border of the process)
             self._fail(error)
-        self._renew()
         self._pushed = [(lease, call) for lease, call in self._pushed if not _is_done(call)]
 
     def _holding(self) -> set[int]:

@@ -69,8 +69,12 @@ class RowStream:
         return {group.lease.id for group in self._groups.values()}
 
     def is_news(self, weights: PublishedWeights) -> bool:
-        """Whether these are others than it was given last."""
-        return self._newest is None or weights.key != self._newest.key
+        """Whether these are newer than what it was given last. Calls to the ledger overtake one
+        another."""
+        newest = self._newest
+        return newest is None or (
+            weights.key != newest.key and weights.published_at >= newest.published_at
+        )
 
     def load(self, weights: PublishedWeights) -> None:
         """Samples with these from now on, see `Engine.load`."""
@@ -152,7 +156,7 @@ class RowStream:
         environment.env.global_step = sampler.weights.version
         made = self._columns([group.ended[i] for i in range(self._n)])
         judged = environment.judge(made, return_texts=texts)
-        return JudgedBatch(
+        batch = JudgedBatch(
             columns={**made, **prompts, **judged.columns},
             rewards=judged.rewards,
             components=judged.components,
@@ -161,6 +165,7 @@ class RowStream:
             weights=sampler.weights.metrics(),
             pad_token_id=sampler.policy.pad_token_id,
         )
+        return batch.to("cpu")
 
     def _columns(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
         longest = max(len(row.token_ids) for row in rows)
