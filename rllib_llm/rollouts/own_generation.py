@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,9 +25,8 @@ from rllib_llm import columns
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
+from rllib_llm.envs.event_loop import EventLoop, call
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
-
-MAX_THREADS = 64  # in which a function that is not async is called, for as many prompts at once
 
 
 class GeneratedError(ValueError):
@@ -125,6 +122,7 @@ class FunctionPolicy(ModulePolicy):
     def __init__(self, function: Generate, make_module: Callable[[], Any], **settings: Any) -> None:
         super().__init__(make_module, **settings)
         self._function = function
+        self._events = EventLoop("generation")
 
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
@@ -138,7 +136,7 @@ class FunctionPolicy(ModulePolicy):
                       asked.row_ids[g * n : (g + 1) * n].tolist())
                 for g in range(len(ids))
             ]  # fmt: skip
-            made = asyncio.run(self._all(wanted))
+            made = self._events.run(self._all(wanted))
         rows = [
             _checked(row, asked.params, self._num_tokens)
             for group, one in zip(made, wanted, strict=True)
@@ -151,14 +149,13 @@ class FunctionPolicy(ModulePolicy):
         return int(self.build().model.config.get_text_config(decoder=True).vocab_size)
 
     async def _all(self, wanted: list[Asked]) -> list[Any]:
-        if inspect.iscoroutinefunction(self._function):
-            return await asyncio.gather(*[self._function(each) for each in wanted])
-        # Each waits for completions that the engine samples together.
-        with ThreadPoolExecutor(min(MAX_THREADS, len(wanted))) as threads:
-            running = asyncio.get_running_loop()
-            return await asyncio.gather(
-                *[running.run_in_executor(threads, self._function, each) for each in wanted]
-            )
+        """Of each prompt what the function returns; the engine samples what all ask for together."""
+        return await asyncio.gather(*[call(self._function, each) for each in wanted])
+
+    def close(self) -> None:
+        """As of all policies."""
+        self._events.close()
+        super().close()
 
 
 def _counted(group: Any, num_completions: int) -> list[Generated]:
