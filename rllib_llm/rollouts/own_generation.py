@@ -149,7 +149,7 @@ class FunctionPolicy(ModulePolicy):
         return int(self.build().model.config.get_text_config(decoder=True).vocab_size)
 
     async def _all(self, wanted: list[Asked]) -> list[Any]:
-        """Of each prompt what the function returns; the engine samples what all ask for together."""
+        """What the function returns of each prompt; the engine samples for all of them together."""
         return await asyncio.gather(*[call(self._function, each) for each in wanted])
 
     def close(self) -> None:

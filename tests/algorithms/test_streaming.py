@@ -141,10 +141,13 @@ def test_without_staleness_filters_or_surplus_batches_are_sampled_on_demand():
 
 
 def test_a_synchronous_run_is_the_stream_without_staleness(undisturbed):
-    """A filter that lets everything pass makes a stream of it, and changes nothing."""
+    """A filter that lets everything pass makes a stream of it, and changes nothing where as many
+    groups are sampled together."""
     with tiny.built(tiny.grpo()) as algorithm:
         expected = tiny.train(algorithm, 3), tiny.weights(algorithm)
-    metrics, weights, _ = learn(streaming(max_staleness=0, filters=[f"{__name__}.all_pass"]), 3)
+    metrics, weights, _ = learn(
+        streaming(max_staleness=0, filters=[f"{__name__}.all_pass"], groups_per_lease=4), 3
+    )
     assert metrics == expected[0]
     tiny.assert_same_weights(weights, expected[1])
 
