@@ -71,8 +71,12 @@ class UrlPath:
         return hash(str(self))
 
     def __truediv__(self, name: str | os.PathLike) -> UrlPath:
-        inner = f"{self._url}/{PurePosixPath(os.fspath(name))}"
-        return UrlPath(f"{inner}?{self._query}" if self._query else inner)
+        inner = PurePosixPath(os.fspath(name))
+        found = self._beside(f"{self._url}/{inner}")
+        if self._opened is not None:
+            filesystem, path = self._opened
+            found._opened = (filesystem, f"{path}/{inner}")
+        return found
 
     def __reduce__(self) -> Any:
         return UrlPath, (str(self),)
@@ -83,8 +87,10 @@ class UrlPath:
 
     @property
     def parent(self) -> UrlPath:
-        head = self._url.rpartition("/")[0]
-        return UrlPath(f"{head}?{self._query}" if self._query else head)
+        return self._beside(self._url.rpartition("/")[0])
+
+    def _beside(self, url: str) -> UrlPath:
+        return UrlPath(f"{url}?{self._query}" if self._query else url)
 
     @property
     def filesystem(self) -> pyarrow.fs.FileSystem:
@@ -253,11 +259,9 @@ def _fetch(url: UrlPath, files: list[FileInfo], target: Path) -> None:
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".partial-"))
     try:
         copied = partial / "copy"
-        if [info.path for info in files] == [url.path]:
-            pyarrow.fs.copy_files(url.path, str(copied), url.filesystem, LocalFileSystem())
-        else:
+        if [info.path for info in files] != [url.path]:
             copied.mkdir()
-            pyarrow.fs.copy_files(url.path, str(copied), url.filesystem, LocalFileSystem())
+        pyarrow.fs.copy_files(url.path, str(copied), url.filesystem, LocalFileSystem())
         with contextlib.suppress(OSError):  # another process was quicker
             os.rename(copied, target)
         if not target.exists():
