@@ -29,8 +29,9 @@ from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
 from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
 from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
 from rllib_llm.algorithms.settings.tables.replay import REPLAY
-from rllib_llm.algorithms.settings.tables.sampling import ROLLOUTS, SAMPLING, WEIGHTS
+from rllib_llm.algorithms.settings.tables.sampling import ROLLOUTS, SAMPLING
 from rllib_llm.algorithms.settings.tables.streaming import STREAMING
+from rllib_llm.algorithms.settings.tables.weights import WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.rollouts.streaming.serving import ServingSettings
