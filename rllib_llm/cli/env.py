@@ -59,6 +59,7 @@ def check(
     Exits with 1 where it breaks the contract.
     """
     prepare(imports=imports)
+    console = Console()
     with user_errors(), shown_warnings():
         from rllib_llm.envs.checks.check_env import check_env
 
@@ -67,8 +68,8 @@ def check(
             parse_mapping(env_config, "--env-config"),
             num_prompts=num_prompts,
             num_completions=num_completions,
+            report=lambda line: console.print(f"chat template, {line}", markup=False),
         )
-    console = Console()
     if not problems:
         console.print(f"[green]{env} keeps the contract.[/green]", highlight=False)
         return

@@ -129,7 +129,7 @@ class TextSource:
         if row.get("completion_ids") is not None and row.get("tokenizer") == self._vocabulary:
             return _as_sampled(row)
         if row.get("messages") is not None:
-            return encode_chat(self._tokenizer, list(row["messages"]))
+            return encode_chat(self._tokenizer, list(row["messages"]), tools=row.get("tools"))
         prompt, completion = row.get("prompt"), row.get("completion")
         if prompt is not None and completion is not None:
             if isinstance(prompt, list) or isinstance(completion, list):
