@@ -27,19 +27,18 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
 
 
 def show(message: str, title: str = "error") -> None:
-    """Print `message` between two red rules on stderr, its words whole: a path can be copied."""
+    """Print `message` between two red rules on stderr, its words whole: a path can be copied, and
+    so can what is indented, a command, which stays on one line."""
     width = max(20, stderr.width)
     lines = [
         line
         for paragraph in message.splitlines()
-        for line in textwrap.wrap(
-            paragraph,
-            width,
-            subsequent_indent=" " * (len(paragraph) - len(paragraph.lstrip())),
-            break_long_words=False,
-            break_on_hyphens=False,
+        for line in (
+            [paragraph]
+            if paragraph.startswith(" ")
+            else textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False)
+            or [""]
         )
-        or [""]
     ]
     stderr.print(Rule(title, align="left", style="red"))
     stderr.print(Text("\n".join(lines)), soft_wrap=True)

@@ -23,3 +23,9 @@ def test_words_and_paths_of_a_panel_are_whole(stderr):
     assert "failed" in lines[0]
     assert lines[1:3] == ["It failed for a reason that takes two", "lines."]
     assert path in lines  # alone on its line, longer than the terminal, in one piece
+
+
+def test_a_command_in_a_panel_stays_on_one_line(stderr):
+    command = "  rllib train file my.yaml --set lr=1e-6 --experiment-name my_2026 --resume"
+    user_errors.show(f"It was stopped, and goes on from iteration 3:\n{command}")
+    assert command in stderr.getvalue().splitlines()

@@ -159,7 +159,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
 
-    _progress_metrics = (*HEADLINE, "episode")  # what Tune shows of a trial's last result
+    _progress_metrics = (*HEADLINE,)  # what Tune shows of a trial's last result
     config: LanguageModelConfig
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
@@ -204,6 +204,13 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self._message_log is not None:
             self._message_log.write(messages, self.iteration + 1)
 
+    def _tell_of_learners(self) -> None:
+        """Writes what learners in processes of their own have said."""
+        if not self.learner_group.is_local:
+            answers = self.learner_group.foreach_learner(lambda learner: learner.take_messages())
+            for messages in (answer.get() for answer in answers if answer.ok):
+                self.tell(messages)
+
     def doing(self, activity: str) -> None:
         """Notes what a trial does from now on, for those who wait for it."""
         if self._listener is not None and self._message_log is not None:
@@ -221,6 +228,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         require_places(self.config)
         self.read_data()
         super().setup(config)
+        self._tell_of_learners()
 
     def read_data(self) -> None:
         """Called before learners are built: what is wrong with data is known before they are."""
@@ -265,6 +273,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             refs = [ray.put(batch)] * self.config.num_learners
             results = self.learner_group.update(batch_refs=refs)
         self.metrics.aggregate(results, key=LEARNER_RESULTS)
+        self._tell_of_learners()
 
     def step(self) -> dict[str, Any]:
         """RLlib's result plus the known names, and the latest held-out results under `eval`."""

@@ -181,7 +181,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
     except (StageFailed, OSError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
-        show(f"{_explained(error, folder)}\n\n{going_on}", title="training failed")
+        show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
         raise typer.Exit(1) from None
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")

@@ -15,12 +15,19 @@ from rich.text import Text
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
-from rllib_llm.reports.metrics_view import summary_metrics
+from rllib_llm.reports.metrics_view import Metric, summary_metrics
 from rllib_llm.reports.plot import plot_stage
 from rllib_llm.reports.signs import signs
 from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.samples import SAMPLES_FILE
-from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.tune.trial_logs import (
+    before_and_after,
+    fresh_series,
+    read_json_lines,
+    read_results,
+)
+
+NONE = "–"  # where nothing was measured
 
 
 def report(
@@ -70,12 +77,22 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
     for metric in summary_metrics(rows):
-        values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
-        table.add_row(metric.title, metric.text(values[0]), metric.text(values[-1]))
+        table.add_row(metric.title, *_first_and_last(rows, metric))
     console.print(table)
     for sign in signs(rows):
         line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
         console.print(line, highlight=False)
+
+
+def _first_and_last(rows: list[dict[str, Any]], metric: Metric) -> tuple[str, str]:
+    """A metric at both ends of a run; of a single evaluation the end at which it was made."""
+    if not metric.key.startswith("eval/"):
+        values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
+        return metric.text(values[0]), metric.text(values[-1])
+    made, values = fresh_series(rows, "training_iteration", metric.key)
+    if len(values) > 1:
+        return metric.text(values[0]), metric.text(values[-1])
+    return (metric.text(values[0]), NONE) if made[0] == 0 else (NONE, metric.text(values[0]))
 
 
 def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:

@@ -130,8 +130,14 @@ def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
         metric=experiment.metric,
         mode=experiment.mode,
     )
+    planned = search_space(experiment).get("planned_iterations")
     callbacks.append(
-        NewTerms(experiment.stop, experiment.max_failures, checkpoint_settings(experiment))
+        NewTerms(
+            experiment.stop,
+            experiment.max_failures,
+            checkpoint_settings(experiment),
+            {} if planned is None else {"planned_iterations": planned},
+        )
     )
     with contextlib.ExitStack() as stack:
         for callback in callbacks:

@@ -17,7 +17,7 @@ ACTOR_CLASS = re.compile(r"<?[\w.]*\b_modify_class\.<locals>\.Class( object at 0
 DIED = "The actor died"
 
 
-def failure_text(name: str, traceback: str, folder: str | Path) -> str:
+def failure_text(name: str, traceback: str, folder: str | Path | None = None) -> str:
     """What ended a trial of the stage `name`, from its traceback's text: a mistake that is
     explained is one sentence, for all else the places are shown. `folder`: of the trial."""
     message, frames = last_error(traceback)
@@ -29,8 +29,8 @@ def failure_text(name: str, traceback: str, folder: str | Path) -> str:
     elif frames:
         own = [frame for frame in frames if not is_library(frame["file"])]
         shown = own[-NUM_OWN_FRAMES:] or frames[-NUM_FRAMES:]
-        text += ["", "raised in", *(f"  {place(frame)}" for frame in shown)]
-    return "\n".join([*text, "", f"The whole error: {folder}/error.txt"])
+        text += [f"  raised in {place(frame)}" for frame in shown]
+    return "\n".join([*text, f"The whole error: {folder}/error.txt"] if folder else text)
 
 
 def last_error(traceback: str) -> tuple[str, list[re.Match[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -217,7 +216,12 @@ class LiveTable(Callback):
         """The settings in which trials differ, as this one has them now: schedulers change them."""
         now = flatten(trial.config or {})
         varied = (trial.evaluated_params or {}).items()
-        return ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied) or self._stage
+        settings = ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied)
+        return settings or self.nameless(trial)
+
+    def nameless(self, trial: Any) -> str:
+        """What a trial is called that has no settings of its own."""
+        return self._stage
 
     def _print_line(self, row: TrialRow, force: bool = False) -> None:
         if self._live is not None:
@@ -230,17 +234,6 @@ class LiveTable(Callback):
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
-
-
-class Progress(LiveTable):
-    """The same as plain lines, for a Tuner of one's own, instead of Tune's tables of everything:
-
-    tune.RunConfig(verbose=0, callbacks=[Progress()])
-    """
-
-    def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
-        """`stop`: that of the run, to tell how far a trial is."""
-        super().__init__("trial", stop or {}, Console(width=sys.maxsize, force_terminal=False))
 
 
 def _folder(trial: Any) -> Path | None:

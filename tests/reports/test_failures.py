@@ -57,14 +57,13 @@ def test_a_text_that_is_no_traceback_is_shown_by_its_end():
 def test_a_mistake_that_is_explained_is_one_sentence_without_frames():
     assert failure_text("rl", REWARD, "/runs/a").splitlines() == [
         "rl: reward function 'boom' must judge.",
-        "",
         "The whole error: /runs/a/error.txt",
     ]
 
 
 def test_of_other_errors_the_users_own_places_are_shown():
     text = failure_text("rl", TRACEBACK, "/runs/a")
-    assert "  /home/me/bad.py:5 in training_step" in text and "trainable.py" not in text
+    assert "  raised in /home/me/bad.py:5 in training_step" in text and "trainable.py" not in text
     inside = TRACEBACK.replace("/home/me/bad.py", "/venv/lib/site-packages/torch/nn.py")
     assert "torch/nn.py:5 in training_step" in failure_text("rl", inside, "/runs/a")
 

@@ -9,7 +9,7 @@ from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
 from rllib_llm.listening import Message
-from rllib_llm.reports.live_table import SILENT_S, LiveTable, Progress, TrialRow
+from rllib_llm.reports.live_table import SILENT_S, LiveTable, TrialRow
 from rllib_llm.tune.messages import MessageLog
 
 
@@ -154,15 +154,3 @@ def test_a_sign_that_something_is_wrong_is_told_once():
     told = [line for line in out.file.getvalue().splitlines() if line.startswith("look:")]
     assert len(told) == 1
     assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
-
-
-def test_a_tuner_of_ones_own_has_it_as_a_callback(capsys):
-    progress = Progress({"training_iteration": 2})
-    progress.on_trial_start(0, [], trial("a", lr=0.1))
-    progress.on_trial_result(1, [], trial("a", lr=0.1), result(1, objective={"scores": 1.5}))
-    progress.on_trial_complete(2, [], trial("a", lr=0.1))
-    assert capsys.readouterr().out.splitlines() == [
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  ETA …",
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  done",
-    ]
-    assert isinstance(pickle.loads(pickle.dumps(progress)), Progress)

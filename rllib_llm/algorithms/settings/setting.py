@@ -50,6 +50,7 @@ class Setting:
         least, above, most: bounds of a number.
         choices: the values that are allowed, None aside.
         acts: when it has an effect; always, if empty.
+        keys: what a mapping in its place may have beside its first key.
         short: its name inside its section, where that is shorter.
         place: the config itself, or its `env_config`.
         attribute: where the config keeps it, if not under `name`.
@@ -69,6 +70,7 @@ class Setting:
     most: float | None = None
     choices: tuple[Any, ...] = ()
     acts: tuple[Condition, ...] = ()
+    keys: tuple[str, ...] = ()
     short: str = ""
     place: str = IN_CONFIG
     attribute: str = ""
