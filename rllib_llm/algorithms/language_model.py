@@ -35,6 +35,7 @@ from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
+from rllib_llm.quiet import is_verbose
 from rllib_llm.tracebacks import explains_itself
 from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
@@ -184,20 +185,18 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Notes what this process says while a block runs, if it is a trial's: in a script or a
-        notebook it is seen anyway."""
-        if self._listener is None:
-            yield
-            return
+        notebook it is seen anyway. An error that explains itself leaves the block without the
+        places in Ray and here, which would bury its sentence."""
         try:
-            with self._listener:
+            with self._listener or contextlib.nullcontext():
                 yield
         except ValueError as error:
-            if not explains_itself(error):
+            if is_verbose() or not explains_itself(error):
                 raise
-            # Places in Ray and here would bury the sentence.
             raise error.with_traceback(None) from error.__cause__
         finally:
-            self.tell(self._listener.take())
+            if self._listener is not None:
+                self.tell(self._listener.take())
 
     def tell(self, messages: list[Message]) -> None:
         """Writes messages to the trial's folder, from where the command shows warnings."""

@@ -15,25 +15,11 @@ from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 from rllib_llm import quiet
 from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.reports.progress import Progress, TunerProgress
+from tests.docs.code_blocks import blocks_of
 from tests.reports.test_live_table import result, trial
 from tests.tune.tiny_trainables import Counter
 
 ROOT = Path(__file__).resolve().parents[2]
-TUNER = """
-import ray
-from ray import tune
-
-import rllib_llm
-from tests.algorithms import tiny_runs as tiny
-
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 1024**2)
-grid = tune.Tuner(
-    "GRPO",
-    param_space=tiny.grpo(lr=tune.grid_search([1e-4, 1e-3])),
-    run_config=tune.RunConfig(stop={"training_iteration": 2}, storage_path=STORAGE),
-).fit()
-assert not grid.num_errors
-"""
 
 
 def ours(name: str, cls: type = GRPO, **params: object) -> SimpleNamespace:
@@ -115,11 +101,16 @@ def test_settings_of_tune_that_the_user_made_are_kept(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_tiny_trials_print_few_lines(tmp_path):
+def test_two_tiny_trials_of_the_guide_s_script_print_few_lines(tmp_path):
+    page = ROOT / "docs" / "guides" / "search.md"
+    script = next(block for block in blocks_of(page) if block.title == "search.py")
+    (tmp_path / "search.py").write_text(script.code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", TUNER.replace("STORAGE", repr(str(tmp_path)))],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+        [sys.executable, "search.py"], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
     )  # fmt: skip
     lines = done.stdout.splitlines() + done.stderr.splitlines()
     assert len(lines) <= 40, "\n".join(lines)
-    assert sum("done" in line for line in lines) == 2
+    assert sum(line.endswith("done") for line in lines) == 2
+    folder = next(line for line in lines if line.startswith("2 trials of GRPO, results in "))
+    assert Path(folder.rpartition(" ")[2]).is_dir()
