@@ -35,8 +35,7 @@ from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
-from rllib_llm.quiet import is_verbose
-from rllib_llm.tracebacks import explains_itself
+from rllib_llm.tracebacks import raise_plainly
 from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MessageLog
 from rllib_llm.tune.setup_watch import is_trial, killed_after
@@ -175,8 +174,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             # Relative paths in settings mean the folder in which Ray's processes start, the
             # script's, in samplers too; Tune would move this one elsewhere.
             os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-        with killed_after(seconds), self._listening():
-            super().__init__(config=config, env=env, **kwargs)
+        try:
+            with killed_after(seconds), self._listening():
+                super().__init__(config=config, env=env, **kwargs)
+        except ValueError as error:
+            raise_plainly(error)
         self.doing("starting an iteration")
 
     def __repr__(self) -> str:
@@ -185,18 +187,15 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Notes what this process says while a block runs, if it is a trial's: in a script or a
-        notebook it is seen anyway. An error that explains itself leaves the block without the
-        places in Ray and here, which would bury its sentence."""
+        notebook it is seen anyway."""
+        if self._listener is None:
+            yield
+            return
         try:
-            with self._listener or contextlib.nullcontext():
+            with self._listener:
                 yield
-        except ValueError as error:
-            if is_verbose() or not explains_itself(error):
-                raise
-            raise error.with_traceback(None) from error.__cause__
         finally:
-            if self._listener is not None:
-                self.tell(self._listener.take())
+            self.tell(self._listener.take())
 
     def tell(self, messages: list[Message]) -> None:
         """Writes messages to the trial's folder, from where the command shows warnings."""
@@ -276,8 +275,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def step(self) -> dict[str, Any]:
         """RLlib's result plus the known names, and the latest held-out results under `eval`."""
-        with self._listening():
-            results = super().step()
+        try:
+            with self._listening():
+                results = super().step()
+        except ValueError as error:
+            raise_plainly(error)
         for name, value in self.known_metrics.items():
             if isinstance(value, dict):
                 results[name] = {**results.get(name, {}), **value}

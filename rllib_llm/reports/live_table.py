@@ -23,6 +23,7 @@ from rllib_llm.tune.messages import TrialEar, same_key
 
 LINE_INTERVAL_S = 10.0
 WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet
+MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 10.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
 BAR_WIDTH = 12
@@ -142,11 +143,18 @@ class LiveTable(Callback):
             if row.ear is None and (folder := _folder(trial)) is not None:
                 row.ear = TrialEar(folder)
         self._hear()
-        waiting = {row.name: text for row in self._rows.values() if (text := row.waits_for())}
-        if waiting and self._live is None and now - self._last_line > WAITING_INTERVAL_S:
+        if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
+            return
+        for line in self._waiting("  "):
             self._last_line = now
-            for name, text in waiting.items():
-                self._console.print(f"{name}  {text}", markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False)
+
+    def _waiting(self, separator: str) -> list[str]:
+        """What trials do that have reported nothing for a while: of many, the first."""
+        rows = self._rows.values()
+        lines = [f"{row.name}{separator}{text}" for row in rows if (text := row.waits_for())]
+        num_more = len(lines) - MAX_WAITING
+        return [*lines[:MAX_WAITING], *([f"and {num_more} further trials"] if num_more > 0 else [])]
 
     def _look(self, row: TrialRow, sign: Sign) -> None:
         """Print a sign that something is wrong, above the table."""
@@ -181,9 +189,7 @@ class LiveTable(Callback):
 
     def view(self) -> Group:
         """Return the table and, below it, what trials do that have not reported for a while."""
-        rows = self._rows.values()
-        waiting = [f"{row.name}: {text}" for row in rows if (text := row.waits_for())]
-        return Group(self.table(), *(Text(line, style="dim") for line in waiting))
+        return Group(self.table(), *(Text(line, style="dim") for line in self._waiting(": ")))
 
     def table(self) -> Table:
         """Return the table as it stands now. It fits 80 columns for a single trial."""

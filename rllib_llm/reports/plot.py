@@ -95,7 +95,7 @@ def _draw(
     if len(ys) >= SMOOTH_FROM:
         axis.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
         axis.plot(xs, _running_mean(ys, len(ys) // 10), color=color, linewidth=1.8, label=label)
-    else:  # so few points that it would not be seen where they are
+    else:  # a line through two points does not say where they are
         axis.plot(
             xs, ys, color=color, linewidth=1.8, label=label,
             marker="o" if len(ys) <= MARKED_UP_TO else None, markersize=4,

@@ -26,7 +26,7 @@ class Progress(LiveTable):
 
     def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
         """`stop`: when a trial ends, to tell how far it is; by default that of the run."""
-        super().__init__("trial", stop or {}, _plain_console())
+        super().__init__("trials", stop or {}, _plain_console())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

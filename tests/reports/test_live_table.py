@@ -154,3 +154,17 @@ def test_a_sign_that_something_is_wrong_is_told_once():
     told = [line for line in out.file.getvalue().splitlines() if line.startswith("look:")]
     assert len(told) == 1
     assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
+
+
+def test_of_many_trials_that_wait_the_first_are_told():
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        trials = [trial(f"t{index}", lr=index) for index in range(9)]
+        for one in trials:
+            table.on_trial_start(0, trials, one)
+            table._rows[one.trial_id]._started -= SILENT_S + 1
+        table._last_line = table._last_poll = -1000.0
+        table.on_step_end(1, trials)
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("lr=0  waiting for its process, for 0:1")
+    assert lines[3] == "and 6 further trials"
