@@ -115,7 +115,7 @@ def run_stage(
         text = f"{experiment.name} was stopped. It goes on from {last_saved(trials)}."
         raise StageInterrupted(text)
     if grid.num_errors:
-        goes_on_from = f"{last_saved(trials)} of {experiment.name}"
+        goes_on_from = last_saved(trials, of=f" of {experiment.name}")
         raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
     return collect_result(experiment, folder, trials)
 
@@ -219,18 +219,19 @@ def _trial_folder_name(trial: Any) -> str:
     return f"{trial.trainable_name}_{trial.trial_id}"
 
 
-def last_saved(trials: list[Any]) -> str:
+def last_saved(trials: list[Any], of: str = "") -> str:
     """Return the iterations of the trials' last checkpoints, as what a stage goes on from.
 
     Args:
         trials: `ray.tune.Result` of each trial.
+        of: what stands behind them, to name the stage.
     """
     kept = [[metrics for _, metrics in trial.best_checkpoints or []] for trial in trials]
     saved = [max((metrics["training_iteration"] for metrics in one), default=0) for one in kept]
     if not any(saved):
-        return "the beginning, having no checkpoint"
+        return f"the beginning{of}, since there is no checkpoint"
     plural = "s" if len(saved) > 1 else ""
-    return f"iteration{plural} " + ", ".join(str(one) if one else "none" for one in saved)
+    return f"iteration{plural} {', '.join(str(one) if one else 'none' for one in saved)}{of}"
 
 
 def _failure_text(name: str, trials: list[Any]) -> str:
