@@ -39,6 +39,8 @@ def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
     Ray's workers inherit both, and import the modules `imports`. Call it before Ray is imported.
     """
     quiet_environment(verbosity)
+    # On a busy machine Ray's own 30 s are too few for its processes to come up.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # Tune notes what trials have saved every ten seconds; a killed run shall find its last one.
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")
     folder = os.getcwd()
@@ -108,6 +110,13 @@ def ray_session(
         raise UserError(
             f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
             "Start one with `ray start --head`, or leave the option out."
+        ) from error
+    except Exception as error:
+        if type(error) is not Exception:  # what Ray raises where its processes do not come up
+            raise
+        raise UserError(
+            f"Ray must come up on this machine, and did not: {error} Try again when less is "
+            "running here, or use a cluster that runs already (--ray-address)."
         ) from error
     try:
         yield ray.cluster_resources()

@@ -55,7 +55,8 @@ def report(
         )
     verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
     _heading(f"Everything is in {_shown(folder)}", console)
-    console.print(_places(results, figures, folder))
+    for line in _places(results, figures, folder):
+        console.print(line, highlight=False, soft_wrap=True)  # a path can be copied
     _next_commands(results, folder, console)
     return all(verdicts)
 
@@ -112,11 +113,11 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
     return met
 
 
-def _places(results: list[StageResult], figures: Mapping[str, Path | None], folder: Path) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _places(
+    results: list[StageResult], figures: Mapping[str, Path | None], folder: Path
+) -> list[Text]:
+    """Lines of stage, what, and where below `folder`, in columns."""
+    rows: list[tuple[str, str, str]] = []
     for result in results:
         trial = result.best_trial_folder
         samples = trial / SAMPLES_FILE
@@ -130,8 +131,12 @@ def _places(results: list[StageResult], figures: Mapping[str, Path | None], fold
         known = [(what, path) for what, path in places.items() if path is not None]
         for index, (what, path) in enumerate(known):
             name = "" if index else result.name
-            table.add_row(name, what, str(path.relative_to(folder)))
-    return table
+            rows.append((name, what, str(path.relative_to(folder))))
+    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
+    return [
+        Text.assemble(" ", (name.ljust(widths[0]), "cyan"), what.ljust(widths[1]), path)
+        for name, what, path in rows
+    ]
 
 
 def _next_commands(results: list[StageResult], folder: Path, console: Console) -> None:

@@ -117,3 +117,12 @@ def test_a_held_out_result_stands_at_the_end_at_which_it_was_made(tmp_path, made
             line["eval"] = {"scores": scores, "iteration": made}
     file.write_text("".join(json.dumps(line) + "\n" for line in rows))
     assert f"held out {row}" in reported(result, tmp_path)[1]
+
+
+def test_paths_are_whole_in_a_narrow_terminal(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    result.checkpoint = result.best_trial_folder / "a_folder" / "checkpoint_000000"
+    console = Console(file=io.StringIO(), width=40)
+    report([result], [Experiment("rl", "PPOPtx")], tmp_path, console)
+    lines = console.file.getvalue().splitlines()
+    assert any(line.endswith("  rl/PPOPtx_0/a_folder/checkpoint_000000") for line in lines)
