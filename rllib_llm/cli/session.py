@@ -39,8 +39,6 @@ def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
     Ray's workers inherit both, and import the modules `imports`. Call it before Ray is imported.
     """
     quiet_environment(verbosity)
-    # On a busy machine Ray's own 30 s are too few for its processes to come up.
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # Tune notes what trials have saved every ten seconds; a killed run shall find its last one.
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")
     folder = os.getcwd()

@@ -128,6 +128,6 @@ def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(monkeypatch):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", slow)
-    with pytest.raises(UserError, match="must come up on this machine, and did not: The current"):
-        with ray_session(RayOptions()):
-            pass
+    said = "must come up on this machine, and did not: The current"
+    with pytest.raises(UserError, match=said), ray_session(RayOptions()):
+        pass
