@@ -61,11 +61,15 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_warnings() -> Iterator[None]:
-    """Print each different `UserWarning` of the block once, when it has ended without an error."""
+def shown_warnings() -> Iterator[list[str]]:
+    """Print each different `UserWarning` of the block once, when it has ended without an error, and
+    add it to the list that is yielded."""
+    told: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        yield
+        yield told
     texts = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
-    for text in dict.fromkeys(texts):
-        stderr.print(Text.assemble(("warning: ", "yellow"), text))
+    told += dict.fromkeys(texts)
+    for text in told:
+        line = Text.assemble(("warning: ", "yellow"), text)
+        stderr.print(line, soft_wrap=True, highlight=False)

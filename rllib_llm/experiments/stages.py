@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def run_stages(
     *,
     resume: bool = False,
     loggers: Callable[[str], list[Any]] = lambda stage: [],
+    told: Sequence[str] = (),
 ) -> list[StageResult]:
     """Run the experiments in order, each with what the earlier ones produced.
 
@@ -58,6 +59,7 @@ def run_stages(
         folder: of the run; each stage's results go to the subfolder of its name.
         resume: keep finished stages that lie there and continue the others.
         loggers: name of a stage -> further callbacks of its Tune run.
+        told: warnings that the user has read already.
 
     Raises:
         StageFailed: a trial ended with an error.
@@ -76,7 +78,8 @@ def run_stages(
             result = None  # it is to go further than before
         if result is None:
             resolved = fill(experiment, lambda ref, where: products[ref])
-            result = run_stage(resolved, folder, console, resume, loggers(experiment.name))
+            further = loggers(experiment.name)
+            result = run_stage(resolved, folder, console, resume, further, told)
         products[f"{experiment.name}.model"] = str(result.model)
         products[f"{experiment.name}.checkpoint"] = str(result.checkpoint)
         results.append(result)
@@ -84,7 +87,12 @@ def run_stages(
 
 
 def run_stage(
-    experiment: Experiment, run_folder: Path, console: Console, resume: bool, loggers: list[Any]
+    experiment: Experiment,
+    run_folder: Path,
+    console: Console,
+    resume: bool,
+    loggers: list[Any],
+    told: Sequence[str] = (),
 ) -> StageResult:
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
@@ -101,6 +109,7 @@ def run_stage(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
+        table.know(told)
         callbacks = [table, *callbacks, *loggers]
         if resume and _can_resume(folder):
             tuner = _restored_tuner(experiment, folder, callbacks, finished)

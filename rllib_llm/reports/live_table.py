@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,10 @@ class LiveTable(Callback):
         for row in self._rows.values():
             for text in row.ear.new_warnings() if row.ear is not None else ():
                 self.warn(text)
+
+    def know(self, warnings: Iterable[str]) -> None:
+        """Takes note of warnings that were told before, which are not told again."""
+        self._told.update(same_key(text) for text in warnings)
 
     def warn(self, text: str) -> None:
         """Print a warning above the table, the same one of several trials once."""

@@ -168,3 +168,12 @@ def test_of_many_trials_that_wait_the_first_are_told():
     lines = out.file.getvalue().splitlines()
     assert len(lines) == 4 and lines[0].startswith("lr=0  waiting for its process, for 0:1")
     assert lines[3] == "and 6 further trials"
+
+
+def test_a_warning_that_was_told_before_is_not_told_again():
+    out = console(terminal=False)
+    table = LiveTable("rl · GRPO", {}, out)
+    table.know(["The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead."])
+    table.warn("The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead.")
+    table.warn("another")
+    assert out.file.getvalue() == "warning: another\n"
