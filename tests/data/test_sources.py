@@ -4,6 +4,8 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pathlib import Path
+
 import pytest
 
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
@@ -190,5 +192,6 @@ def test_an_unreachable_hub_id_is_explained(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataSourceError, match="'nobody/nothing' must be .*no network"):
+    with pytest.raises(DataSourceError, match="'nobody/nothing' must be .*no network") as raised:
         load_rows("nobody/nothing", name="prompts")
+    assert f"(looked in {str(Path.cwd())!r})" in str(raised.value)

@@ -37,6 +37,22 @@ repr=<rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x
   File "/home/me/env.py", line 3, in create
 KeyError: 'prompts' in <rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x1>
 """
+IN_CREATION = """The actor died because of an error raised in its creation task, \
+\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)
+  File "/venv/lib/site-packages/datasets/load.py", line 9, in load
+ConnectionError: Couldn't reach 'data/mine' on the Hub
+
+The above exception was the direct cause of the following exception:
+
+\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)
+  File "/venv/lib/site-packages/rllib_llm/data/sources.py", line 200, in _read
+rllib_llm.data.rows.DataSourceError: prompts='data/mine' must be a file: there is none.
+"""
+
+
+def test_what_a_constructor_raised_is_no_death():
+    said = "rf: prompts='data/mine' must be a file: there is none."
+    assert failure_text("rf", IN_CREATION) == said
 
 
 def test_the_last_error_of_a_traceback_with_its_places():
