@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pathlib import Path
-
 import pytest
 
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
