@@ -27,11 +27,13 @@ SAMPLER_LOGPROBS = "sampler_logprobs"  # [B, T] float32, the sampler's own, at i
 SAMPLER_VALUES = "sampler_values"  # [B, T] float32, the critic's, where the sampler has it
 REF_LOGPROBS = "ref_logprobs"  # [B, T] float32, the frozen reference's
 SCORES = "scores"  # [B] float32, what the judge says, before any KL share
+REWARDS = "rewards"  # [B, T] float32, what of the score was earned at a turn, at its last token
 VALID = "valid"  # [B] bool, False where the judge failed: the row must not be learnt from
 FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
 PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
 ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
 GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
+ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in ROW_ID sum to 1
 WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
 
 # --- metrics of the environment that count over all rows, also those that were not judged -------

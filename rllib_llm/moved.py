@@ -52,7 +52,9 @@ _MOVED = {
     },
     "cli": {
         "checkpoints": "checkpoints=finding model_folder",
-        "tune": "loggers=wandb_logger result_files resumable_pbt search_space trial_logs",
+        "tune": (
+            "loggers=wandb_logger result_files=result_log resumable_pbt search_space trial_logs"
+        ),
         "experiments": (
             "algorithms check_sources overrides plan report scheduling stage_result stages "
             "yaml_experiments yaml_loader"

@@ -219,10 +219,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         _get_subcomponents="self name components",
     ),
     *_names("ray.train._internal.session", _TrainingResult="checkpoint metrics"),
-    *_names(
-        "ray.tune.logger.csv:CSVLoggerCallback", "_trial_continue", "_trial_csv", "_trial_files"
-    ),
-    *_names("ray.tune.logger.json:JsonLoggerCallback", "_trial_files"),
     *_names("ray.tune.registry", "ENV_CREATOR", "TRAINABLE_CLASS", "_global_registry"),
     *_names(
         "ray.tune.registry:_Registry",

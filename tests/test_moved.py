@@ -33,3 +33,12 @@ def test_what_was_pickled_under_an_old_name_is_read():
     # Protocol 0 writes a class as module and name, each on a line.
     old = b"crllib_llm.sampling.params\nSamplingParams\n."
     assert pickle.loads(old) is SamplingParams
+
+
+def test_a_tuner_of_an_earlier_version_is_read():
+    """Its callbacks were pickled with it, under names of their own, and are replaced then."""
+    from rllib_llm.tune.result_log import ResultLog
+
+    for name in ("ResultJson", "ProgressCsv"):
+        old = b"crllib_llm.cli.result_files\n%s\n." % name.encode()
+        assert pickle.loads(old) is ResultLog

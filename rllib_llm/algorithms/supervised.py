@@ -12,7 +12,6 @@ from collections import Counter
 from typing import Any
 
 from gymnasium.spaces import Discrete
-from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
@@ -181,7 +180,3 @@ class Supervised(LanguageModelAlgorithm):
         if PIPELINE_STATE in state:
             self.position = state[PIPELINE_STATE]["position"]
             self.eval_metrics = state[PIPELINE_STATE]["eval_metrics"]
-
-    def _restore_checked(self, path: str, **kwargs: Any) -> None:
-        # Algorithm's own would go on to update samplers, of which there are none.
-        Checkpointable.restore_from_path(self, path, **kwargs)

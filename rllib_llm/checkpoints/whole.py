@@ -20,6 +20,7 @@ from ray.rllib.core import (
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
 )
 from ray.rllib.utils import force_list
+from ray.rllib.utils.checkpoints import Checkpointable
 from ray.tune.result import TIME_TOTAL_S
 
 from rllib_llm.checkpoints.folder import (
@@ -114,10 +115,9 @@ class WholeCheckpoints(Algorithm):
             path = str(newest_usable(path))
         if component is not None:
             kwargs["component"] = component
-        self._restore_checked(path, filesystem=filesystem, **kwargs)
-
-    def _restore_checked(self, path: str, **kwargs: Any) -> None:
-        super().restore_from_path(path, **kwargs)
+        # RLlib's `Algorithm` would send each sampler the weights as well: a request brings them.
+        kwargs["filesystem"] = filesystem
+        Checkpointable.restore_from_path(self, path, **kwargs)
 
     @classmethod
     def from_checkpoint(cls, path, filesystem=None, **kwargs: Any):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -82,9 +82,11 @@ class BatchRows:
         self.alive = torch.cat([self.alive, self.alive.new_ones(len(columns))])
 
     def _index(self, params: SamplingParams) -> int:
-        # Rows of one batch mostly share the object, which is quicker to compare than its fields.
+        # Rows that differ in nothing but their longest length are sampled together: `last` has it.
+        if params.max_new_tokens != max(1, params.min_new_tokens):
+            params = replace(params, max_new_tokens=max(1, params.min_new_tokens))
         for i, known in enumerate(self.settings):
-            if known is params or known == params:
+            if known == params:
                 return i
         self.settings.append(params)
         stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)

@@ -39,12 +39,18 @@ class Completions:
         return {name: column.to(device) for name, column in held.items()}
 
 
+Likeliest = list[tuple[int, float]]
+"""Tokens and their log-probs, the likeliest first."""
+
+
 class Tokens(NamedTuple):
     """Tokens of one completion, with their log-probs and the weights' versions, if kept."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
+    likeliest: list[Likeliest] = []  # noqa: RUF012  (never written to)
+    """The likeliest tokens at the place of each, where the row's settings ask for them."""
 
 
 class CompletionBuffers:
@@ -85,6 +91,9 @@ class CompletionBuffers:
         self._versions = (
             torch.zeros_like(self._tokens, dtype=torch.int32) if with_versions else None
         )
+        # [steps + 1, batch, k], from when they are first asked for.
+        self._top_ids: torch.Tensor | None = None
+        self._top_logprobs: torch.Tensor | None = None
 
     def split(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [rows, vocab], and the values [rows] that are a column behind them, if any."""
@@ -132,6 +141,23 @@ class CompletionBuffers:
         for lines, entries in written:
             lines[places, rows] = entries
 
+    def write_likeliest(
+        self, places: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        """Records the likeliest tokens [n, k] at some places [n] of completions `rows` [n]."""
+        k = ids.shape[1]
+        held = 0 if self._top_ids is None else self._top_ids.shape[2]
+        if k > held:
+            grown = torch.zeros(*self._tokens.shape, k, dtype=torch.int64, device=ids.device)
+            values = torch.zeros(grown.shape, dtype=torch.float32, device=ids.device)
+            if self._top_ids is not None and self._top_logprobs is not None:
+                grown[..., :held], values[..., :held] = self._top_ids, self._top_logprobs
+            self._top_ids, self._top_logprobs = grown, values
+        assert self._top_ids is not None and self._top_logprobs is not None
+        places = places.clamp(max=self.steps)
+        self._top_ids[places, rows, :k] = ids
+        self._top_logprobs[places, rows, :k] = logprobs
+
     # --- completions that come and go --------------------------------------------------------
 
     def reserve(self, steps: int, batch: int) -> None:
@@ -143,6 +169,9 @@ class CompletionBuffers:
         for name in ("_tokens", "_mask", "_logprobs", "_values", "_noise", "_versions"):
             lines = getattr(self, name)
             setattr(self, name, None if lines is None else F.pad(lines, grown))
+        for name in ("_top_ids", "_top_logprobs"):
+            lines = getattr(self, name)
+            setattr(self, name, None if lines is None else F.pad(lines, (0, 0, *grown)))
         self.steps, self.batch = steps, batch
 
     def begin(self, row: int, noise: torch.Tensor | None) -> None:
@@ -154,18 +183,56 @@ class CompletionBuffers:
             self._noise = torch.zeros_like(self._logprobs[: self.steps])
         self._noise[: len(noise), row] = noise.to(self._noise.device)
 
-    def read(self, rows: list[int], starts: list[int]) -> list[Tokens]:
-        """What was written of some completions from a place `starts` of each on."""
+    def read(
+        self,
+        rows: list[int],
+        starts: list[int],
+        ends: list[int] | None = None,
+        num_likeliest: list[int] | None = None,
+    ) -> list[Tokens]:
+        """What was written of some completions.
+
+        Args:
+            rows: their columns.
+            starts: the first place of each that is read.
+            ends: behind the last place of each; None: behind the last that was written.
+            num_likeliest: how many of the likeliest tokens of each are read; None: none.
+        """
         columns = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)
-        lines = [self._tokens, self._logprobs, self._mask]
-        lines += [] if self._versions is None else [self._versions]
-        held = [entries.index_select(1, columns).t().tolist() for entries in lines]
-        read = []
-        for i, start in enumerate(starts):
-            part = slice(start, start + sum(held[2][i]))
-            versions = held[3][i][part] if len(held) > 3 else []
-            read.append(Tokens(held[0][i][part], held[1][i][part], versions))
+        if ends is None:
+            counts = self._mask.index_select(1, columns).sum(dim=0).tolist()
+            ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        spans = [range(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
+        lengths = [len(span) for span in spans]
+        places = torch.tensor([p for span in spans for p in span], dtype=torch.int64)
+        lines = (
+            places.to(columns.device),
+            columns.repeat_interleave(
+                torch.tensor(lengths, dtype=torch.int64, device=columns.device)
+            ),
+        )
+        fields = [self._tokens, self._logprobs, self._mask]
+        fields += [] if self._versions is None else [self._versions]
+        tokens, logprobs, written, *versions = (field[lines].tolist() for field in fields)
+        read, at = [], 0
+        for i, length in enumerate(lengths):
+            part = slice(at, at + sum(written[at : at + length]))
+            k = num_likeliest[i] if num_likeliest else 0
+            read.append(
+                Tokens(
+                    tokens[part], logprobs[part], versions[0][part] if versions else [],
+                    self._likeliest(rows[i], starts[i], part.stop - part.start, k),
+                )
+            )  # fmt: skip
+            at += length
         return read
+
+    def _likeliest(self, row: int, start: int, count: int, k: int) -> list[Likeliest]:
+        if not k or not count or self._top_ids is None or self._top_logprobs is None:
+            return []
+        ids = self._top_ids[start : start + count, row, :k].tolist()
+        values = self._top_logprobs[start : start + count, row, :k].tolist()
+        return [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
     def completions(self, stop_token_ids: torch.Tensor) -> Completions:
         """What was written, cut to the longest row, as tensors of their own.

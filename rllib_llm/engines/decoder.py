@@ -17,6 +17,7 @@ from torch import nn
 from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodeStep, OpenStep, last_logits, open_decode_step
+from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.kv_cache import (
     RepeatedPromptCache,
     SharedPromptCache,
@@ -24,7 +25,7 @@ from rllib_llm.engines.kv_cache import (
     shares_prompts,
 )
 from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
-from rllib_llm.engines.token_sampling import choose_tokens
+from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
 
 # Fewer positions at the front than this are not worth moving the whole cache for.
 _MIN_SHIFT = 16
@@ -69,6 +70,8 @@ class Decoder:
         self.device = next(model.parameters()).device
         self.queue = PromptQueue()
         self.rows = BatchRows(self.device)
+        # By column of the buffers, of rows that have one; whoever adds and takes rows keeps it.
+        self.guides: dict[int, Guide] = {}
         self.clock = 0
         self.cache = make_cache(model.config, 1, 0)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
@@ -94,6 +97,11 @@ class Decoder:
             self._let_in(groups)
             left += self._drop_ended()
         return left
+
+    def open(self) -> None:
+        """Makes the decode step, which may copy the weights, before it is needed."""
+        with torch.inference_mode():
+            self._opened_step()
 
     def close(self) -> None:
         """Lets go of the decode step and its copies of the weights. It is made anew if needed."""
@@ -128,7 +136,11 @@ class Decoder:
         if (born == born[0]).all():
             places = self.clock - int(born[0])
         noise = buffers.noise(places, lines)
-        tokens, logprobs, ended = self._choose(logits, noise, start)
+        tokens, logprobs, ended = choose_for_rows(
+            rows, logits, noise, start, self.clock, self.guides
+        )
+        if any(params.top_logprobs for params in rows.settings):
+            note_likeliest(rows, buffers, logits, start, self.clock)
         pad = rows.settings[rows.setting[start]].pad_token_id
         tokens = tokens.where(alive, pad)
         buffers.write(places, lines, tokens, logprobs, alive, values)
@@ -139,47 +151,6 @@ class Decoder:
             alive.zero_()
         elif self.clock >= last.min():
             alive &= torch.from_numpy(self.clock < last).to(self.device)
-
-    def _choose(
-        self, logits: torch.Tensor, noise: torch.Tensor | None, start: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens and log-probs of the rows from `start` on, each by settings of its own, and which
-        of the tokens are stop tokens, None if there are no such."""
-        rows, parts = self.rows, []
-        born = rows.born[start:]
-        for setting, index in rows.by_settings(start):
-            if index is None:
-                return self._choose_alike(logits, noise, setting, born)
-            place = torch.from_numpy(index).to(self.device)
-            own = None if noise is None else noise[place]
-            parts.append((place, self._choose_alike(logits[place], own, setting, born[index])))
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
-        logprobs = torch.empty(len(logits), device=self.device)
-        ended = torch.zeros(len(logits), dtype=torch.bool, device=self.device)
-        for place, (part_tokens, part_logprobs, part_ended) in parts:
-            tokens[place], logprobs[place] = part_tokens, part_logprobs
-            if part_ended is not None:
-                ended[place] = part_ended
-        return tokens, logprobs, ended
-
-    def _choose_alike(
-        self,
-        logits: torch.Tensor,
-        noise: torch.Tensor | None,
-        setting: int,
-        born: np.ndarray,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `_choose`, of rows with the same settings."""
-        params, stops = self.rows.settings[setting], self.rows.stops[setting]
-        if not len(stops):
-            return *choose_tokens(logits, noise, params), None
-        young = self.clock - born < params.min_new_tokens
-        forbidden_rows = None
-        if young.any() and not young.all():
-            forbidden_rows = torch.from_numpy(young).to(self.device)
-        forbidden = stops if young.any() else None
-        tokens, logprobs = choose_tokens(logits, noise, params, forbidden, forbidden_rows)
-        return tokens, logprobs, (tokens.unsqueeze(1) == stops).any(dim=1)
 
     # --- who is in the batch -----------------------------------------------------------------
 

@@ -13,14 +13,34 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
+from rllib_llm.engines.completions import Tokens
+from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
 
-OnToken = Callable[[int], None]
+OnTokens = Callable[[Tokens], None]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A completion that is asked for; see `protocol.Row`."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    noise: Noise = field(default_factory=Noise)
+    num_sampled: int = 0
+    group: Hashable | None = None
+    version: int | None = None
+    guide: Guide | None = None
+    on_tokens: OnTokens | None = None
+    """Called with the tokens that are new, in the engine's thread: it must be quick. What it raises
+    ends the completion."""
 
 
 @dataclass
@@ -29,7 +49,7 @@ class _Request:
 
     row: Row
     future: Future[Ended]
-    on_token: OnToken | None
+    on_tokens: OnTokens | None
     num_streamed: int = 0
 
 
@@ -47,7 +67,7 @@ class EngineLoop:
         self._turn = threading.Condition()
         self._todo: list[Callable[[], None]] = []  # what the thread does before its next step
         self._waiting: set[Future] = set()
-        self._is_closing = False
+        self._is_closing = self.is_paused = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self._thread.start()
@@ -63,7 +83,7 @@ class EngineLoop:
         row: int = 0,
         turn: int = 0,
         num_sampled: int = 0,
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Future[Ended]:
         """Starts a completion. Cancelling the future takes it out of the engine.
 
@@ -72,21 +92,53 @@ class EngineLoop:
             params: what to sample.
             seed, row, turn: name the randomness, as `protocol.Noise`.
             num_sampled: see `protocol.Row`.
-            on_token: called for every token, in the engine's thread: it must be quick. What it
-                raises ends the completion.
+            on_tokens: see `Wanted`.
 
         Raises:
             RuntimeError: the loop is closed, or has ended with an error.
         """
         noise = Noise(seed, row, turn)
-        return self._submit([(token_ids, params, noise, num_sampled, None)], on_token)[0]
+        wanted = Wanted(token_ids, params, noise, num_sampled, on_tokens=on_tokens)
+        return self.submit_all([wanted])[0]
 
     def submit_group(
         self, token_ids: Sequence[int], params: SamplingParams, noises: Sequence[Noise]
     ) -> list[Future[Ended]]:
         """Starts one completion of the same prompt for each noise; they share its KV cache."""
         group = object()
-        return self._submit([(token_ids, params, noise, 0, group) for noise in noises], None)
+        return self.submit_all([Wanted(token_ids, params, noise, 0, group) for noise in noises])
+
+    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
+        """Starts completions together: in the order of `submit`, without a step between them."""
+        requests = []
+        for each in wanted:
+            row = Row(
+                next(self._ids), list(each.token_ids), each.params, each.num_sampled, each.noise,
+                each.group, each.version, each.guide,
+            )  # fmt: skip
+            requests.append(_Request(row, Future(), each.on_tokens))
+        futures = [request.future for request in requests]
+        for request in requests:
+            forget = functools.partial(self._forget, row_id=request.row.id)
+            request.future.add_done_callback(forget)
+        self._post(lambda: self._add(requests), *futures)
+        return futures
+
+    def do(self, task: Callable[[], Result]) -> Future[Result]:
+        """Has the engine's thread call `task` between two steps: what it gives, or raises."""
+        done: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                result = task()
+            except ValueError as error:
+                _settle(done, error)
+            else:
+                _settle(done, result)
+
+        done.add_done_callback(self._forget)
+        self._post(call, done)
+        return done
 
     def complete(
         self,
@@ -96,11 +148,11 @@ class EngineLoop:
         seed: int = 0,
         row: int = 0,
         turn: int = 0,
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Ended:
         """As `submit`, and waits for the completion."""
         asked = {"seed": seed, "row": row, "turn": turn}
-        return self.submit(token_ids, params, on_token=on_token, **asked).result()
+        return self.submit(token_ids, params, on_tokens=on_tokens, **asked).result()
 
     async def complete_async(
         self,
@@ -110,18 +162,18 @@ class EngineLoop:
         seed: int = 0,
         row: int = 0,
         turn: int = 0,
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Ended:
-        """As `complete`, for an event loop, in which `on_token` is called, too. Cancelled, it takes
-        the completion out of the engine."""
+        """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
+        takes the completion out of the engine."""
         events = asyncio.get_running_loop()
 
-        def in_events(token: int) -> None:
-            assert on_token is not None
-            events.call_soon_threadsafe(on_token, token)
+        def in_events(tokens: Tokens) -> None:
+            assert on_tokens is not None
+            events.call_soon_threadsafe(on_tokens, tokens)
 
-        called = None if on_token is None else in_events
-        started = self.submit(token_ids, params, seed=seed, row=row, turn=turn, on_token=called)
+        called = None if on_tokens is None else in_events
+        started = self.submit(token_ids, params, seed=seed, row=row, turn=turn, on_tokens=called)
         return await asyncio.wrap_future(started)
 
     def abort(self, future: Future[Ended]) -> None:
@@ -139,19 +191,20 @@ class EngineLoop:
         Raises:
             ValueError: they are those of another model; the engine goes on with its own.
         """
-        taken: Future[None] = Future()
+        self.do(lambda: self._engine.load(weights, version, in_flight)).result()
 
-        def take() -> None:
-            try:
-                self._engine.load(weights, version, in_flight)
-            except ValueError as error:
-                taken.set_exception(error)
-            else:
-                taken.set_result(None)
+    def pause(self) -> None:
+        """Samples nothing from now on; what is asked for waits."""
+        self._set_paused(True)
 
-        taken.add_done_callback(self._forget)
-        self._post(take, taken)
-        taken.result()
+    def resume(self) -> None:
+        """Goes on."""
+        self._set_paused(False)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        with self._turn:
+            self.is_paused = is_paused
+            self._turn.notify()
 
     def close(self) -> None:
         """Ends the thread and closes the engine; completions under way get a RuntimeError."""
@@ -161,18 +214,6 @@ class EngineLoop:
         self._thread.join()
 
     # --- handing over ------------------------------------------------------------------------
-
-    def _submit(self, asked: list[tuple], on_token: OnToken | None) -> list[Future[Ended]]:
-        requests = []
-        for token_ids, params, noise, num_sampled, group in asked:
-            row = Row(next(self._ids), list(token_ids), params, num_sampled, noise, group)
-            requests.append(_Request(row, Future(), on_token))
-        futures = [request.future for request in requests]
-        for request in requests:
-            forget = functools.partial(self._forget, row_id=request.row.id)
-            request.future.add_done_callback(forget)
-        self._post(lambda: self._add(requests), *futures)
-        return futures
 
     def _forget(self, future: Future, row_id: Hashable = None) -> None:
         with self._turn:
@@ -217,16 +258,17 @@ class EngineLoop:
         """Does what was asked for, waiting for it while there are no rows; False at the end."""
         while True:
             with self._turn:
-                self._turn.wait_for(
-                    lambda: self._is_closing or self._todo or self._engine.num_running
-                )
+                self._turn.wait_for(lambda: self._is_closing or self._todo or self._may_step())
                 if self._is_closing:
                     return False
                 tasks, self._todo = self._todo, []
             for task in tasks:
                 task()
-            if self._engine.num_running:
+            if self._may_step():
                 return True
+
+    def _may_step(self) -> bool:
+        return bool(self._engine.num_running) and not self.is_paused
 
     def _add(self, requests: list[_Request]) -> None:
         wanted = [request for request in requests if not request.future.cancelled()]
@@ -244,24 +286,22 @@ class EngineLoop:
 
     def _stream(self) -> None:
         """Hands on tokens that were just sampled."""
-        streams = [r for r in self._requests.values() if r.on_token is not None]
+        streams = [r for r in self._requests.values() if r.on_tokens is not None]
         running = [r for r in streams if not r.future.done()]
         if not running:
             return
-        for request, tokens in zip(
-            running, self._engine.sampled([r.row.id for r in running]), strict=True
-        ):
-            self._hand_on(request, tokens)
+        ids, starts = [r.row.id for r in running], [r.num_streamed for r in running]
+        for request, new in zip(running, self._engine.sampled(ids, starts), strict=True):
+            self._hand_on(request, new)
 
-    def _hand_on(self, request: _Request, token_ids: list[int]) -> bool:
-        """Calls `on_token` for tokens that are new; whether it raised nothing."""
-        new, request.num_streamed = token_ids[request.num_streamed :], len(token_ids)
+    def _hand_on(self, request: _Request, new: Tokens) -> bool:
+        """Calls `on_tokens` with tokens that are new, if any; whether it raised nothing."""
+        request.num_streamed += len(new.token_ids)
         try:
-            for token in new:
-                assert request.on_token is not None
-                request.on_token(token)
+            if new.token_ids and request.on_tokens is not None:
+                request.on_tokens(new)
         except Exception as error:  # noqa: BLE001  (of the caller, who gets it)
-            request.on_token = None
+            request.on_tokens = None
             _settle(request.future, error)
             self._abort([request.row.id])
             return False
@@ -271,11 +311,15 @@ class EngineLoop:
         request = self._requests.pop(ended.id, None)
         if request is None:
             return
-        if request.on_token is None or self._hand_on(request, ended.token_ids):
+        at = request.num_streamed
+        rest = Tokens(
+            ended.token_ids[at:], ended.logprobs[at:], ended.versions[at:], ended.likeliest[at:]
+        )
+        if request.on_tokens is None or self._hand_on(request, rest):
             _settle(request.future, ended)
 
 
-def _settle(future: Future[Ended], result: Ended | Exception) -> None:
+def _settle(future: Future[Result], result: Result | Exception) -> None:
     """Gives a future its result, unless it was cancelled or has one."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, Exception):

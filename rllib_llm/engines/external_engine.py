@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,25 +41,40 @@ class ExternalEngine(Protocol):
         """Frees what it holds."""
 
 
-def open_engine(config: Any, *, worker_index: int) -> ExternalEngine | None:
-    """The engine that `config` names for this sampler; None: the module's own decode loop.
+def open_engine(
+    name: str,
+    model: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    temperature: float,
+    dtype: str,
+    max_rows: int | None = None,
+    is_local: bool = False,
+) -> ExternalEngine | None:
+    """The engine of a sampler by its name; None: the module's own decode loop.
 
-    A sampler in the driver's process (`worker_index` 0) may share the learner's module: it has no
-    need of a second copy of the policy.
+    Args:
+        name: one of `ENGINES`.
+        model: folder, hub id or dotted path of the policy.
+        settings: of the engine itself; what they say goes before the rest.
+        dtype: that the policy computes in.
+        max_rows: completions generated at once; None: all that fit.
+        is_local: whether the sampler is in the driver's process. It may share the learner's module
+            and has no need of a second copy of the policy.
 
     Raises:
         ImportError: the engine's package is not installed.
     """
-    settings = dict(config.engine_settings or {})
-    if config.engine == "vllm" and worker_index:
+    settings = dict(settings or {})
+    if name == "vllm" and not is_local:
         from rllib_llm.engines.vllm_engine import VLLMEngine
 
-        settings.setdefault("dtype", config.autocast_dtype or config.dtype)
-        if config.sampling_batch_size is not None:
-            settings.setdefault("max_num_seqs", config.sampling_batch_size)
-        return VLLMEngine(config.pretrained_model, temperature=config.temperature, **settings)
-    if config.engine == "openai":
-        return open_server(config.pretrained_model, **settings)
+        settings.setdefault("dtype", dtype)
+        if max_rows is not None:
+            settings.setdefault("max_num_seqs", max_rows)
+        return VLLMEngine(model, temperature=temperature, **settings)
+    if name == "openai":
+        return open_server(model, **settings)
     return None
 
 

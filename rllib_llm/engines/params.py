@@ -34,6 +34,8 @@ class SamplingParams:
     """Sample from the smallest set of likeliest tokens holding this mass, in (0, 1]."""
     greedy: bool = False
     """Take the likeliest token; top_k and top_p then have no effect."""
+    top_logprobs: int = 0
+    """So many of the likeliest tokens are told beside each that is sampled, >= 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
@@ -71,6 +73,13 @@ class SamplingParams:
             self.top_p,
             "above 0 and at most 1: it is a probability mass",
             "Use 1.0 to switch it off",
+        )
+        _require(
+            self.top_logprobs >= 0,
+            "top_logprobs",
+            self.top_logprobs,
+            "0 or more: it counts tokens",
+            "Use 0 for none",
         )
         self._check_token_ids()
 

@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from rllib_llm.engines.completions import Likeliest, Tokens
+from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.params import SamplingParams
 
 Finish = Literal["stop", "length", "aborted", "error"]
@@ -50,6 +52,10 @@ class Row:
     group: Hashable | None = None
     """Rows that are added together with the same group and token ids share their prompt's KV
     cache."""
+    version: int | None = None
+    """Of the weights that sample it, one of those that the engine has; None: the newest."""
+    guide: Guide | None = None
+    """Says what its tokens may be."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_sampled < len(self.token_ids):
@@ -77,6 +83,8 @@ class Ended:
     versions: list[int]
     """int32, of the weights that sampled each token; -1 where the model is not ours."""
     finish: Finish
+    likeliest: list[Likeliest] = field(default_factory=list)
+    """The likeliest tokens at the place of each, where `params.top_logprobs` asks for them."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +101,18 @@ def continued(row: Row, ended: Ended) -> Row:
         num_sampled=row.num_sampled + ended.num_tokens,
         noise=row.noise,
         group=row.group,
+        version=row.version,
+        guide=row.guide,
     )
+
+
+def check_version(row: Row, version: int | None) -> None:
+    """Raises ValueError where a row wants other weights than the engine has."""
+    if row.version not in (None, version):
+        raise ValueError(
+            f"row.version={row.version!r} must be {version!r}: the engine has no other weights. "
+            "Leave it out."
+        )
 
 
 class Engine(Protocol):
@@ -111,7 +130,8 @@ class Engine(Protocol):
         """Takes rows in; they get their first token in one of the next steps.
 
         Raises:
-            ValueError: an id that is in the engine, or more positions than the model has.
+            ValueError: an id that is in the engine, more positions than the model has, a version
+                that it does not have, or what it cannot do (guides, the likeliest tokens).
             RuntimeError: the engine was given no weights yet.
         """
 
@@ -119,8 +139,9 @@ class Engine(Protocol):
         """Samples one token for every row that has a place, and hands back rows that have ended:
         at once or, on a device that is better not asked at each step, a few steps later."""
 
-    def sampled(self, ids: Sequence[Hashable]) -> list[list[int]]:
-        """Tokens sampled so far of rows that are in it, since they were added."""
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
+        """What was sampled so far of rows that are in it, since they were added, from the token
+        `starts` of each on."""
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         """Takes rows out: what there is of them. Ids that are not in it are passed over."""

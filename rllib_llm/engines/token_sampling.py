@@ -16,6 +16,7 @@ def choose_tokens(
     params: SamplingParams,
     forbidden: torch.Tensor | None = None,
     forbidden_rows: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each row and its log-prob under the untruncated distribution.
 
@@ -28,6 +29,7 @@ def choose_tokens(
         params: temperature, top_k, top_p and greedy are read.
         forbidden: [k] int64 token ids that must not be chosen, or None.
         forbidden_rows: [batch] bool, the rows that `forbidden` is about; None: all.
+        allowed: [batch, vocab] bool, the tokens of each row that may be chosen; None: all.
 
     Returns:
         tokens [batch] int64; logprobs [batch] float32, log_softmax(logits / temperature) of the
@@ -40,17 +42,21 @@ def choose_tokens(
         weights /= params.temperature
     weights.exp_()
     log_total = weights.sum(dim=-1, keepdim=True).log_()
-    if forbidden is not None:
-        allowed = logits.clone()
-        _forbid(allowed, forbidden, forbidden_rows)
+    permitted = logits
+    if forbidden is not None or allowed is not None:
+        permitted = logits.clone()
+        if forbidden is not None:
+            _forbid(permitted, forbidden, forbidden_rows)
+        if allowed is not None:
+            permitted.masked_fill_(~allowed, -torch.inf)
         if not params.greedy:
             # From the likeliest that may be chosen: below a likelier one all might underflow.
-            weights = allowed - allowed.amax(dim=-1, keepdim=True)
+            weights = permitted - permitted.amax(dim=-1, keepdim=True)
             if params.temperature != 1.0:
                 weights /= params.temperature
             weights.exp_()
     if params.greedy:
-        tokens = (logits if forbidden is None else allowed).argmax(dim=-1, keepdim=True)
+        tokens = permitted.argmax(dim=-1, keepdim=True)
     else:
         assert noise is not None, "sampling needs one uniform per row"
         tokens = invert_cdf(truncate(weights, params.top_k, params.top_p), noise)

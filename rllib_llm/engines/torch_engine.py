@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,14 +19,17 @@ from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.loading import copy_weights
 from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.prompt_queue import Group, Prompts
-from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row
+from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row, check_version
 from rllib_llm.engines.row_budget import row_budget
+from rllib_llm.engines.scoring import Scores, score_text
 
 # On a GPU each look at which rows have ended waits for the device.
 _STEPS_BETWEEN_LOOKS_ON_GPU = 8
 # An engine decodes for as long as it lives: copies of the weights that make it faster pay.
 _MANY_STEPS = 1_000_000
+_ONE_TOKEN = SamplingParams(pad_token_id=0, max_new_tokens=1)
 
 
 @dataclass
@@ -94,6 +98,11 @@ class TorchEngine:
         return len(self._rows) + len(self._left)
 
     @property
+    def num_sampling(self) -> int:
+        """Rows that have a place in the batch."""
+        return len(self._decoder.rows)
+
+    @property
     def version(self) -> int | None:
         return self._version if self._pending is None else self._pending[1]
 
@@ -113,6 +122,7 @@ class TorchEngine:
                     "Wait until that row has ended, or choose another id."
                 )
             seen.add(row.id)
+            check_version(row, self.version)
             prompt_len = len(row.token_ids) - row.num_sampled
             check_positions(self.model.config, prompt_len, row.params)
         self._reserve(rows)
@@ -139,6 +149,8 @@ class TorchEngine:
         for row in rows:
             column = self._free.pop()
             self._rows[row.id], self._ids[column] = _Held(row, column), row.id
+            if row.guide is not None:
+                self._decoder.guides[column] = row.guide
             noise, params = None, row.params
             if not params.greedy:
                 name = row.noise
@@ -167,13 +179,29 @@ class TorchEngine:
             columns = self._decoder.step(admits=self._pending is None)
             return ended + self._let_go(columns)
 
-    def sampled(self, ids: Sequence[Hashable]) -> list[list[int]]:
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         held = [self._rows[i] for i in ids]
-        return [tokens.token_ids for tokens in self._read(held)]
+        # The clock says how far the rows of the batch are; the others have no new token yet.
+        rows, clock = self._decoder.rows, self._decoder.clock
+        ends = (np.minimum(clock, rows.last) - rows.born + 1).tolist()
+        reached = dict(zip(rows.columns.tolist(), ends, strict=True))
+        first = [each.row.num_sampled + at for each, at in zip(held, starts, strict=True)]
+        ends = [reached.get(each.column, at) for each, at in zip(held, first, strict=True)]
+        return self._read(held, first, ends)
 
-    def _read(self, held: Sequence[_Held]) -> list[Tokens]:
-        columns = [each.column for each in held]
-        return self._buffers.read(columns, [each.row.num_sampled for each in held])
+    def _read(
+        self,
+        held: Sequence[_Held],
+        starts: list[int] | None = None,
+        ends: list[int] | None = None,
+    ) -> list[Tokens]:
+        """What was sampled of rows since they were added, or between two places of each."""
+        return self._buffers.read(
+            [each.column for each in held],
+            starts or [each.row.num_sampled for each in held],
+            ends,
+            [each.row.params.top_logprobs for each in held],
+        )
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         with torch.inference_mode():
@@ -190,12 +218,17 @@ class TorchEngine:
         """What was sampled of rows that have left the decoder; their columns are free again."""
         held = [self._rows.pop(self._ids.pop(column)) for column in columns]
         self._free += columns
+        for column in columns:
+            self._decoder.guides.pop(column, None)
         ended = []
         for each, tokens in zip(held, self._read(held), strict=True):
             why = finish or _finish(each.row, tokens.token_ids, tokens.logprobs)
             ended.append(
-                Ended(each.row.id, tokens.token_ids, tokens.logprobs, tokens.versions, why)
-            )
+                Ended(
+                    each.row.id, tokens.token_ids, tokens.logprobs, tokens.versions, why,
+                    tokens.likeliest,
+                )
+            )  # fmt: skip
         return ended
 
     # --- weights -----------------------------------------------------------------------------
@@ -218,6 +251,25 @@ class TorchEngine:
             self._load_weights(weights)
         self._pending, self._version = None, version
         self._buffers.version = version
+
+    def holds(self, row_id: Hashable) -> bool:
+        """Whether a row of this id is in it."""
+        return row_id in self._rows
+
+    def score(self, token_ids: Sequence[int], top: int) -> Scores:
+        """Log-probs of a text's tokens, and the `top` likeliest at the place of each.
+
+        Raises:
+            ValueError: the text is longer than the model's positions.
+        """
+        check_positions(self.model.config, len(token_ids) - 1, _ONE_TOKEN)
+        with self._context():
+            return score_text(self.model, token_ids, top)
+
+    def open(self) -> None:
+        """Lays the weights out for decoding now, which the next step would do."""
+        with self._context():
+            self._decoder.open()
 
     def _requeue(self) -> None:
         """Takes all rows out of the batch, to be prefilled again with what was sampled of them."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row, continued
+from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row, check_version, continued
 from rllib_llm.engines.vllm_params import NO_WEIGHTS, check_params, sampling_params
 
 
@@ -85,7 +86,14 @@ class VLLMRows:
                     "Wait until that row has ended, or choose another id."
                 )
             names.add(row.id)
+            check_version(row, self.version)
             self._check(row.params)
+            if row.guide is not None or row.params.top_logprobs:
+                raise ValueError(
+                    f"row.guide={row.guide!r} must be None, and top_logprobs="
+                    f"{row.params.top_logprobs!r} 0, with engine='vllm': they are those of our own "
+                    "decode loop. Use engine='torch'."
+                )
         self._held_back += [_Held(row) for row in rows]
 
     def _check(self, params: SamplingParams) -> None:
@@ -133,9 +141,12 @@ class VLLMRows:
                 ended.append(each.ended("stop" if stopped else "length"))
         return ended
 
-    def sampled(self, ids: Sequence[Hashable]) -> list[list[int]]:
-        held = {each.row.id: each for each in self._all()}
-        return [held[i].ended("aborted").token_ids for i in ids]
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
+        held = {each.row.id: each.ended("aborted") for each in self._all()}
+        return [
+            Tokens(row.token_ids[at:], row.logprobs[at:], row.versions[at:])
+            for row, at in ((held[i], at) for i, at in zip(ids, starts, strict=True))
+        ]
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         wanted = set(ids)

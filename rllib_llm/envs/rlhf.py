@@ -70,20 +70,25 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
             "reward_functions to the dotted path of a function."
         )
     tokenizer = policy_tokenizer(settings)
-    functions = settings["reward_functions"] or []
-    if isinstance(functions, (str, Mapping)) or callable(functions):
-        functions = [functions]
-    rewards: list[Any] = list(functions)
-    if settings["reward_model"]:
-        rewards.insert(0, _reward_model_term(settings, tokenizer))
     return build_bandit(
         settings,
         tokenizer=tokenizer,
         prompts=settings["prompts"],
         eval_prompts=settings["eval_prompts"],
         prompt_column=settings["prompt_column"],
-        rewards=rewards,
+        rewards=reward_terms(settings, tokenizer),
     )
+
+
+def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """The reward model and the reward functions that `settings` name."""
+    functions = settings["reward_functions"] or []
+    if isinstance(functions, (str, Mapping)) or callable(functions):
+        functions = [functions]
+    rewards: list[Any] = list(functions)
+    if settings["reward_model"]:
+        rewards.insert(0, _reward_model_term(settings, tokenizer))
+    return rewards
 
 
 def build_bandit(

@@ -22,6 +22,7 @@ _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
         columns.SAMPLER_LOGPROBS,
         columns.SAMPLER_VALUES,
         columns.REF_LOGPROBS,
+        columns.REWARDS,
         columns.OLD_LOGPROBS,
         columns.OLD_VALUES,
         columns.ADVANTAGES,

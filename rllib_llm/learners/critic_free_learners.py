@@ -12,9 +12,9 @@ from rllib_llm.numerics.advantages import (
     leave_one_out,
     masked_whiten,
     reinforce_returns,
-    token_rewards,
     zero_variance_rows,
 )
+from rllib_llm.numerics.rollout_rows import RolloutRows
 
 
 class GroupLearner(RLHFLearner):
@@ -31,9 +31,15 @@ class GroupLearner(RLHFLearner):
         groups, valid, mask = (
             batch[columns.GROUP], batch[columns.VALID], columns.sampled_mask(batch)
         )  # fmt: skip
+        kl_sums, rows = kl.sum(dim=1), None
+        if columns.ROW_WEIGHT in batch:  # a forked conversation counts once in its group
+            rows = RolloutRows.of(batch[columns.ROW_ID])
+            kl_sums, valid = rows.total(kl_sums), valid & rows.is_first
         # KL is taken into the score before the baseline.
-        scores = scores - self.reward_kl_coeff * kl.sum(dim=1)
+        scores = scores - self.reward_kl_coeff * kl_sums
         advantages = self.row_advantages(scores, groups, valid)
+        if rows is not None:
+            advantages = rows.spread(advantages)
         flat = zero_variance_rows(scores, groups, valid)
         share = torch.tensor(len(groups[flat].unique()) / len(groups.unique()))
         self.means.add("train/zero_variance_groups", share / self.world_size, 1)
@@ -69,7 +75,7 @@ class ReinforcePPLearner(RLHFLearner):
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = columns.sampled_mask(batch)
-        rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
+        rewards = self.token_rewards(batch, scores, kl)
         returns = reinforce_returns(rewards, mask, self.config.gamma)
         if self.config.whiten_advantages:
             returns = masked_whiten(returns, mask)

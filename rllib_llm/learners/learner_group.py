@@ -27,9 +27,7 @@ class LanguageModelLearnerGroup(LearnerGroup):
                 max_remote_requests_in_flight_per_actor=config.max_requests_in_flight_per_learner,
             )
 
-    def get_state(
-        self, components=None, *, not_components=None, **kwargs: Any
-    ) -> dict[str, Any]:
+    def get_state(self, components=None, *, not_components=None, **kwargs: Any) -> dict[str, Any]:
         """The whole state, as any number of learners with or without shards can take it."""
         wanted = self._check_component(COMPONENT_LEARNER, components, not_components)
         if self.is_local or not wanted:

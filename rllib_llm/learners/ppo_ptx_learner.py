@@ -13,7 +13,7 @@ from rllib_llm import columns
 from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.language_model_learner import Batch, zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
-from rllib_llm.numerics.advantages import gae, masked_whiten, token_rewards
+from rllib_llm.numerics.advantages import gae, masked_whiten
 from rllib_llm.numerics.losses import cross_entropy_tokens
 
 
@@ -43,7 +43,7 @@ class PPOPtxLearner(RLHFLearner):
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = columns.sampled_mask(batch)
-        rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
+        rewards = self.token_rewards(batch, scores, kl)
         if self.config.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(

@@ -46,5 +46,7 @@ class RefusedUpdates:
         )
         logger.error(message)
         if self.num_in_a_row >= MAX_IN_A_ROW:
-            raise FloatingPointError(f"{message} It happened {self.num_in_a_row} times in a row: "
-                                     "lower lr, or look at the scores in that batch.")
+            raise FloatingPointError(
+                f"{message} It happened {self.num_in_a_row} times in a row: "
+                "lower lr, or look at the scores in that batch."
+            )

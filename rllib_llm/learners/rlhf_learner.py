@@ -18,7 +18,9 @@ from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearne
 from rllib_llm.learners.own_reference import own_reference
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
+from rllib_llm.numerics.advantages import token_rewards
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
+from rllib_llm.numerics.rollout_rows import RolloutRows, with_turn_rewards
 
 
 class RLHFLearner(LanguageModelLearner):
@@ -39,6 +41,16 @@ class RLHFLearner(LanguageModelLearner):
         the reference, 0 where masked out; to be used only with `self.reward_kl_coeff`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages.")
+
+    def token_rewards(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+        """Reward of each token [B, T], as `numerics.advantages.token_rewards`; what conversations
+        earned at their turns stands there."""
+        mask = columns.sampled_mask(batch)
+        rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
+        if columns.REWARDS not in batch:
+            return rewards
+        rows = RolloutRows.of(batch[columns.ROW_ID])
+        return with_turn_rewards(rewards, batch[columns.REWARDS], mask, rows)
 
     @property
     def reward_kl_coeff(self) -> float:
@@ -156,7 +168,9 @@ class RLHFLearner(LanguageModelLearner):
 
     def start_minibatch(self, minibatch: Batch) -> None:
         mask = columns.sampled_mask(minibatch)
-        self.denominators = losses.LossDenominators.count(mask, self.config.max_new_tokens)
+        self.denominators = losses.LossDenominators.count(
+            mask, self.config.max_new_tokens, minibatch.get(columns.ROW_WEIGHT)
+        )
         self._approx_kl_total = torch.zeros((), device=self._device)
         for name in (
             "policy/approxkl_avg",
@@ -179,6 +193,7 @@ class RLHFLearner(LanguageModelLearner):
     ) -> torch.Tensor:
         mask = columns.sampled_mask(batch)
         logprobs = fwd_out[columns.LOGPROBS]
+        weights = batch.get(columns.ROW_WEIGHT)
         use = self.effective.use
         policy = losses.policy_loss(
             logprobs,
@@ -194,14 +209,14 @@ class RLHFLearner(LanguageModelLearner):
             dual_clip=use("dual_clip", config.dual_clip),
             weights=self._importance_weights(batch),
         )
-        loss = policy_loss = self._reduce(policy.per_token, mask)
+        loss = policy_loss = self._reduce(policy.per_token, mask, weights)
         if config.ref_kl_in == "loss" and self.ref_kl.value > 0:
             loss = loss + use("ref_kl_coeff", self.ref_kl.value) * self._reduce(
-                self._loss_kl(logprobs, batch, mask, fwd_out.get(columns.FULL_KL)), mask
+                self._loss_kl(logprobs, batch, mask, fwd_out.get(columns.FULL_KL)), mask, weights
             )
         if config.entropy_coeff:
             loss = loss - use("entropy_coeff", config.entropy_coeff) * self._reduce(
-                fwd_out[columns.ENTROPY].where(mask, 0.0), mask
+                fwd_out[columns.ENTROPY].where(mask, 0.0), mask, weights
             )
         if columns.RETURNS in batch:
             coeff = use("vf_loss_coeff", config.vf_loss_coeff)
@@ -210,8 +225,12 @@ class RLHFLearner(LanguageModelLearner):
         self._log_policy(batch, fwd_out, policy.stats, mask)
         return loss
 
-    def _reduce(self, per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return losses.reduce_loss(per_token, mask, self.config.loss_reduction, self.denominators)
+    def _reduce(
+        self, per_token: torch.Tensor, mask: torch.Tensor, row_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        return losses.reduce_loss(
+            per_token, mask, self.config.loss_reduction, self.denominators, row_weights
+        )
 
     def _importance_weights(self, batch: Batch) -> torch.Tensor | None:
         """Correction for the gap between sampler and trainer, where old log-probs are the

@@ -230,22 +230,36 @@ class LossDenominators:
     max_completion_len: int = 1
 
     @classmethod
-    def count(cls, mask: Tensor, max_completion_len: int | None = None) -> LossDenominators:
+    def count(
+        cls,
+        mask: Tensor,
+        max_completion_len: int | None = None,
+        row_weights: Tensor | None = None,
+    ) -> LossDenominators:
         """The counts of `mask` [batch, completion_len]; rows without a token are no sequences.
 
         `max_completion_len` is the configured generation limit (for dr_grpo), by default T.
+        `row_weights` [batch]: what share of a sequence each row is; None: all of it.
         """
+        sequences = mask.any(dim=1)
         return cls(
             num_tokens=mask.sum(),
-            num_sequences=mask.any(dim=1).sum(),
+            num_sequences=(sequences if row_weights is None else sequences * row_weights).sum(),
             max_completion_len=max_completion_len or mask.shape[1],
         )
 
 
 def reduce_loss(
-    per_token: Tensor, mask: Tensor, reduction: str, denominators: LossDenominators
+    per_token: Tensor,
+    mask: Tensor,
+    reduction: str,
+    denominators: LossDenominators,
+    row_weights: Tensor | None = None,
 ) -> Tensor:
     """This share's part of the loss, a scalar; the parts of all shares add up to the whole loss.
+
+    `row_weights` [batch]: each row's share of its sequence's tokens, where sequences lie in several
+    rows; each weighs then as if it lay in one.
 
     "token_mean" (dapo): sum / tokens. "sequence_mean" (grpo): each row's mean, sum / sequences.
     "dr_grpo": sum / (sequences * max_completion_len), so that long wrong answers are not favoured
@@ -266,6 +280,8 @@ def reduce_loss(
     if name == "sequence_sum":
         return per_token.sum() / num_sequences
     row_means = per_token.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    if row_weights is not None:
+        row_means = row_means * row_weights
     return row_means.sum() / num_sequences
 
 

@@ -87,6 +87,7 @@ GROUPS = (
         ("train/padding_share", "share", "of the tokens that went through the trunk"),
         ("train/staleness", "updates", "age of the weights that sampled the batch"),
         ("env/distinct", "share", "completions that no other of the batch equals, once each"),
+        ("env/sampled_share", "share", "of the completions' tokens that the policy sampled"),
         ("env/<function>_failed", "share", "rows on which a reward function failed"),
         ("env/<name>", "its own", "diagnostics of the environment and its judges"),
         ("episode", "completions", "learnt from so far"),

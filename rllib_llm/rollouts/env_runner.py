@@ -1,4 +1,4 @@
-"""The sampler: draws prompts from its environment, generates completions, has them judged.
+"""RLlib's side of a sampler: its parts are made from the config, and its calls are answered.
 
 A request names prompts by position, and a completion's randomness is a function of seed and
 position. So a sampler has no state worth saving: any of them, new or restarted, gives the same
@@ -7,7 +7,7 @@ completions for the same request and weights.
 
 from __future__ import annotations
 
-import time
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -28,38 +28,36 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.typing import StateDict
 
-from rllib_llm import columns
 from rllib_llm.engines.external_engine import open_engine
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
+from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
+from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
     EnginePolicy,
-    Generation,
     ModulePolicy,
     SamplingPolicy,
 )
-from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import WeightsLostError
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
     """EnvRunner for variable-length token actions, in the driver's process or a remote actor.
 
-    It makes its parts from the config and lets them work together: an environment, a policy and
-    the receiver of its weights.
+    It is the one place of a sampler that reads the config; `Sampler` does the work.
     """
 
     def __init__(self, *, config, **kwargs):
         # RLlib seeds every process, which would give all samplers the same global random state;
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
-        self.weights = WeightsReceiver()
         self._position = 0  # of plain `sample()` calls only
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
@@ -67,18 +65,23 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._device = get_device(
             self.config, 0 if not self.worker_index else self.config.num_gpus_per_env_runner
         )
-        self._listener = Listener(f"sampler {self.worker_index}")
-        if not self.worker_index:  # the process has a listener of its own
-            self._make_parts()
-            return
-        with self._listener:
+        self._listener = Listener(str(self))
+        # The driver's process has a listener of its own.
+        with self._listener if self.worker_index else nullcontext():
             self._make_parts()
 
     def _make_parts(self) -> None:
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(max(1, int(self.config.num_cpus_per_env_runner)))
-        self.policy = self._make_policy()
+        kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
+        self.sampler = kind(
+            SamplingEnvironment(self.env),
+            self._make_policy(),
+            params=self._sampling_params,
+            seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
+            name=str(self),
+        )
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -110,27 +113,33 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             max_new_tokens=config.max_new_tokens,
             chosen="max_prompt_len" in config.env_config,
         )
-        make_callback(
+        self._call_back(
             "on_environment_created",
-            callbacks_objects=self._callbacks,
-            callbacks_functions=config.callbacks_on_environment_created,
-            kwargs={
-                "env_runner": self,
-                "metrics_logger": self.metrics,
-                "env": self.env,
-                "env_context": context,
-            },
+            config.callbacks_on_environment_created,
+            env_runner=self,
+            metrics_logger=self.metrics,
+            env=self.env,
+            env_context=context,
         )
 
     def _make_policy(self) -> SamplingPolicy:
-        engine = open_engine(self.config, worker_index=self.worker_index)
+        config = self.config
+        engine = open_engine(
+            config.engine,
+            config.pretrained_model,
+            config.engine_settings,
+            temperature=config.temperature,
+            dtype=config.autocast_dtype or config.dtype,
+            max_rows=config.sampling_batch_size,
+            is_local=not self.worker_index,
+        )
         if engine is not None:
             return EnginePolicy(engine)
         policy = ModulePolicy(
             self._make_module,
             alias=bool(self.worker_index),  # the learner's own may be written to
-            max_rows=self.config.sampling_batch_size,
-            cuda_graphs=self.config.cuda_graphs,
+            max_rows=config.sampling_batch_size,
+            cuda_graphs=config.cuda_graphs,
             is_pretrained=not self.worker_index,
         )
         if self.worker_index:
@@ -144,8 +153,32 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         ).rl_module_specs[DEFAULT_MODULE_ID]
         return spec.build().to(self._device)
 
+    def _sampling_params(self, explore: bool) -> SamplingParams:
+        config = self.config
+        stops = config.stop_token_ids
+        return SamplingParams(
+            pad_token_id=self.policy.pad_token_id,
+            stop_token_ids=tuple(self.policy.stop_token_ids if stops is None else stops),
+            max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            greedy=not explore,
+        )
+
     def make_module(self) -> None:
         """RLlib's; the policy makes its module itself."""
+
+    @property
+    def policy(self) -> SamplingPolicy:
+        """What generates."""
+        return self.sampler.policy
+
+    @property
+    def weights(self) -> WeightsReceiver:
+        """The receiver of the policy's weights."""
+        return self.sampler.weights
 
     @property
     def module(self) -> RLModule | None:
@@ -194,7 +227,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         group = self.config.num_completions
         num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
         explore = self.config.explore if explore is None else explore
-        batch = self._serve(SampleRequest(self._position, num_prompts, group, explore))
+        batch = self.sampler.sample(SampleRequest(self._position, num_prompts, group, explore))
         self._position += num_prompts
         self._log_samples(batch)
         rows = SampleBatch(batch.columns)
@@ -209,84 +242,30 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         would see a dead sampler instead of the reason.
         """
         if not self.worker_index:
-            return self._serve_with(request, published)
+            return self._serve(request, published)
         try:
             with self._listener:
-                batch = self._serve_with(request, published)
+                batch = self._serve(request, published)
             batch.messages = self._listener.take()
             return batch
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
             return SampleFailure.from_exception(error)
 
-    def _serve_with(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        if self.policy.takes_weights:
-            self.weights.ensure(published, self.policy.load)
-        self.env.global_step = self.weights.version  # of a reward function that asks
-        batch = self._serve(request)
-        batch.weights = self.weights.metrics()
+    def _serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
+        batch = self.sampler.serve(request, published)
         if self.worker_index and ray.is_initialized():
             batch.node = ray.get_runtime_context().get_node_id()
-        make_callback(
+        self._call_back(
             "on_sample_end",
-            callbacks_objects=self._callbacks,
-            callbacks_functions=self.config.callbacks_on_sample_end,
-            kwargs={"env_runner": self, "metrics_logger": self.metrics, "samples": [batch]},
+            self.config.callbacks_on_sample_end,
+            env_runner=self,
+            metrics_logger=self.metrics,
+            samples=[batch],
         )
         return batch.to("cpu") if self.worker_index else batch
 
-    def _serve(self, request: SampleRequest) -> JudgedBatch:
-        if not self.policy.has_weights:
-            raise RuntimeError(
-                f"weights_version={self.weights.version} of sampler {self.worker_index} must be "
-                "that of weights it was given: what it started from is not the policy that is "
-                "trained. Call serve() with published weights, or set_state(), first."
-            )
-        environment = SamplingEnvironment(self.env)
-        rows = environment.prompts(request)
-        start = time.perf_counter()
-        completions = self._generate(rows, request)
-        generated = time.perf_counter()
-        judged = environment.judge(completions, return_texts=request.return_texts)
-        end = time.perf_counter()
-        sampled = columns.sampled_mask(completions)
-        versions = torch.full_like(sampled, self.weights.version, dtype=torch.int32)
-        return JudgedBatch(
-            columns={
-                **rows,
-                **completions,
-                **judged.columns,
-                columns.WEIGHTS_VERSION: versions.where(sampled, NO_VERSION),
-            },
-            rewards=judged.rewards,
-            components=judged.components,
-            metrics=judged.metrics,
-            texts=judged.texts,
-            timings={"generate_seconds": generated - start, "judge_seconds": end - generated},
-            pad_token_id=self.policy.pad_token_id,
-        )
-
-    def _generate(
-        self, rows: dict[str, torch.Tensor], request: SampleRequest
-    ) -> dict[str, torch.Tensor]:
-        """The columns of completions for the prompts in `rows`."""
-        config, n = self.config, request.num_completions
-        stops = config.stop_token_ids
-        if stops is None:
-            stops = self.policy.stop_token_ids
-        params = SamplingParams(
-            pad_token_id=self.policy.pad_token_id,
-            stop_token_ids=tuple(stops),
-            max_new_tokens=config.max_new_tokens,
-            min_new_tokens=config.min_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            greedy=not request.explore,
-        )
-        seed = (config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation)
-        asked = Generation(params, n, seed, rows[columns.ROW_ID].cpu())
-        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
-        return self.policy.generate(prompts, asked)
+    def _call_back(self, name: str, functions: Any, **arguments: Any) -> None:
+        make_callback(name, self._callbacks, functions, kwargs=arguments)
 
     # --- RLlib's side ------------------------------------------------------------------------
 
@@ -315,13 +294,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that are not as published; the error
         in their place where the published ones cannot be had."""
-        if not published.ref or not self.policy.takes_weights:
-            return self.worker_index, []
-        try:
-            self.weights.ensure(published, self.policy.load)
-            return self.worker_index, self.policy.differing(self.weights.published_bytes())
-        except WeightsLostError as error:
-            return self.worker_index, [str(error)]
+        return self.worker_index, self.sampler.differing(published)
 
     def get_ctor_args_and_kwargs(self):
         return (), {
@@ -334,5 +307,4 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
-        self.policy.close()
-        self.env.close()
+        self.sampler.close()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rllib_llm import columns
+from rllib_llm.envs.sampled_tokens import told_columns
 from rllib_llm.rollouts.request import SampleRequest
 
 
@@ -65,8 +66,12 @@ class SamplingEnvironment:
         """What `step` returns for completions of the last prompts.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
-        its rewards, all rows of which count unless `infos["valid"]` says otherwise. Components,
-        metrics and texts are there to be read, and may be left out.
+        its rewards, all rows of which count unless `infos["valid"]` says otherwise. One that said
+        a part of the completions itself tells which tokens were sampled (see `told_columns`).
+        Components, metrics and texts are there to be read, and may be left out.
+
+        Raises:
+            BanditEnvError: what it tells of tokens does not fit the completions.
         """
         _, rewards, _, _, infos = self.env.step(completions)
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
@@ -76,6 +81,7 @@ class SamplingEnvironment:
         }
         if columns.REF_LOGPROBS in infos:
             judged[columns.REF_LOGPROBS] = infos[columns.REF_LOGPROBS]
+        judged.update(told_columns(infos, completions[columns.COMPLETION_MASK]))
         texts = {}
         if return_texts and "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}

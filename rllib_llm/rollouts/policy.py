@@ -15,6 +15,8 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.external_engine import ExternalEngine
 from rllib_llm.engines.noise import row_seeds, uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Engine
+from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
 
@@ -56,6 +58,14 @@ class SamplingPolicy(Protocol):
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
         """The columns of the completions, B rows, on the prompts' device."""
+
+    def open_engine(self, version: int) -> Engine:
+        """An engine with the weights as they are, which are called `version`, for turns of
+        conversations; whoever asked closes it before there are new weights.
+
+        Raises:
+            ValueError: what generates here cannot be asked turn by turn.
+        """
 
     def load(self, weights: FlatBuffer) -> None:
         """Generates with these published weights from now on."""
@@ -159,6 +169,14 @@ class ModulePolicy:
         device = prompts[columns.PROMPT_IDS].device
         return {name: column.to(device) for name, column in made.items()}
 
+    def open_engine(self, version: int) -> Engine:
+        """As of all policies."""
+        module = self.build()
+        return TorchEngine(
+            module.model, version=version, max_rows=self._max_rows, context=module.autocast,
+            cuda_graphs=self._cuda_graphs,
+        )  # fmt: skip
+
     def load(self, weights: FlatBuffer) -> None:
         """As of all policies; the learner's own module has them already."""
         if not self._is_shared:
@@ -222,6 +240,13 @@ class EnginePolicy:
             num_completions=asked.num_completions, seeds=row_seeds(asked.seed, asked.row_ids),
         )  # fmt: skip
         return completions.columns(prompts[columns.PROMPT_IDS].device)
+
+    def open_engine(self, version: int) -> Engine:
+        """As of all policies."""
+        raise ValueError(
+            f"engine={type(self.engine).__name__!r} must be 'torch' for conversations: it is asked "
+            "for whole batches of completions, not turn by turn. Set engine='torch'."
+        )
 
     def load(self, weights: FlatBuffer) -> None:
         """As of all policies."""

@@ -10,6 +10,7 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm import columns
+from rllib_llm.envs.sampled_tokens import NO_VERSION
 from rllib_llm.listening import Message
 from rllib_llm.openai_client import ServerError
 from rllib_llm.tracebacks import short_traceback
@@ -19,7 +20,6 @@ Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
 _LEFT_PADDED = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 _TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS)
-NO_VERSION = -1  # of a token that no weights sampled
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class JudgedBatch:
         # What stands behind the end differs with who made the row.
         mask = self.columns[columns.COMPLETION_MASK]
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
+        if columns.LOSS_MASK in self.columns:
+            means["sampled_share"] = float(self.sampled_mask.sum() / mask.sum())
         means["distinct"] = len(torch.unique(ids, dim=0)) / max(1, len(ids))
         return means
 

@@ -1,16 +1,21 @@
-"""The transports by the name that `weights_transport` and tickets give them."""
+"""The transports by the names of `weights_transport` and of tickets: ours, or dotted paths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 
+from rllib_llm.dotted import import_dotted
 from rllib_llm.weights.direct import DirectTransport
+from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.in_store import StoreTransport
 from rllib_llm.weights.on_device import CudaIpcTransport
-from rllib_llm.weights.transport import Transport
+from rllib_llm.weights.transport import Ticket, Transport
 
 
 class Transports:
@@ -24,7 +29,8 @@ class Transports:
         self._made: dict[str, Transport] = {}
 
     def __getitem__(self, name: str) -> Transport:
-        """Made when it is first asked for. A name that is not ours is one of Ray's transports."""
+        """Made when it is first asked for. A dotted path leads to somebody's own; any other name
+        that is not ours is one of Ray's."""
         if name not in self._made:
             self._made[name] = self._make(name)
         return self._made[name]
@@ -34,4 +40,37 @@ class Transports:
             return StoreTransport()
         if name == "cuda_ipc":
             return CudaIpcTransport()
+        if is_own(name):
+            return _OwnTransport(name)
         return DirectTransport(name, get=self._get)
+
+
+def is_own(name: str) -> bool:
+    """Whether a transport's name is the dotted path of somebody's own."""
+    return "." in name or ":" in name
+
+
+@dataclass(frozen=True)
+class _OwnTicket:
+    """What somebody's own transport gave, and the path that leads to it in other processes."""
+
+    transport: str
+    ticket: Any
+    num_bytes: int
+
+
+class _OwnTransport:
+    """The transport that a class or function of no arguments makes, by its dotted path."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._made: Transport = import_dotted(path, name="weights_transport")()
+
+    def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Ticket:
+        """See `Transport`."""
+        ticket = self._made.export(tensors, checksum=checksum)
+        return _OwnTicket(self._path, ticket, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def open(self, ticket: _OwnTicket) -> AbstractContextManager[FlatBuffer]:
+        """See `Transport`."""
+        return self._made.open(ticket.ticket)

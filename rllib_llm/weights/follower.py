@@ -50,7 +50,7 @@ class WeightsFollower:
         self._wait_seconds = wait_seconds
         self._lock = threading.Lock()
         self._arrived: tuple[PublishedWeights, int, Any] | None = None  # with bytes, as prepared
-        self._stop = threading.Event()
+        self._stop, self._news = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # that ended the thread
         self.newest: PublishedWeights | None = None  # fetched, whether loaded or not
@@ -113,9 +113,16 @@ class WeightsFollower:
             raise
         return True
 
+    def wait(self, timeout: float) -> bool:
+        """Whether there is something for `swap`, weights or an error, in so many seconds."""
+        arrived = self._news.wait(timeout)
+        self._news.clear()
+        return arrived
+
     def stop(self) -> None:
         """Ends the thread; the weights in use stay."""
         self._stop.set()
+        self._news.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -143,6 +150,7 @@ class WeightsFollower:
                 self._stop.wait(self._wait_seconds)
             except Exception as error:  # noqa: BLE001  (the border of the thread; raised by swap)
                 self._error = error
+                self._news.set()
                 return
 
     def _fetch(self, min_version: int, timeout: float) -> None:
@@ -167,3 +175,4 @@ class WeightsFollower:
             return  # reported; asked again in the next round
         with self._lock:
             self._arrived, self.newest = (published, flat.num_bytes, prepared), published
+            self._news.set()

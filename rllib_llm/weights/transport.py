@@ -7,7 +7,8 @@
     on_device.py  they stay on a GPU that both work on, where the receiver reads them (CUDA IPC)
     direct.py     they go from the sender's memory into the receiver's (NIXL)
 
-Both ends are the same class, one object in each process; a ticket says which class opens it.
+Both ends are the same class, one object in each process; a ticket says which class opens it. One's
+own is named by a dotted path (`by_name.py`), and its tickets may be anything that can be pickled.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import held_out_metrics
-from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import NoServerError
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.weights.read_only import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
+from tests.rollouts.tiny_samplers import Counted, how_it_got_weights
 from tests.scripted_server import serving
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -108,27 +108,14 @@ def test_evaluation_is_greedy_unless_it_is_told_to_sample():
     assert sampled.get_evaluation_config_object().explore
 
 
-class Counted(RLHFEnvRunner):
-    """Notes how often RLlib sets its weights."""
-
-    num_set = 0
-
-    def set_state(self, state):
-        self.num_set += 1
-        super().set_state(state)
-
-
 def test_an_evaluation_sends_no_weights_but_the_published_ones():
     config = evaluated(tiny.grpo(), evaluation_num_env_runners=1)
     config.env_runner_cls = Counted
-
-    def ask(runner):
-        return runner.num_set, runner.policy.loader.is_aliased, runner.weights.version
-
     with tiny.built(config) as algorithm:
         algorithm.train()
         algorithm.evaluate()
-        (found,) = algorithm.eval_env_runner_group.foreach_env_runner(ask, local_env_runner=False)
+        group = algorithm.eval_env_runner_group
+        (found,) = group.foreach_env_runner(how_it_got_weights, local_env_runner=False)
     assert found == (0, can_map_read_only(), 1)
 
 

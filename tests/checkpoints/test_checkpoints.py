@@ -17,7 +17,9 @@ from rllib_llm.algorithms.ppo_ptx import PPOPtx
 from rllib_llm.checkpoints import folder as checkpoint_folder
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, CheckpointError, check
 from rllib_llm.modules.score_normalization import read_score_normalization
+from rllib_llm.weights.read_only import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
+from tests.rollouts.tiny_samplers import Counted, how_it_got_weights
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -79,6 +81,19 @@ def test_a_live_algorithm_goes_back_to_an_older_checkpoint(tmp_path):
         assert algorithm.published_weights.key != key  # every sampler loads again
         assert tiny.train(algorithm, 3) == later
         tiny.assert_same_weights(tiny.weights(algorithm), latest)
+
+
+def test_samplers_get_restored_weights_with_a_request_alone(tmp_path):
+    config = tiny.grpo().env_runners(num_env_runners=1, env_runner_cls=Counted)
+    with tiny.built(config) as algorithm:
+        tiny.train(algorithm, 1)
+        path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+        later = tiny.train(algorithm, 1)
+        algorithm.restore_from_path(path)
+        assert tiny.train(algorithm, 1) == later
+        group = algorithm.env_runner_group
+        (found,) = group.foreach_env_runner(how_it_got_weights, local_env_runner=False)
+    assert found == (0, can_map_read_only(), 1)
 
 
 def test_everything_that_counts_is_restored(tmp_path):

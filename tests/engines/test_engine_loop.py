@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row
@@ -58,8 +59,9 @@ class ScriptedEngine:
         ]
         return self._out(full, "length")
 
-    def sampled(self, ids):
-        return [list(self.tokens[i]) for i in ids]
+    def sampled(self, ids, starts):
+        new = [self.tokens[i][at:] for i, at in zip(ids, starts, strict=True)]
+        return [Tokens(t, [-1.0] * len(t), [0] * len(t)) for t in new]
 
     def abort(self, ids):
         return self._out([i for i in ids if i in self.rows], "aborted")
@@ -122,7 +124,7 @@ def test_a_group_is_added_together(scripted):
 def test_tokens_stream_in_order_and_before_the_end(scripted):
     _, loop = scripted
     seen = []
-    ended = loop.complete([1], PARAMS, on_token=seen.append)
+    ended = loop.complete([1], PARAMS, on_tokens=lambda new: seen.extend(new.token_ids))
     assert seen == ended.token_ids == list(range(1, 13))
 
 
@@ -131,9 +133,12 @@ def test_an_event_loop_waits_without_blocking(scripted):
 
     async def ask() -> None:
         main, seen = threading.get_ident(), []
-        on_token = lambda token: seen.append((token, threading.get_ident()))  # noqa: E731
+
+        def on_tokens(new) -> None:
+            seen.extend((token, threading.get_ident()) for token in new.token_ids)
+
         first, second = await asyncio.gather(
-            loop.complete_async([1], PARAMS, on_token=on_token),
+            loop.complete_async([1], PARAMS, on_tokens=on_tokens),
             loop.complete_async([2], replace(PARAMS, max_new_tokens=3)),
         )
         assert [token for token, _ in seen] == first.token_ids == list(range(1, 13))
@@ -147,7 +152,7 @@ def test_an_aborted_completion_has_what_there_is_of_it(scripted):
     engine, loop = scripted
     begun = threading.Event()
     long = replace(PARAMS, max_new_tokens=1_000_000)
-    future = loop.submit([1], long, on_token=lambda token: begun.set())
+    future = loop.submit([1], long, on_tokens=lambda new: begun.set())
     assert begun.wait(DEADLINE_S)
     loop.abort(future)
     ended = future.result(DEADLINE_S)
@@ -158,7 +163,7 @@ def test_a_cancelled_completion_leaves_the_engine(scripted):
     engine, loop = scripted
     begun = threading.Event()
     long = replace(PARAMS, max_new_tokens=1_000_000)
-    future = loop.submit([1], long, on_token=lambda token: begun.set())
+    future = loop.submit([1], long, on_tokens=lambda new: begun.set())
     assert begun.wait(DEADLINE_S)
     assert future.cancel()
     assert loop.complete([1], PARAMS).num_tokens == 12  # behind which the other one is gone
@@ -170,11 +175,11 @@ def test_a_cancelled_completion_leaves_the_engine(scripted):
 def test_an_error_of_a_callback_ends_its_completion_alone(scripted):
     engine, loop = scripted
 
-    def refuse(token: int) -> None:
+    def refuse(new) -> None:
         raise KeyError("of the caller")
 
     with pytest.raises(KeyError, match="of the caller"):
-        loop.submit([1], PARAMS, on_token=refuse).result(DEADLINE_S)
+        loop.submit([1], PARAMS, on_tokens=refuse).result(DEADLINE_S)
     assert loop.complete([1], PARAMS).num_tokens == 12
     assert engine.num_running == 0
 
@@ -229,7 +234,7 @@ def test_closing_ends_what_is_under_way():
     begun = threading.Event()
     loop = EngineLoop(engine)
     long = replace(PARAMS, max_new_tokens=1_000_000)
-    future = loop.submit([1], long, on_token=lambda token: begun.set())
+    future = loop.submit([1], long, on_tokens=lambda new: begun.set())
     assert begun.wait(DEADLINE_S)
     loop.close()
     with pytest.raises(RuntimeError, match="was closed before"):

@@ -194,7 +194,10 @@ def test_tokens_so_far_are_those_of_the_end():
     ours = engine(model)
     ours.add(rows()[:1])
     ours.step(), ours.step()
-    assert ours.sampled(["row 0"]) == [alone(model, rows()[0])[0][:2]]
+    tokens, logprobs = alone(model, rows()[0])
+    (so_far,), (newest,) = ours.sampled(["row 0"], [0]), ours.sampled(["row 0"], [1])
+    assert so_far.token_ids == tokens[:2] and newest.token_ids == tokens[1:2]
+    assert so_far.logprobs == pytest.approx(logprobs[:2], abs=1e-5)
 
 
 # --- weights -----------------------------------------------------------------------------------

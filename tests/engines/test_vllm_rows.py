@@ -60,7 +60,7 @@ def test_rows_come_and_go_with_their_versions(engine):
     rows.add([Row("a", [1] * 12, PARAMS), Row("b", [1] * 20, PARAMS, noise=Noise(7, 2, 1))])
     rows.step()
     rows.add([Row("c", [1] * 10, replace(PARAMS, max_new_tokens=2))])
-    assert rows.sampled(["b", "c"]) == [[20], []]
+    assert [t.token_ids for t in rows.sampled(["b", "c"], [0, 0])] == [[20], []]
     found = until_empty(rows)
     assert {i: ended.token_ids for i, ended in found.items()} == {
         "a": [12, 13, 14], "b": [20, 21, 22, 23, 24, 25], "c": [10, 11],
@@ -104,7 +104,7 @@ def test_rows_computed_anew_change_weights_in_the_middle(engine):
     rows.load(weights(100), 4, in_flight="recompute")
     rows.step()
     rows.load(weights(200), 5, in_flight="recompute")
-    assert rows.sampled(["a"]) == [[20, 21, 122]]
+    assert [t.token_ids for t in rows.sampled(["a"], [1])] == [[21, 122]]
     ended = until_empty(rows)["a"]
     assert ended.token_ids == [20, 21, 122, 223, 224, 225]
     assert ended.versions == [3, 3, 4, 5, 5, 5]

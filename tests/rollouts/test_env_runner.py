@@ -9,6 +9,7 @@ from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.utils.metrics import NUM_EPISODES
 
 from rllib_llm import columns
+from rllib_llm.rollouts.environment import SamplingEnvironment
 from rllib_llm.rollouts.request import SampleFailure, SampleRequest
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.published import PublishedWeights
@@ -225,7 +226,7 @@ def test_an_environment_without_scores_is_learnt_from_by_its_rewards(sampler):
 
     expected = sampler.serve(REQUEST, publication())
     other = build_sampler(tiny.grpo())
-    other.env = Plain()
+    other.sampler.environment = SamplingEnvironment(Plain())
     found = other.serve(SampleRequest(4, 5, 3, return_texts=True), publication())
     torch.testing.assert_close(found.columns[columns.SCORES], expected.rewards + 0.5)
     assert found.columns[columns.VALID].all()

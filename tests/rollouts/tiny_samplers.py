@@ -26,6 +26,21 @@ def publication(version: int = 0, key: str | None = None) -> PublishedWeights:
     return PublishedWeights(version, key or f"weights {version}")
 
 
+class Counted(RLHFEnvRunner):
+    """Notes how often RLlib sets its weights."""
+
+    num_set = 0
+
+    def set_state(self, state):
+        self.num_set += 1
+        super().set_state(state)
+
+
+def how_it_got_weights(runner: Counted) -> tuple[int, bool, int]:
+    """How often RLlib set them, whether they are the published memory itself, and their version."""
+    return runner.num_set, runner.policy.loader.is_aliased, runner.weights.version
+
+
 class ScriptedActors:
     """`SamplerActors` whose samplers live here. `does`: what happens to each part that is asked
     for, in order: its sampler "dies", "hangs" or (also behind the end) serves. `revives_after`:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 from ray import tune
@@ -17,7 +18,7 @@ def test_they_are_public_and_new_each_time():
     first, second = default_callbacks(), default_callbacks()
     assert not {id(one) for one in first} & {id(one) for one in second}
     names = {type(one).__name__ for one in first}
-    assert names >= {"ResultJson", "ProgressCsv", "TimedCheckpoints", "RestartHungTrials"}
+    assert names >= {"ResultLog", "TimedCheckpoints", "RestartHungTrials"}
     untimed = default_callbacks(checkpoint_interval_s=None)
     assert "TimedCheckpoints" not in {type(one).__name__ for one in untimed}
 
@@ -40,5 +41,8 @@ def test_a_tuner_that_restarts_its_trial(tmp_path, ray_session):
     (trial,) = (tmp_path / "run").glob("Counter_*")
     rows = [row["training_iteration"] for row in read_json_lines(trial / RESULTS)]
     assert rows == [1, 2, 3, 4, 5, 6]
+    assert results[0].metrics_dataframe["training_iteration"].tolist() == rows
+    with (trial / "progress.csv").open(encoding="utf-8") as lines:
+        assert [int(row["training_iteration"]) for row in csv.DictReader(lines)] == rows
     assert read_json_lines(trial / RESULTS)[3]["iterations_since_restore"] == 1
     assert json.loads((trial / "best_checkpoint" / "count.json").read_text()) == 6

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.algorithms.settings.checks import check_range, require
+from rllib_llm.dotted import import_dotted
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.numerics.losses import REDUCTIONS
+from rllib_llm.weights.by_name import is_own
 
 
 def check_sampling(config: Any) -> None:
@@ -44,18 +46,43 @@ def check_evaluation(config: Any) -> None:
 
 def check_transport(config: Any) -> None:
     """Raises ValueError where weights cannot go the way they are told to."""
-    if config.weights_transport == "store" or config.in_evaluation:
+    name = config.weights_transport
+    if name == "store" or config.in_evaluation:
         return
+    rules: dict[str, tuple[bool, str, str, str]] = {
+        "num_env_runners": (config.num_env_runners > 0, "above 0", "others share the module",
+                            "Use 1"),
+    }  # fmt: skip
+    if is_own(name):
+        made_by = import_dotted(name, name="weights_transport")
+        require(
+            callable(made_by), "weights_transport", name, "a class or a function that makes a "
+            "transport", f"it is {type(made_by).__name__}", "Name one that takes no arguments",
+        )  # fmt: skip
+    else:
+        rules |= _where_weights_stay(config)
+    for setting, (right, rule, reason, remedy) in rules.items():
+        require(
+            right, setting, getattr(config, setting),
+            f"{rule} with weights_transport={config.weights_transport!r}", reason,
+            f"{remedy}, or weights_transport='store'",
+        )  # fmt: skip
+
+
+def _where_weights_stay(config: Any) -> dict[str, tuple[bool, str, str, str]]:
+    """(whether it holds, rule, reason, remedy) by setting, where the weights stay in the learner's
+    memory and are read there."""
     share = "Give learner and samplers fractions of one GPU"
     sharded = config.num_learners > 1 and config.learner_strategy == "fsdp"
     on_gpu = {
-        "num_gpus_per_learner": (config.num_gpus_per_learner, "above 0", "they stay there", share),
+        "num_gpus_per_learner": (
+            config.num_gpus_per_learner > 0, "above 0", "they stay there", share,
+        ),
         "num_gpus_per_env_runner": (
-            config.num_gpus_per_env_runner, "above 0", "they are read there", share,
+            config.num_gpus_per_env_runner > 0, "above 0", "they are read there", share,
         ),
     }  # fmt: skip
-    rules = {
-        "num_env_runners": (config.num_env_runners, "above 0", "others share the module", "Use 1"),
+    return {
         **(on_gpu if config.weights_transport == "cuda_ipc" else {}),
         "engine": (config.engine == "torch", "'torch'", "others load from host memory", "Use it"),
         "learner_strategy": (not sharded, "'ddp'", "no learner has all weights", "Use 'ddp'"),
@@ -66,12 +93,6 @@ def check_transport(config: Any) -> None:
             config.weights_name is None, "None", "who follows reads from the store", "Leave it out",
         ),
     }  # fmt: skip
-    for name, (right, rule, reason, remedy) in rules.items():
-        require(
-            bool(right), name, getattr(config, name),
-            f"{rule} with weights_transport={config.weights_transport!r}", reason,
-            f"{remedy}, or weights_transport='store'",
-        )  # fmt: skip
 
 
 def check_loss(config: Any) -> None:

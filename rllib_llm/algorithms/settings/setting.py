@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.dotted import looks_dotted
 
 IN_CONFIG, IN_ENV = "config", "env_config"  # where a setting is kept
 
@@ -49,6 +50,7 @@ class Setting:
         unit: what a number counts.
         least, above, most: bounds of a number.
         choices: the values that are allowed, None aside.
+        or_dotted: whether a dotted path, to something of one's own, is allowed beside them.
         acts: when it has an effect; always, if empty.
         keys: what a mapping in its place may have beside its first key.
         short: its name inside its section, where that is shorter.
@@ -69,6 +71,7 @@ class Setting:
     above: float | None = None
     most: float | None = None
     choices: tuple[Any, ...] = ()
+    or_dotted: bool = False
     acts: tuple[Condition, ...] = ()
     keys: tuple[str, ...] = ()
     short: str = ""
@@ -103,7 +106,8 @@ class Setting:
 
     def _in_range(self, value: Any) -> bool:
         if self.choices:
-            return value is None or value in self.choices
+            own = self.or_dotted and isinstance(value, str) and looks_dotted(value)
+            return value is None or value in self.choices or own
         if isinstance(value, bool) or not isinstance(value, Real):
             return True
         number = float(value)
@@ -126,7 +130,8 @@ class Setting:
         if self.choices:
             if len(self.choices) == 1:
                 return f"{'None or ' if self.is_optional else ''}{self.choices[0]!r}"
-            return f"one of {(*self.choices, None) if self.is_optional else self.choices}"
+            own = " or a dotted path" if self.or_dotted else ""
+            return f"one of {(*self.choices, None) if self.is_optional else self.choices}{own}"
         words = [self._rule_of(kind) for kind in _alternatives(self.type)]
         return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
@@ -158,6 +163,8 @@ class Setting:
         """The type as Python writes it."""
         kinds = [repr(choice) for choice in self.choices]
         kinds = kinds or [_name_of(kind) for kind in _alternatives(self.type)]
+        if self.or_dotted:
+            kinds.append("str")
         if self.choices and self.is_optional:
             kinds.append("None")
         return " | ".join(kinds)

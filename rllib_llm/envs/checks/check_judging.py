@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from rllib_llm import columns
+from rllib_llm.envs.checked_completions import BanditEnvError
 from rllib_llm.envs.checks.check_findings import Findings
+from rllib_llm.envs.sampled_tokens import told_columns
 
 # Of an environment that gives scores; one that does not is learnt from by its rewards.
 _REQUIRED_INFOS = (
@@ -108,6 +110,10 @@ class JudgingChecker:
             )
             return
         mask = actions[columns.COMPLETION_MASK]
+        try:
+            told_columns(infos, mask)
+        except BanditEnvError as error:
+            self.findings.problems.append(f"step() {error}")
         scores, valid = infos[columns.SCORES], infos[columns.VALID]
         fits = self.findings.check_tensor(
             "step() infos['scores']", scores, torch.float32, (batch_size,)

@@ -28,10 +28,11 @@ class RewardBatch:
 
     prompt_ids [B, P] int64 left-padded, prompt_mask [B, P] bool, completion_ids [B, T] int64
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
-    once for all functions, special tokens left out); `columns` hold the data set's other columns,
-    B values each; `global_step` is the number of updates before this batch, `epoch` how often the
-    data set was gone through, `max_steps` the number of updates that the run is to have, 0 where
-    nobody knows.
+    once for all functions, special tokens left out), of a conversation the assistant's last turn;
+    `completion_messages` are B lists of all its messages behind the first prompt; `columns` hold
+    the data set's other columns, B values each; `global_step` is the number of updates before this
+    batch, `max_steps` that of the whole run (0: nobody knows), `epoch` how often the data set was
+    gone through.
     """
 
     prompt_ids: torch.Tensor
@@ -40,6 +41,7 @@ class RewardBatch:
     completion_mask: torch.Tensor
     prompts: Sequence[str] = ()
     completions: Sequence[str] = ()
+    completion_messages: Sequence[Any] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     global_step: int = 0
     epoch: float = 0.0
@@ -65,6 +67,7 @@ class RewardBatch:
             completion_mask=self.completion_mask[i : i + 1],
             prompts=self.prompts[i : i + 1],
             completions=self.completions[i : i + 1],
+            completion_messages=self.completion_messages and self.completion_messages[i : i + 1],
             columns={key: values[i : i + 1] for key, values in self.columns.items()},
         )
 
@@ -143,7 +146,7 @@ class RewardTerm:
         }
         if "messages" in batch.columns and not self.wants_texts:
             given["prompts"] = batch.columns["messages"]
-            given["completions"] = [
+            given["completions"] = batch.completion_messages or [
                 [{"role": "assistant", "content": text}] for text in batch.completions
             ]
         taken = {k: list(v) for k, v in given.items() if self._names.takes(k)}

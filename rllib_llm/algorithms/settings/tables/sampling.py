@@ -212,12 +212,14 @@ WEIGHTS = Section(
             type=str,
             default="store",
             choices=("store", "cuda_ipc", "nixl"),
+            or_dotted=True,
             meaning="how weights travel to the samplers",
             note='"store": through the object store, everywhere; "cuda_ipc": they stay on the GPU '
             "that learner and samplers share, as fractions of one (on two buffers of their size "
             "there); \"nixl\": straight from the learner's memory into the samplers', by RDMA or "
-            "NVLink where GPUs have it (`pip install 'rllib-llm[nixl]'`). From the first time on "
-            "that a sampler cannot read them, these two go through the store.",
+            "NVLink where GPUs have it (`pip install 'rllib-llm[nixl]'`); a dotted path: a class "
+            "or a function without arguments that makes one of your own. From the first time on "
+            "that a sampler cannot read them, they go through the store.",
         ),
         Setting(
             name="weights_checksum",

@@ -1,0 +1,156 @@
+"""What a chat format can do, proven on dialogues of our own before anything is sampled.
+
+Each dialogue is walked through as a rollout would: prompt, the assistant's turn as the template
+writes it, suffix, and so on. At its end the tokens must be those of the whole dialogue rendered and
+encoded at once, bit for bit; or the template begins a path of its own, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages
+from rllib_llm.conversations.conversation import Conversation
+
+Outcome = Literal["appends", "forks", "keeps", "unsupported", "ignored"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a template does with one kind of dialogue.
+
+    appends: each turn is a suffix of the one before; forks: a further turn changes earlier ones, so
+    that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
+    (`history="keep"`); unsupported: the template refuses such dialogues; ignored: it writes nothing
+    of them.
+    """
+
+    dialogue: str
+    outcome: Outcome
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.dialogue}: {self.outcome}{f' ({self.detail})' if self.detail else ''}"
+
+
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Say little."}
+USER: dict[str, Any] = {"role": "user", "content": "Good day. 1 + 1?"}
+MORE: dict[str, Any] = {"role": "user", "content": " And 2 + 2? "}
+SAYS: dict[str, Any] = {"role": "assistant", "content": "It is 2."}
+ENDS: dict[str, Any] = {"role": "assistant", "content": "It is\n4, then."}
+THINKS: dict[str, Any] = {**SAYS, "reasoning_content": "One and one."}
+
+
+def prove(chat_format: ChatFormat) -> list[Finding]:
+    """What the format does with each kind of dialogue.
+
+    Raises:
+        ChatFormatError: it would append tokens that are not the template's own.
+    """
+    name = min(chat_format.tool_names, default="add")
+    function = {"name": name, "arguments": {"text": "1 + 1"}}
+    call = {"type": "function", "id": "call00000", "function": function}
+    calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "two: 2"}
+    thoughtful = {**calls, "reasoning_content": "One and one."}
+    dialogues: dict[str, Messages] = {
+        "turns": [USER, SAYS, MORE, ENDS],
+        "system message": [SYSTEM, USER, SAYS, MORE, ENDS],
+        "thoughts": [USER, THINKS],
+        "turns after thoughts": [USER, THINKS, MORE, ENDS],
+        "tool calls": [USER, calls, result, ENDS],
+        "tool calls after thoughts": [USER, thoughtful, result, ENDS],
+        "turns after tool calls": [USER, calls, result, ENDS, MORE, SAYS],
+    }
+    return [_prove(chat_format, name, turns) for name, turns in dialogues.items()]
+
+
+def require_tools(chat_format: ChatFormat, findings: list[Finding]) -> None:
+    """Raises ChatFormatError where a template does not write tools, or what they answer."""
+    (calls,) = (finding for finding in findings if finding.dialogue == "tool calls")
+    written = chat_format.render([USER], generation_prompt=True)
+    unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
+    if unknown or calls.outcome in ("unsupported", "ignored") or chat_format.syntax == "none":
+        raise ChatFormatError(
+            f"chat_template must write tools, their calls and results: it does not name {unknown}, "
+            f"dialogues with {calls}, and calls are of the syntax {chat_format.syntax!r}. Give a "
+            "template that writes them, or remove the tools."
+        )
+
+
+def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:
+    try:
+        whole = chat_format.render(turns)
+    except ChatFormatError as error:
+        return Finding(name, "unsupported", str(error.__cause__))
+    lost = next((text for text in _texts(turns) if text not in whole), None)
+    if lost is not None:
+        return Finding(name, "ignored", f"{lost!r} is not written")
+    return _walk(chat_format, name, turns)
+
+
+def _texts(turns: Messages) -> Iterator[str]:
+    """What a template must write of a dialogue: all but the thoughts of turns that are over."""
+    for turn in turns:
+        yield turn["content"].strip()
+        for call in turn.get("tool_calls", ()):
+            yield from (str(value) for value in call["function"]["arguments"].values())
+    if "reasoning_content" in turns[-1]:
+        yield turns[-1]["reasoning_content"]
+
+
+def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:
+    """Goes through the dialogue as a rollout does, and compares what came of it."""
+    conversation = Conversation(chat_format)
+    waiting: Messages = []
+    for place, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            waiting.append(turn)
+            continue
+        conversation.append_messages(waiting)
+        waiting = []
+        said = _said(chat_format, turns[:place], turn)
+        if said is None:
+            return Finding(name, "ignored", "a turn does not begin with the generation prompt")
+        ids = chat_format.encode(said)
+        conversation.append_sampled(ids, [0.0] * len(ids))
+    if conversation.suffixes["fork"]:
+        return Finding(name, "forks", "a further turn changes earlier ones")
+    return _compared(chat_format, name, turns, conversation)
+
+
+def _said(chat_format: ChatFormat, before: Messages, turn: Mapping[str, Any]) -> str | None:
+    """What the assistant samples of a turn: from the generation prompt to the end of the turn."""
+    asked = chat_format.render(before, generation_prompt=True)
+    rendered = chat_format.render([*before, turn])
+    if not rendered.startswith(asked):
+        return None
+    said, end, _ = rendered[len(asked) :].rpartition(chat_format.turn_end)
+    return said + end
+
+
+def _compared(
+    chat_format: ChatFormat, name: str, turns: Messages, conversation: Conversation
+) -> Finding:
+    """Whether the walked tokens are those of the whole, up to the end of the last turn."""
+    walked = conversation.token_ids
+    text = chat_format.render(turns)
+    text = text[: text.rfind(chat_format.turn_end) + len(chat_format.turn_end)]
+    expected = chat_format.encode(text)
+    if walked == expected:
+        return Finding(name, "appends")
+    if conversation.suffixes["kept"]:
+        return Finding(name, "keeps", "earlier turns stay as they were sampled")
+    same = next(
+        (i for i, (a, b) in enumerate(zip(walked, expected, strict=False)) if a != b),
+        min(len(walked), len(expected)),
+    )
+    decode = chat_format.tokenizer.decode
+    raise ChatFormatError(
+        f"chat_template must write a dialogue with {name} as its turns were read: token {same} is "
+        f"{decode(walked[same : same + 8])!r} where the whole has "
+        f"{decode(expected[same : same + 8])!r}, and the policy would be trained on text that "
+        "nobody asks it for. Give a template that renders turns alike wherever they stand."
+    )

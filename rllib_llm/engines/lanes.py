@@ -1,0 +1,185 @@
+"""Two versions of the weights side by side: rows finish on the one they began with.
+
+    new rows ──▶ newest lane ── one step each, in turn ──▶ tokens
+    rows that ask for it ──▶ older lane
+
+The weights of a third version are put into the older lane once it is empty; from the moment that
+somebody waits for it, it takes no more rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from rllib_llm.engines.completions import Tokens
+from rllib_llm.engines.engine_loop import EngineLoop
+from rllib_llm.engines.protocol import Ended, InFlight, Row
+from rllib_llm.engines.scoring import Scores
+from rllib_llm.engines.torch_engine import TorchEngine
+
+
+class LaneEngine:
+    """See `protocol.Engine`. With two lanes `load` is `LaneLoader`'s, which does not stop the rows.
+
+    Args:
+        newest: has weights.
+        older: an engine of its own with the same model and, at first, without rows. Without it rows
+            that are in the engine do not finish on their weights: `load` says what becomes of them.
+    """
+
+    def __init__(self, newest: TorchEngine, older: TorchEngine | None = None) -> None:
+        self._lanes = [newest] if older is None else [newest, older]
+        self._takes_older = False  # the older lane has weights, and takes rows
+        self._waiting: Future[TorchEngine] | None = None
+
+    @property
+    def num_running(self) -> int:
+        return sum(lane.num_running for lane in self._lanes)
+
+    @property
+    def num_sampling(self) -> int:
+        """Rows that have a place in a batch."""
+        return sum(lane.num_sampling for lane in self._lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for one."""
+        return max(0, self.num_running - self.num_sampling)
+
+    @property
+    def version(self) -> int | None:
+        return self._lanes[0].version
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that rows may ask for, the newest first."""
+        lanes = self._lanes if self._takes_older else self._lanes[:1]
+        return [lane.version for lane in lanes if lane.version is not None]
+
+    @property
+    def rows_by_version(self) -> dict[int, int]:
+        """Rows in it, by the version that samples them."""
+        lanes = reversed(self._lanes)
+        return {lane.version: lane.num_running for lane in lanes if lane.version is not None}
+
+    def add(self, rows: Sequence[Row]) -> None:
+        parts: dict[TorchEngine, list[Row]] = {}
+        for row in rows:
+            parts.setdefault(self.lane(row.version), []).append(row)
+        for lane, part in parts.items():
+            lane.add(part)
+
+    def lane(self, version: int | None) -> TorchEngine:
+        """The engine with these weights.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if version is None or version == self._lanes[0].version:
+            return self._lanes[0]
+        if self._takes_older and version == self._lanes[1].version:
+            return self._lanes[1]
+        raise ValueError(
+            f"row.version={version!r} must be one of {self.versions!r}: other weights are gone. "
+            "Leave it out for the newest."
+        )
+
+    def step(self) -> list[Ended]:
+        ended = []
+        for lane in reversed(self._lanes):
+            if lane.num_running:
+                ended += lane.step()
+        self._hand_over()
+        return ended
+
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
+        found: dict[Hashable, Tokens] = {}
+        for lane in self._lanes:
+            own = {i: at for i, at in zip(ids, starts, strict=True) if lane.holds(i)}
+            if own:
+                tokens = lane.sampled(list(own), list(own.values()))
+                found |= dict(zip(own, tokens, strict=True))
+        return [found[i] for i in ids]
+
+    def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
+        ended = [each for lane in self._lanes for each in lane.abort(ids)]
+        self._hand_over()
+        return ended
+
+    def score(self, token_ids: Sequence[int], top: int, version: int | None = None) -> Scores:
+        """See `TorchEngine.score`, with weights of a version."""
+        return self.lane(version).score(token_ids, top)
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def load(
+        self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
+    ) -> None:
+        if in_flight == "finish" and len(self._lanes) > 1:
+            raise ValueError(
+                "in_flight='finish' must not be used here: the rows would wait for the weights. "
+                "Use LaneLoader.load."
+            )
+        self._lanes[0].load(weights, version, in_flight)
+
+    def empty_lane(self) -> Future[TorchEngine]:
+        """The older lane, once it has no rows; it takes none from now until `switch` or `keep`, and
+        belongs to the caller, who may use it in any thread."""
+        self._takes_older = False
+        self._waiting = Future()
+        waiting = self._waiting
+        self._hand_over()
+        return waiting
+
+    def _hand_over(self) -> None:
+        if self._waiting is not None and not self._lanes[1].num_running:
+            waiting, self._waiting = self._waiting, None
+            waiting.set_result(self._lanes[1])
+
+    def switch(self) -> None:
+        """New rows go to the other lane from now on."""
+        self._lanes.reverse()
+        self._takes_older = True
+
+    def keep(self) -> None:
+        """Takes the older lane back as it is: nothing was put into it."""
+        self._takes_older = self._lanes[1].version is not None
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+
+class LaneLoader:
+    """Puts weights into the lanes of an engine that runs in a loop, in the caller's thread: rows go
+    on being sampled meanwhile.
+
+    Args:
+        loop: runs the engine.
+        engine: its lanes.
+    """
+
+    def __init__(self, loop: EngineLoop, engine: LaneEngine) -> None:
+        self._loop, self._engine = loop, engine
+        self._lock = threading.Lock()
+
+    def load(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        """Waits until the rows of the version before the newest have ended, and then gives new rows
+        these weights. One after the other, if many ask.
+
+        Raises:
+            ValueError: they are those of another model; nothing changes.
+        """
+        with self._lock:
+            lane = self._loop.do(self._engine.empty_lane).result().result()
+            try:
+                lane.load(weights, version)
+                lane.open()
+            except ValueError:
+                self._loop.do(self._engine.keep).result()
+                raise
+            self._loop.do(self._engine.switch).result()

@@ -1,0 +1,175 @@
+"""Conversations with an environment: many turns, tools, rewards where they are earned.
+
+    task ─▶ start ─▶ messages ─▶ policy ─▶ reply ─┬─▶ its tool calls are run ─▶ results ─▶ policy
+                                    ▲             └─▶ respond ─▶ messages ─────▶ policy
+                                    └─ until respond says that it is done, or a limit is reached
+
+An environment of one's own is a subclass with `respond`, or just tools and reward functions. What
+the policy samples and how conversations become batches is the sampler's (`rollouts/conversing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from gymnasium import spaces
+from ray.rllib.utils.spaces.repeated import Repeated
+
+from rllib_llm.conversations.chat_format import ChatFormat, Message
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.conversations.proof import Finding, prove, require_tools
+from rllib_llm.envs.conversation_settings import DEFAULTS, check_limits
+from rllib_llm.envs.event_loop import EventLoop
+from rllib_llm.envs.judges.rewards import RewardSum
+from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.rlhf import (
+    EnvConfigError,
+    check_reference,
+    policy_tokenizer,
+    reward_terms,
+    with_defaults,
+)
+from rllib_llm.envs.tools.toolbox import Toolbox
+from rllib_llm.modules.model_limits import num_embeddings, num_positions
+
+
+@dataclass(frozen=True)
+class Response:
+    """What an environment says to an assistant's turn.
+
+    messages: a user's words, or messages as chat templates take them. reward: what the turn
+    earned. done: whether the conversation is over. invalid: why nothing may be learnt from it,
+    where the environment failed; never a reward of 0 for that. metrics: numbers by name, of the
+    whole conversation.
+    """
+
+    messages: str | Sequence[Message] = ()
+    reward: float | None = None
+    done: bool = False
+    invalid: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ConversationEnv:
+    """Tasks out, conversations in, rewards back; each replica has one event loop.
+
+    Args:
+        env_config: settings; their names and defaults are `conversation_settings.DEFAULTS`, on
+            which `defaults` of a subclass are laid.
+
+    `start`, `respond` and `score` may be plain or async functions. They are called for many
+    conversations at the same time, plain ones from several threads: what belongs to one
+    conversation is kept in its `state`.
+
+    Raises:
+        EnvConfigError: an unknown or impossible setting.
+        ChatFormatError: a chat template that cannot write such conversations.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
+        known = {**DEFAULTS, **self.defaults}
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        self.settings = with_defaults(env_config or {}, known, env_id=name)
+        check_limits(self.settings)
+        self.tokenizer = policy_tokenizer(self.settings)
+        self.toolbox = Toolbox(
+            self.tools(),
+            timeout_s=self.settings["tool_timeout_s"],
+            max_chars=self.settings["max_tool_chars"],
+        )
+        self.chat_format = ChatFormat(
+            self.tokenizer,
+            tools=self.toolbox.schemas,
+            syntax=self.settings["tool_syntax"],
+            history=self.settings["history"],
+            template_settings=self.settings["template_settings"],
+        )
+        self.findings: list[Finding] = prove(self.chat_format)
+        if self.toolbox.tools:
+            require_tools(self.chat_format, self.findings)
+        self.tasks = self._make_tasks()
+        terms = reward_terms(self.settings, self.tokenizer)
+        self.rewards = RewardSum(terms) if terms else None
+        self.reference = self._make_reference()
+        self.events = EventLoop()
+        self.num_envs = int(self.settings["num_envs"])
+        self.global_step = 0  # updates of the policy so far, for reward functions that ask
+        self.return_texts = False
+        self.has_warned = False  # that a rollout failed
+        model = self.settings["model"]
+        self.max_tokens = self.settings["max_tokens"] or (num_positions(model) if model else None)
+        vocab_size = num_embeddings(model) if model else len(self.tokenizer)
+        token: spaces.Discrete = spaces.Discrete(int(vocab_size))
+        self.single_observation_space = Repeated(token, int(self.max_tokens or 2**20))
+        self.single_action_space = self.single_observation_space
+
+    # --- what a subclass says ----------------------------------------------------------------
+
+    def tools(self) -> Sequence[Any]:
+        """Tools of every conversation: functions, dotted paths, or objects as `toolbox.Tool`."""
+        return list(self.settings["tools"] or ())
+
+    def rows(self) -> Any:
+        """Tasks, any source of `data/sources.py`: the setting `prompts`."""
+        return self.settings["prompts"]
+
+    def start(
+        self, conversation: Conversation
+    ) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
+        """The first messages of a task: its prompt, behind the setting `system`."""
+        prompt = conversation.task["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        system = self.settings["system"]
+        return [{"role": "system", "content": system}, *messages] if system else messages
+
+    def respond(self, conversation: Conversation) -> Response | Awaitable[Response]:
+        """What the environment says to a turn without complete tool calls: by default, no more."""
+        return Response(done=True)
+
+    def score(self, conversation: Conversation) -> float | None | Awaitable[float | None]:
+        """What the whole conversation earned at its end, beside turns and reward functions."""
+        return None
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _make_tasks(self) -> PromptSource:
+        settings, rows = self.settings, self.rows()
+        if rows is None and not (settings["eval_prompts"] and settings["split"] == "eval"):
+            raise EnvConfigError(
+                "env_config['prompts']=None must be a data source: there is no task to talk about. "
+                "Set it to a file (JSONL, Parquet), a data set, rows or a function."
+            )
+        is_eval = settings["split"] == "eval"
+        return PromptSource(
+            rows,
+            seed=settings["split_seed"] if is_eval else settings["seed"],
+            shuffle=settings["shuffle"],
+            prompt_column=settings["prompt_column"],
+            split=settings["split"],
+            eval_fraction=settings["eval_fraction"],
+            split_seed=settings["split_seed"],
+            eval_data=settings["eval_prompts"],
+        )
+
+    def _make_reference(self) -> Any | None:
+        if self.settings["reference"] is None:
+            return None
+        from rllib_llm.envs.reference import FrozenReference
+
+        chosen = check_reference(self.settings, self.tokenizer)
+        options = {"device": self.settings["device"], **chosen}
+        return FrozenReference(options.pop("model"), **options)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the columns that go out."""
+        return torch.device(self.settings["device"])
+
+    def close(self) -> None:
+        """Ends the event loop."""
+        self.events.close()

@@ -1,0 +1,219 @@
+"""What conversations that are over earned: at their turns, at their end, by reward functions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.conversations.batches import Rollout, training_columns
+from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.conversation_rollouts import Attempt
+from rllib_llm.envs.judges.reward_functions import RewardBatch
+from rllib_llm.envs.judges.rewards import Rewards
+from rllib_llm.envs.rlhf import EnvConfigError
+
+TURNS = "turns"  # component: what was earned at turns
+SCORE = "score"  # component: what `ConversationEnv.score` says
+ROLLOUT = "rollout"
+_SHOWN = 300  # characters of a reason
+
+
+@dataclass(frozen=True)
+class JudgedConversations:
+    """Training columns of all rows, and by row what the rollouts were worth.
+
+    components, metrics: [rows] float32 by name; NaN in all rows of a rollout but its first, so that
+    a mean counts each rollout once.
+    """
+
+    columns: dict[str, torch.Tensor]
+    components: dict[str, torch.Tensor]
+    metrics: dict[str, torch.Tensor]
+    texts: dict[str, list[str]]
+
+
+def judge(
+    env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int
+) -> JudgedConversations:
+    """The columns of rollouts that are over, with their scores.
+
+    Raises:
+        EnvConfigError: all rollouts failed, or nothing says what they are worth.
+    """
+    sound = [attempt for attempt in attempts if not attempt.invalid and attempt.conversation.nodes]
+    _report(env, attempts, sound)
+    components, judged = _components(env, sound)
+    valid = dict.fromkeys(map(id, sound), True)
+    scores: dict[int, float] = {}
+    for i, attempt in enumerate(sound):
+        scores[id(attempt)] = attempt.conversation.total_reward + (attempt.earned or 0.0)
+        if judged is not None:
+            scores[id(attempt)] += float(judged.scores[i])
+            valid[id(attempt)] = bool(judged.valid[i])
+    rollouts = [
+        Rollout(
+            attempt.conversation, scores.get(id(attempt), 0.0), valid.get(id(attempt), False),
+            attempt.invalid, attempt.group, attempt.row_id, attempt.row.index,
+        )
+        for attempt in attempts
+    ]  # fmt: skip
+    batch = training_columns(rollouts, pad_token_id)
+    if env.reference is not None:
+        names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS,
+                 columns.COMPLETION_MASK)  # fmt: skip
+        batch[columns.REF_LOGPROBS] = env.reference.logprobs(
+            *(batch[name].to(env.device) for name in names), env.settings["temperature"]
+        ).cpu()
+    table = _Table(attempts, batch[columns.ROW_ID])
+    return JudgedConversations(
+        {name: column.to(env.device) for name, column in batch.items()},
+        {name: table.rows(sound, column) for name, column in components.items()},
+        _metrics(table, attempts, sound, judged),
+        _texts(table, attempts) if env.return_texts else {},
+    )
+
+
+class _Table:
+    """Numbers by rollout, laid out by row."""
+
+    def __init__(self, attempts: Sequence[Attempt], row_ids: torch.Tensor) -> None:
+        self._places: dict[int, int] = {}
+        for place, row_id in enumerate(row_ids.tolist()):
+            self._places.setdefault(row_id, place)
+        self.num_rows = len(row_ids)
+        self.owners = [attempt for row_id in row_ids.tolist()
+                       for attempt in attempts if attempt.row_id == row_id]  # fmt: skip
+
+    def rows(self, attempts: Sequence[Attempt], numbers: Sequence[float]) -> torch.Tensor:
+        """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere."""
+        column = torch.full((self.num_rows,), torch.nan)
+        for attempt, number in zip(attempts, numbers, strict=True):
+            column[self._places[attempt.row_id]] = number
+        return column
+
+
+def _components(
+    env: ConversationEnv, sound: Sequence[Attempt]
+) -> tuple[dict[str, list[float]], Rewards | None]:
+    """By name what each sound rollout earned, and what the reward functions said of it."""
+    judged = env.rewards(_reward_batch(env, sound)) if env.rewards is not None and sound else None
+    components: dict[str, list[float]] = {}
+    if judged is not None:
+        components = {name: column.tolist() for name, column in judged.components.items()}
+    if any(attempt.has_turn_rewards for attempt in sound):
+        components[TURNS] = [attempt.conversation.total_reward for attempt in sound]
+    if any(attempt.earned is not None for attempt in sound):
+        nothing = float("nan")
+        components[SCORE] = [
+            nothing if attempt.earned is None else attempt.earned for attempt in sound
+        ]
+    if not components and sound and all(attempt.conversation.nodes for attempt in sound):
+        raise EnvConfigError(
+            "env_config must have 'reward_functions' or 'reward_model', or respond() and score() "
+            "must give rewards: nothing said what any of these conversations is worth. Return a "
+            "reward from one of them."
+        )
+    return components, judged
+
+
+def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch:
+    """The conversations as reward functions take them: completions are all messages behind the
+    first prompt."""
+    last = [attempt.conversation.rows()[-1] for attempt in sound]
+    batch = training_columns(
+        [Rollout(a.conversation, 0.0, True, "", 0, i, 0) for i, a in enumerate(sound)],
+        int(env.tokenizer.pad_token_id),
+    )
+    ends = batch[columns.ROW_ID].bincount().cumsum(0) - 1
+    starts = [list(attempt.conversation.nodes[0].messages) for attempt in sound]
+    said = [a.conversation.messages[len(s) :] for a, s in zip(sound, starts, strict=True)]
+    tasks = [attempt.conversation.task for attempt in sound]
+    names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
+    return RewardBatch(
+        prompt_ids=batch[columns.PROMPT_IDS][ends],
+        prompt_mask=batch[columns.PROMPT_MASK][ends],
+        completion_ids=batch[columns.COMPLETION_IDS][ends],
+        completion_mask=batch[columns.COMPLETION_MASK][ends],
+        prompts=[str(env.tokenizer.decode(row.prompt_ids)) for row in last],
+        completions=[_last_words(attempt) for attempt in sound],
+        completion_messages=said,
+        columns={
+            **{name: [task.get(name) for task in tasks] for name in names},
+            "messages": starts,
+            "conversations": [attempt.conversation for attempt in sound],
+            "environments": [attempt.conversation.state.get("environment") for attempt in sound],
+        },
+        global_step=env.global_step,
+    )
+
+
+def _last_words(attempt: Attempt) -> str:
+    reply = attempt.conversation.reply
+    return "" if reply is None else reply.content
+
+
+def _metrics(
+    table: _Table, attempts: Sequence[Attempt], sound: Sequence[Attempt], judged: Rewards | None
+) -> dict[str, torch.Tensor]:
+    metrics: dict[str, torch.Tensor] = {}
+    failed = [float(bool(attempt.invalid)) for attempt in attempts]
+    metrics[f"{ROLLOUT}{columns.FAILED}"] = table.rows(attempts, failed).nan_to_num()
+    counted: dict[str, list[float]] = {
+        "num_turns": [a.conversation.num_turns for a in sound],
+        "num_forks": [a.conversation.suffixes["fork"] for a in sound],
+        "truncated": [float(bool(a.truncated)) for a in sound],
+    }
+    for name in sorted({name for attempt in sound for name in attempt.counts}):
+        counted[name] = [attempt.counts.get(name, float("nan")) for attempt in sound]
+    for name in sorted({name for attempt in sound for name in attempt.conversation.metrics}):
+        counted[name] = [a.conversation.metrics.get(name, float("nan")) for a in sound]
+    metrics.update({name: table.rows(sound, numbers) for name, numbers in counted.items()})
+    if judged is not None:
+        for name, column in judged.metrics.items():
+            metrics[name] = table.rows(sound, column.tolist())
+        for name, column in judged.failed.items():
+            shown = table.rows(sound, column.float().tolist())
+            metrics[f"{name}{columns.FAILED}"] = shown.nan_to_num()
+    return metrics
+
+
+def _texts(table: _Table, attempts: Sequence[Attempt]) -> dict[str, list[str]]:
+    """Of each row its rollout's first messages and what was said behind them."""
+    shown: dict[str, list[str]] = {"prompt": [], "completion": []}
+    for attempt in table.owners:
+        conversation = attempt.conversation
+        messages = conversation.messages
+        start = len(conversation.nodes[0].messages) if conversation.nodes else 0
+        for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
+            shown[name].append("\n".join(_shown(message) for message in part))
+    return shown
+
+
+def _shown(message: dict) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    called = "".join(f" {call['name']}({call['arguments']})" for call in calls)
+    return f"[{message['role']}] {message.get('content') or ''}{called}"
+
+
+def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[Attempt]) -> None:
+    failed = [attempt for attempt in attempts if attempt.invalid]
+    if not failed:
+        return
+    first, count = failed[0], len(failed)
+    if not sound:
+        raise EnvConfigError(
+            f"at least one of {count} conversations must come to an end: all failed, the first "
+            f"with {first.invalid[:_SHOWN]}. Correct the environment, or what it depends on."
+        ) from first.error
+    if not env.has_warned:
+        env.has_warned = True
+        warnings.warn(
+            f"{count} of {len(attempts)} conversations failed and are left out, the first with "
+            f"{first.invalid[:_SHOWN]}. Later failures are only counted "
+            f"(env/{ROLLOUT}{columns.FAILED}).",
+            stacklevel=2,
+        )

@@ -1,0 +1,248 @@
+"""Rollouts of conversations: the loop of one, many at the same time, and what one that fails costs.
+
+A limit that the policy reaches (turns, tokens) ends its conversation, which is judged as it stands.
+What is not the policy's doing (an error of the environment, too many seconds) makes the rollout
+invalid: it counts in no statistic, and never as a score of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rllib_llm.conversations.chat_format import Message
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
+from rllib_llm.envs.conversation import ConversationEnv, Response
+from rllib_llm.envs.event_loop import call
+from rllib_llm.envs.prompts import PromptRow
+from rllib_llm.envs.tools.toolbox import ToolResult
+
+# Whatever a user's code raises costs its rollout, `sys.exit` as well: hence the breadth.
+RAISED = (Exception, SystemExit)
+
+
+class Sampled(Protocol):
+    """What an engine sampled: see `engines.protocol.Ended`."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The stop token is among them."""
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of each token."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled each."""
+
+    @property
+    def finish(self) -> str:
+        """Why there are no more: "stop", "length" or "aborted"."""
+
+
+Complete = Callable[[Sequence[int], int, int, int], Awaitable[Sampled]]
+"""(token ids, most new tokens, row, turn) -> what was sampled."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine gave no tokens; it is the run's trouble, not one rollout's."""
+
+
+@dataclass
+class Attempt:
+    """A rollout under way, or over.
+
+    invalid: why nothing may be learnt from it, or "". truncated: the limit that ended it, or "".
+    earned: what `ConversationEnv.score` said. has_turn_rewards: whether a turn was given any.
+    """
+
+    row: PromptRow
+    row_id: int
+    group: int
+    conversation: Conversation
+    invalid: str = ""
+    error: BaseException | None = None
+    truncated: str = ""
+    earned: float | None = None
+    has_turn_rewards: bool = False
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def count(self, name: str, number: float = 1.0) -> None:
+        """Adds to a number of this rollout's metrics."""
+        self.counts[name] = self.counts.get(name, 0.0) + number
+
+
+_COUNTED = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds", "sample_seconds")
+
+
+def run_rollouts(
+    env: ConversationEnv,
+    rows: Sequence[PromptRow],
+    *,
+    first_position: int,
+    num_completions: int,
+    complete: Complete,
+    max_new_tokens: int,
+) -> list[Attempt]:
+    """Conversations about all tasks, `num_completions` of each, in the order of the tasks.
+
+    Raises:
+        EngineFailed: the engine did not sample.
+    """
+    attempts = []
+    for place, row in enumerate(rows):
+        for copy in range(num_completions):
+            group = first_position + place
+            task = {"prompt": row.prompt, **row.columns}
+            conversation = Conversation(env.chat_format, task=task)
+            attempts.append(Attempt(row, group * num_completions + copy, group, conversation))
+    env.events.run(_run_all(env, attempts, complete, max_new_tokens))
+    return attempts
+
+
+async def _run_all(
+    env: ConversationEnv, attempts: Sequence[Attempt], complete: Complete, max_new_tokens: int
+) -> None:
+    places = asyncio.Semaphore(int(env.settings["max_concurrent"]))
+
+    async def one(attempt: Attempt) -> None:
+        async with places:
+            await _Rollout(env, attempt, complete, max_new_tokens).run()
+
+    tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:  # where one found the engine broken, the others need not go on
+        for task in tasks:
+            task.cancel()
+
+
+class _Rollout:
+    """One conversation from its first message to its last."""
+
+    def __init__(
+        self, env: ConversationEnv, attempt: Attempt, complete: Complete, max_new_tokens: int
+    ) -> None:
+        self.env, self.attempt, self.complete = env, attempt, complete
+        self.conversation = attempt.conversation
+        self.max_new_tokens = max_new_tokens
+        self.deadline = time.monotonic() + float(env.settings["max_seconds"])
+
+    async def run(self) -> None:
+        """Goes through the conversation; what fails is noted in the attempt."""
+        attempt, limit = self.attempt, float(self.env.settings["max_seconds"])
+        start = time.perf_counter()
+        attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
+        try:
+            await asyncio.wait_for(self._converse(), limit)
+        except EngineFailed:
+            raise
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            if time.monotonic() >= self.deadline:
+                attempt.invalid = f"the rollout took longer than max_seconds={limit:g}"
+            else:
+                attempt.invalid = f"TimeoutError: {error}"
+            attempt.error = error
+        except RAISED as error:
+            attempt.invalid, attempt.error = f"{type(error).__name__}: {error}", error
+        attempt.count("seconds", time.perf_counter() - start)
+
+    async def _converse(self) -> None:
+        env, conversation = self.env, self.conversation
+        conversation.append_messages(_as_messages(await call(env.start, conversation)))
+        while await self._sample():
+            response = await self._answer()
+            if response.reward is not None:
+                self.attempt.has_turn_rewards = True
+                conversation.add_reward(response.reward)
+            conversation.metrics.update(response.metrics)
+            messages = _as_messages(response.messages)
+            if response.invalid:
+                self.attempt.invalid = response.invalid
+                return
+            if response.done:
+                conversation.append_last_messages(messages)
+                break
+            if conversation.num_turns >= env.settings["max_turns"]:
+                conversation.append_last_messages(messages)
+                self.attempt.truncated = "turns"
+                break
+            conversation.append_messages(messages)
+        earned = await call(env.score, conversation)
+        if earned is not None:
+            self.attempt.earned = float(earned)
+
+    async def _sample(self) -> bool:
+        """The assistant's turn; False where it was cut off, and the conversation ends."""
+        conversation, token_ids = self.conversation, self.conversation.token_ids
+        room = self.max_new_tokens
+        if self.env.max_tokens is not None:
+            room = min(room, self.env.max_tokens - len(token_ids))
+        if room < 1:
+            if not conversation.num_turns:
+                raise ValueError(
+                    f"the first prompt of {len(token_ids)} tokens must leave room for an answer "
+                    f"within max_tokens={self.env.max_tokens}: shorten it, or raise max_tokens."
+                )
+            self.attempt.truncated = "tokens"
+            return False
+        start = time.perf_counter()
+        sampled = await self.complete(token_ids, room, self.attempt.row_id, conversation.num_turns)
+        self.attempt.count("sample_seconds", time.perf_counter() - start)
+        conversation.append_sampled(
+            sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
+        )
+        if sampled.finish != "stop":
+            self.attempt.truncated = "tokens"
+        return sampled.finish == "stop"
+
+    async def _answer(self) -> Response:
+        """What the tools say that were called, else what the environment says."""
+        reply = self.conversation.reply
+        assert reply is not None, "a turn was sampled"
+        if reply.tool_calls and self.env.toolbox.tools:
+            return await self._call_tools(reply)
+        response = await call(self.env.respond, self.conversation)
+        if isinstance(response, Response):
+            return response
+        raise TypeError(
+            f"respond() must return a Response, not {type(response).__name__}: it says whether the "
+            "conversation is over. Return Response(messages=..., done=...)."
+        )
+
+    async def _call_tools(self, reply: ParsedReply) -> Response:
+        left = max(0.01, self.deadline - time.monotonic())
+        toolbox = self.env.toolbox
+        results = await asyncio.gather(
+            *(toolbox.run(asked, timeout_s=left) for asked in reply.tool_calls)
+        )
+        for asked, result in zip(reply.tool_calls, results, strict=True):
+            self._count(asked, result)
+            if result.failure and self.env.settings["tool_errors"] == "invalid":
+                return Response(invalid=f"tool {asked.name!r}: {result.text}")
+        return Response(
+            [
+                {
+                    "role": "tool", "name": asked.name, "tool_call_id": asked.id,
+                    "content": result.text,
+                }
+                for asked, result in zip(reply.tool_calls, results, strict=True)
+            ]
+        )  # fmt: skip
+
+    def _count(self, asked: ToolCall, result: ToolResult) -> None:
+        self.attempt.count("num_tool_calls")
+        self.attempt.count("tool_failures", float(bool(result.failure)))
+        self.attempt.count("tool_timeouts", float(result.failure == "timeout"))
+        self.attempt.count("tool_seconds", result.seconds)
+
+
+def _as_messages(given: Any) -> list[Message]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return list(given or ())

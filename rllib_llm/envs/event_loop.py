@@ -1,0 +1,76 @@
+"""The event loop of an environment replica, in a thread of its own, and calls that may block.
+
+One loop lives as long as the replica, so that clients bound to it live from batch to batch, and a
+loop that already runs in the caller's thread (a notebook's) is no matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class EventLoop:
+    """A running event loop; `run` waits for a coroutine from any other thread."""
+
+    def __init__(self, name: str = "conversations") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """What the coroutine returns; it is cancelled where this is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Ends the loop and its thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns: a coroutine function here, any other in a thread of its own.
+
+    A thread that nobody waits for any more cannot be ended; it goes on behind the scenes, and holds
+    up neither the loop nor the end of the process.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if waiting.done():
+            return
+        if error is None:
+            waiting.set_result(result)
+        elif isinstance(error, StopIteration):  # a future refuses it
+            waiting.set_exception(RuntimeError(f"{error!r} was raised"))
+        else:
+            waiting.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as raised:  # noqa: BLE001  (the thread's border: the caller gets it)
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="conversation-call", daemon=True).start()
+    result = await waiting
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,127 @@
+"""The work of one sampler: the prompts of a request, completions of them, what they are worth.
+
+    request ──▶ environment ── prompts ──▶ policy ── completions ──▶ environment ──▶ judged batch
+                                             ▲
+                                 published weights, by their receiver
+
+It is given its parts and knows neither RLlib nor a config; `env_runner.py` makes them from one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.rollouts.environment import SamplingEnvironment
+from rllib_llm.rollouts.policy import Generation, SamplingPolicy
+from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.receiver import WeightsReceiver
+from rllib_llm.weights.transfer import WeightsLostError
+
+
+class Sampler:
+    """Answers requests; what it answers is a function of the request, the seed and the weights.
+
+    Args:
+        environment: hands out prompts and judges.
+        policy: generates.
+        params: says how to sample; given whether to explore.
+        seed: of the noise, together with the id of a row.
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        environment: SamplingEnvironment,
+        policy: SamplingPolicy,
+        *,
+        params: Callable[[bool], SamplingParams],
+        seed: int,
+        name: str = "the sampler",
+    ) -> None:
+        self.environment = environment
+        self.policy = policy
+        self.weights = WeightsReceiver()
+        self._params, self._seed, self._name = params, seed, name
+
+    def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
+        """Judged completions made with the published weights.
+
+        Raises:
+            WeightsLostError: these are not to be had.
+        """
+        if self.policy.takes_weights:
+            self.weights.ensure(published, self.policy.load)
+        self.environment.env.global_step = self.weights.version  # of a reward function that asks
+        batch = self.sample(request)
+        batch.weights = self.weights.metrics()
+        return batch
+
+    def sample(self, request: SampleRequest) -> JudgedBatch:
+        """Judged completions made with the weights that the policy has.
+
+        Raises:
+            RuntimeError: it was never given any.
+        """
+        self.require_weights()
+        rows = self.environment.prompts(request)
+        start = time.perf_counter()
+        completions = self._generate(rows, request)
+        generated = time.perf_counter()
+        judged = self.environment.judge(completions, return_texts=request.return_texts)
+        end = time.perf_counter()
+        made = {**rows, **completions, **judged.columns}
+        sampled = columns.sampled_mask(made)
+        versions = torch.full_like(sampled, self.weights.version, dtype=torch.int32)
+        return JudgedBatch(
+            # Where the environment says which weights sampled what, that holds.
+            columns={
+                columns.WEIGHTS_VERSION: versions.where(sampled, NO_VERSION),
+                **made,
+            },
+            rewards=judged.rewards,
+            components=judged.components,
+            metrics=judged.metrics,
+            texts=judged.texts,
+            timings={"generate_seconds": generated - start, "judge_seconds": end - generated},
+            pad_token_id=self.policy.pad_token_id,
+        )
+
+    def require_weights(self) -> None:
+        """Raises RuntimeError where the policy was never given weights."""
+        if not self.policy.has_weights:
+            raise RuntimeError(
+                f"weights_version={self.weights.version} of {self._name} must be that of weights "
+                "it was given: what it started from is not the policy that is trained. Call "
+                "serve() with published weights, or set_state(), first."
+            )
+
+    def _generate(
+        self, rows: dict[str, torch.Tensor], request: SampleRequest
+    ) -> dict[str, torch.Tensor]:
+        """The columns of completions for the prompts in `rows`."""
+        n = request.num_completions
+        asked = Generation(self._params(request.explore), n, self._seed, rows[columns.ROW_ID].cpu())
+        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+        return self.policy.generate(prompts, asked)
+
+    def differing(self, published: PublishedWeights) -> list[str]:
+        """Names of the parameters that are not as published; the error in their place where the
+        published ones cannot be had."""
+        if not published.ref or not self.policy.takes_weights:
+            return []
+        try:
+            self.weights.ensure(published, self.policy.load)
+            return self.policy.differing(self.weights.published_bytes())
+        except WeightsLostError as error:
+            return [str(error)]
+
+    def close(self) -> None:
+        """Frees what the policy and the environment hold."""
+        self.policy.close()
+        self.environment.env.close()

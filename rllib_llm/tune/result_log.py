@@ -1,0 +1,124 @@
+"""A trial's results as JSON Lines: one row per iteration, however often it is started again."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
+from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
+from ray.tune.utils.util import SafeFallbackEncoder
+
+from rllib_llm.tune.json_rows import keep_json_rows
+from rllib_llm.tune.trial_logs import read_results
+
+
+class ResultLog(JsonLoggerCallback, CSVLoggerCallback):
+    """Writes each result to result.json in the trial's folder, which Tune's `ResultGrid` reads.
+
+    When the trial ends, progress.csv is made from it. The run's storage must be a folder. To Tune
+    it is a JSON logger and a CSV logger, since Tune adds its own where it finds none; of these it
+    takes only what writes params.json and params.pkl.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: dict[Any, TextIO] = {}
+        self._starts = _Starts()
+
+    def log_trial_start(self, trial: Any) -> None:
+        self._close(trial)
+        self._starts.begin(trial)
+        trial.init_local_path()
+        self.update_config(trial, trial.config)
+
+    def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
+        if trial not in self._files:  # its first result says what of the file to keep
+            file = _folder_of(trial) / EXPR_RESULT_FILE
+            keep_json_rows(file, TRAINING_ITERATION, *self._starts.rows_to_replace(trial, result))
+            self._files[trial] = file.open("at", encoding="utf-8")
+        self._files[trial].write(json.dumps(result, cls=SafeFallbackEncoder) + "\n")
+        self._files[trial].flush()
+        self._starts.count(trial)
+
+    def log_trial_end(self, trial: Any, failed: bool = False) -> None:
+        self._close(trial)
+        write_csv(_folder_of(trial))
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._starts.fail(trial)
+
+    def _close(self, trial: Any) -> None:
+        if trial in self._files:
+            self._files.pop(trial).close()
+
+
+class _Starts:
+    """Which rows of a trial's file its latest start computes anew.
+
+    A trial that goes on from a checkpoint of its own, or from none, replaces the iterations after
+    that. One that goes on from the checkpoint of another trial of its run, as population-based
+    training makes it, has its own rows as its past, whatever their iterations; only where it
+    failed and goes on from that checkpoint once more, the rows since then are replaced.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[Any, Path | None] = {}  # checkpoints of other trials
+        self._num_rows: dict[Any, int] = {}  # logged since the trial went on from there
+        self._failed: set[Any] = set()
+
+    def begin(self, trial: Any) -> None:
+        """Notes where a trial goes on from: by its first result, schedulers may have changed it."""
+        source, before = _other_trials_checkpoint(trial), self._sources.get(trial)
+        if trial not in self._failed or source != before:
+            self._num_rows[trial] = 0
+        self._failed.discard(trial)
+        self._sources[trial] = source
+
+    def count(self, trial: Any) -> None:
+        """Notes that a row was logged."""
+        self._num_rows[trial] = self._num_rows.get(trial, 0) + 1
+
+    def fail(self, trial: Any) -> None:
+        """Notes that a trial failed and will be started again."""
+        self._failed.add(trial)
+
+    def rows_to_replace(self, trial: Any, result: dict[str, Any]) -> tuple[int | None, int]:
+        """`first` and `num_last` of `keep_json_rows` at the first result of a start."""
+        num_rows = self._num_rows.pop(trial, 0)
+        if self._sources.get(trial) is None:
+            return result[TRAINING_ITERATION], 0
+        return None, num_rows
+
+
+def write_csv(folder: Path) -> None:
+    """Make progress.csv from the result.json of a trial's folder, nested names joined by "/", the
+    config left out. It has every column that some row has; the other rows are empty there."""
+    rows = read_results(folder)
+    if not rows:
+        return
+    names = dict.fromkeys(name for row in rows for name in row if not name.startswith("config/"))
+    with (folder / EXPR_PROGRESS_FILE).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _folder_of(trial: Any) -> Path:
+    folder = Path(trial.storage.trial_fs_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _other_trials_checkpoint(trial: Any) -> Path | None:
+    """The checkpoint that `trial` goes on from, if it is of another trial of the run."""
+    if trial.checkpoint is None:
+        return None
+    own, path = Path(trial.storage.trial_fs_path), Path(trial.checkpoint.path)
+    return path if path.parent != own and path.parent.parent == own.parent else None
+
+
+# Runs that an earlier version began have these names pickled; a restored Tuner gets new callbacks.
+ResultJson = ProgressCsv = ResultLog

@@ -1,0 +1,67 @@
+"""What an environment says of tokens and groups goes from `step` through the loss to gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.rollouts.request import SampleRequest
+from tests.algorithms import tiny_runs as tiny
+from tests.learners import tiny_learners
+from tests.rollouts.interrupting_env import VERSION, sampled_tokens
+from tests.rollouts.tiny_samplers import build_sampler, publication
+
+ENV = "tests.rollouts.interrupting_env:Interrupting"
+
+
+@pytest.fixture(scope="module")
+def config():
+    config = tiny.grpo(minibatch_size=None, num_epochs=1, ref_kl_coeff=0.0, grad_clip=None)
+    return config.environment(ENV)
+
+
+@pytest.fixture(scope="module")
+def batch(config):
+    return build_sampler(config).serve(SampleRequest(0, 4, 3), publication(2))
+
+
+def test_the_batch_has_what_the_environment_said(batch):
+    mask = batch.columns[columns.COMPLETION_MASK]
+    sampled = batch.columns[columns.LOSS_MASK]
+    assert torch.equal(sampled, sampled_tokens(mask)) and not torch.equal(sampled, mask)
+    versions = batch.columns[columns.WEIGHTS_VERSION]  # not those of the weights in use, 2
+    assert set(batch.versions.tolist()) == {VERSION}
+    assert (versions[~sampled] == -1).all()
+    assert batch.columns[columns.GROUP].tolist() == [0] * 6 + [1] * 6
+    expected = int(sampled.sum()) / int(mask.sum())
+    assert batch.env_metrics()["sampled_share"] == pytest.approx(expected)
+
+
+def test_gradients_are_those_of_the_sampled_tokens(config, batch):
+    learner = tiny_learners.build(config)
+    model = tiny_learners.module_of(learner).model
+    rows = batch.columns
+    # GRPO at ratio 1 and without KL: -mean over rows of the mean over sampled tokens of A log p,
+    # A = (score - mean) / (std + 1e-4) of the six rows of a group.
+    scores = rows[columns.SCORES].reshape(2, 6)
+    centred = scores - scores.mean(1, keepdim=True)
+    advantages = (centred / (scores.std(1, keepdim=True) + 1e-4)).flatten()
+    assert advantages.abs().sum() > 1
+    losses = []
+    for row, advantage in enumerate(advantages):
+        prompt = rows[columns.PROMPT_IDS][row][rows[columns.PROMPT_MASK][row]]
+        mask = rows[columns.COMPLETION_MASK][row]
+        tokens = rows[columns.COMPLETION_IDS][row][mask]
+        logits = model(torch.cat([prompt, tokens]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        losses.append(-advantage * logprobs[rows[columns.LOSS_MASK][row][mask]].mean())
+    torch.stack(losses).mean().backward()
+    by_hand = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    metrics = tiny_learners.update(learner, rows)
+    assert metrics["val/ratio"] == pytest.approx(1.0)
+    assert metrics["train/output_length"] == int(rows[columns.LOSS_MASK].sum()) / 12
+    found = tiny_learners.first_gradients(learner)
+    for name, gradient in by_hand.items():
+        torch.testing.assert_close(found[f"model.{name}"], gradient, rtol=1e-4, atol=1e-6)
