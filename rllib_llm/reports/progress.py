@@ -29,7 +29,7 @@ class Progress(LiveTable):
         super().__init__("trials", stop or {}, _plain_console())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.__dict__.update(state)
         self._console = _plain_console()  # a resumed run's
 
     def setup(self, stop: Any = None, **info: Any) -> None:
