@@ -41,11 +41,11 @@ class RewardBatch:
     completion_mask: torch.Tensor
     prompts: Sequence[str] = ()
     completions: Sequence[str] = ()
-    completion_messages: Sequence[Any] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     global_step: int = 0
     epoch: float = 0.0
     max_steps: int = 0
+    completion_messages: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
