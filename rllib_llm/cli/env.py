@@ -68,6 +68,7 @@ def check(
     Exits with 1 where it breaks the contract.
     """
     prepare(imports=imports)
+    console = Console()
     with user_errors(), shown_warnings():
         from rllib_llm.envs.checks.check_env import check_env
 
@@ -77,8 +78,8 @@ def check(
             settings if model is None else {**settings, "model": model},
             num_prompts=num_prompts,
             num_completions=num_completions,
+            report=lambda line: console.print(f"chat template, {line}", markup=False),
         )
-    console = Console()
     if not problems:
         console.print(f"[green]{env} keeps the contract.[/green]", highlight=False)
         return

@@ -93,8 +93,9 @@ class ChatFormat:
         self.syntax = syntax or syntax_of(str(tokenizer.chat_template))
         self.history = history
         self._settings = dict(template_settings or {})
-        self.turn_end, ends = self._find_turn_end()
-        self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids or (*ends, *_eos(tokenizer))))
+        self.turn_end, self._turn_end_id = self._find_turn_end()
+        ends = stop_token_ids or (self._turn_end_id, *_eos(tokenizer))
+        self.stop_token_ids = tuple(dict.fromkeys(ends))
 
     # --- text --------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class ChatFormat:
             before: messages that the turn answered.
             reply: the turn.
             new: messages that answer it.
-            finished: whether a stop token ended it; else the template's is put behind it.
+            finished: whether it ends as the template ends a turn; else that end comes first.
 
         Raises:
             ChatFormatError: the template refuses the messages, or forgets the turn.
@@ -184,6 +185,11 @@ class ChatFormat:
             return Suffix("fork", [])
         behind = rendered[len(self._upto_end(rendered, num_ends)) :]
         return Suffix("kept", self._behind_turn(behind, finished))
+
+    def ends_turn(self, token_ids: Sequence[int]) -> bool:
+        """Whether a sampled turn ends as the template ends one; a turn that was cut off or ended by
+        another stop token is ended by the environment."""
+        return bool(token_ids) and token_ids[-1] == self._turn_end_id
 
     def _upto_end(self, text: str, count: int) -> str:
         """The text up to the end of its `count`-th turn."""
@@ -208,8 +214,8 @@ class ChatFormat:
             )
         return ids[len(anchor) :] if finished else ids
 
-    def _find_turn_end(self) -> tuple[str, tuple[int, ...]]:
-        """What ends an assistant's turn: its text and its one token."""
+    def _find_turn_end(self) -> tuple[str, int]:
+        """What ends an assistant's turn: the text of a token, and its id."""
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "qqq"}]
         rendered = self.render(turns)
         tail = rendered[rendered.rfind("qqq") + 3 :] if "qqq" in rendered else ""
@@ -221,7 +227,7 @@ class ChatFormat:
                 "next turn would be read after another text. Give a template that ends turns with "
                 "the EOS token."
             )
-        return found[0], tuple(self.encode(found[0]))
+        return found[0], self.encode(found[0])[-1]
 
     # --- replies -----------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ class Conversation:
             )
         assert self.reply is not None, "a sampled node was parsed"
         earlier = [message for node in before[:-1] for message in node.messages]
-        finished = before[-1].finish == "stop"
+        finished = self.chat_format.ends_turn(before[-1].token_ids)
         suffix = self.chat_format.suffix(earlier, self.reply, cleaned, finished=finished)
         self.suffixes[suffix.how] += 1
         if suffix.how != "fork":

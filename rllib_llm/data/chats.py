@@ -68,8 +68,14 @@ def _num_before_answer(turns: Messages) -> int:
     return count
 
 
-def render(tokenizer: Any, messages: Sequence[Any], *, generation_prompt: bool = False) -> str:
-    """The conversation as the tokenizer's chat template writes it.
+def render(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    generation_prompt: bool = False,
+    tools: Sequence[Any] | None = None,
+) -> str:
+    """The conversation as the tokenizer's chat template writes it; `tools`: their JSON schemas.
 
     Raises:
         DataSourceError: the tokenizer has no template, or the template refuses the messages.
@@ -82,7 +88,10 @@ def render(tokenizer: Any, messages: Sequence[Any], *, generation_prompt: bool =
         )
     try:
         rendered = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
         )
     except TemplateError as error:
         roles = [message.get("role") for message in messages]
@@ -94,10 +103,15 @@ def render(tokenizer: Any, messages: Sequence[Any], *, generation_prompt: bool =
 
 
 def encode_chat(
-    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0
+    tokenizer: Any,
+    messages: Messages,
+    num_prompt_turns: int = 0,
+    *,
+    tools: Sequence[Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Ids of a conversation, and whether each is the assistant's: of the turns from
-    `num_prompt_turns` on, what it says and what the template ends the turn with.
+    `num_prompt_turns` on, what it says and the token that ends the turn, which are the tokens that
+    it samples in a rollout; without such a token, what the template ends the turn with.
 
     A template's own `{% generation %}` marks are believed.
 
@@ -116,8 +130,8 @@ def encode_chat(
         )
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0])
-    text = render(tokenizer, messages)
-    spans = [_span(tokenizer, messages, turn, text) for turn in own]
+    text = render(tokenizer, messages, tools=tools)
+    spans = [_span(tokenizer, messages, turn, text, tools) for turn in own]
     return encode_spans(tokenizer, text, spans, add_special_tokens=False)
 
 
@@ -135,14 +149,16 @@ def encode_judged_chat(
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _span(tokenizer: Any, messages: Messages, turn: int, text: str) -> Span:
-    """Characters of `text`, the whole conversation rendered, that are the assistant's turn."""
-    before = render(tokenizer, messages[:turn], generation_prompt=True)
+def _span(
+    tokenizer: Any, messages: Messages, turn: int, text: str, tools: Sequence[Any] | None
+) -> Span:
+    """Characters of `text`, the whole conversation rendered, that the assistant samples."""
+    before = render(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
     if not text.startswith(before):
         raise _not_shown(turn, before, text)
-    upto = render(tokenizer, messages[: turn + 1])
+    upto = render(tokenizer, messages[: turn + 1], tools=tools)
     if text.startswith(upto):
-        return len(before), len(upto)
+        return len(before), _sampled_end(tokenizer, upto, len(before))
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
     # ends it here as well.
     said = str(messages[turn]["content"]).strip()
@@ -151,8 +167,16 @@ def _span(tokenizer: Any, messages: Messages, turn: int, text: str) -> Span:
     end = start + len(said)
     follows = start >= 0 and not text[len(before) : start].strip()
     if closing and follows and text.startswith(closing, end):
-        return len(before), end + len(closing)
+        return len(before), _sampled_end(tokenizer, text[: end + len(closing)], end)
     raise _not_shown(turn, upto, text)
+
+
+def _sampled_end(tokenizer: Any, upto: str, start: int) -> int:
+    """Where sampling a turn ends that `upto` ends with: behind its last special token, since what a
+    template writes behind that (a line break, mostly) is not the assistant's."""
+    ends = [upto.rfind(token, start) + len(token) for token in tokenizer.all_special_tokens
+            if upto.rfind(token, start) >= 0]  # fmt: skip
+    return max((end for end in ends if not upto[end:].strip()), default=len(upto))
 
 
 def _not_shown(turn: int, part: str, text: str) -> DataSourceError:

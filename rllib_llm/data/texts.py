@@ -124,7 +124,7 @@ class TextSource:
 
     def _encode(self, row: dict[str, Any]) -> TokenizedText:
         if row.get("messages") is not None:
-            return encode_chat(self._tokenizer, list(row["messages"]))
+            return encode_chat(self._tokenizer, list(row["messages"]), tools=row.get("tools"))
         prompt, completion = row.get("prompt"), row.get("completion")
         if prompt is not None and completion is not None:
             if isinstance(prompt, list) or isinstance(completion, list):

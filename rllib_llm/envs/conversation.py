@@ -1,4 +1,4 @@
-"""Conversations with an environment: many turns, tools, rewards where they are earned.
+"""rllib_llm/Conversation-v0: conversations of many turns, tools, rewards where earned.
 
     task ─▶ start ─▶ messages ─▶ policy ─▶ reply ─┬─▶ its tool calls are run ─▶ results ─▶ policy
                                     ▲             └─▶ respond ─▶ messages ─────▶ policy
@@ -10,7 +10,7 @@ the policy samples and how conversations become batches is the sampler's (`rollo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -115,6 +115,11 @@ class ConversationEnv:
         """Tools of every conversation: functions, dotted paths, or objects as `toolbox.Tool`."""
         return list(self.settings["tools"] or ())
 
+    def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
+        """Functions that stand behind the tools of this conversation alone, where they have to know
+        it: those of `tools` under the same names."""
+        return ()
+
     def rows(self) -> Any:
         """Tasks, any source of `data/sources.py`: the setting `prompts`."""
         return self.settings["prompts"]
@@ -122,7 +127,11 @@ class ConversationEnv:
     def start(
         self, conversation: Conversation
     ) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
-        """The first messages of a task: its prompt, behind the setting `system`."""
+        """What begins a conversation, by default `first_messages`."""
+        return self.first_messages(conversation)
+
+    def first_messages(self, conversation: Conversation) -> Sequence[Message]:
+        """The prompt of a task, behind the setting `system`."""
         prompt = conversation.task["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = self.settings["system"]
@@ -174,3 +183,8 @@ class ConversationEnv:
     def close(self) -> None:
         """Ends the event loop."""
         self.events.close()
+
+
+def create(env_config: Mapping[str, Any]) -> ConversationEnv:
+    """Conversations that need no code beyond tools and reward functions."""
+    return ConversationEnv(env_config)

@@ -17,12 +17,9 @@ from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
 from rllib_llm.envs.conversation import ConversationEnv, Response
-from rllib_llm.envs.event_loop import call
+from rllib_llm.envs.event_loop import call, told
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools.toolbox import ToolResult
-
-# Whatever a user's code raises costs its rollout, `sys.exit` as well: hence the breadth.
-RAISED = (Exception, SystemExit)
 
 
 class Sampled(Protocol):
@@ -130,6 +127,7 @@ class _Rollout:
     ) -> None:
         self.env, self.attempt, self.complete = env, attempt, complete
         self.conversation = attempt.conversation
+        self.toolbox = env.toolbox
         self.max_new_tokens = max_new_tokens
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
@@ -148,13 +146,14 @@ class _Rollout:
             else:
                 attempt.invalid = f"TimeoutError: {error}"
             attempt.error = error
-        except RAISED as error:
-            attempt.invalid, attempt.error = f"{type(error).__name__}: {error}", error
+        except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
+            attempt.invalid, attempt.error = told(error), error
         attempt.count("seconds", time.perf_counter() - start)
 
     async def _converse(self) -> None:
         env, conversation = self.env, self.conversation
         conversation.append_messages(_as_messages(await call(env.start, conversation)))
+        self.toolbox = env.toolbox.of(env.tools_of(conversation))
         while await self._sample():
             response = await self._answer()
             if response.reward is not None:
@@ -217,9 +216,8 @@ class _Rollout:
 
     async def _call_tools(self, reply: ParsedReply) -> Response:
         left = max(0.01, self.deadline - time.monotonic())
-        toolbox = self.env.toolbox
         results = await asyncio.gather(
-            *(toolbox.run(asked, timeout_s=left) for asked in reply.tool_calls)
+            *(self.toolbox.run(asked, timeout_s=left) for asked in reply.tool_calls)
         )
         for asked, result in zip(reply.tool_calls, results, strict=True):
             self._count(asked, result)

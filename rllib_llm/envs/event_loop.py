@@ -10,10 +10,19 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+class ExitedError(RuntimeError):
+    """`SystemExit` or the like, raised by a user's code: as it is it would end the event loop."""
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line."""
+    return str(error) if isinstance(error, ExitedError) else f"{type(error).__name__}: {error}"
 
 
 class EventLoop:
@@ -48,7 +57,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     up neither the loop nor the end of the process.
     """
     if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
+        return await _harmless(function(*args, **kwargs))
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()
 
@@ -57,10 +66,10 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return
         if error is None:
             waiting.set_result(result)
-        elif isinstance(error, StopIteration):  # a future refuses it
-            waiting.set_exception(RuntimeError(f"{error!r} was raised"))
-        else:
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             waiting.set_exception(error)
+        else:  # a future refuses StopIteration
+            waiting.set_exception(ExitedError(told(error)))
 
     def work() -> None:
         result, error = None, None
@@ -73,4 +82,11 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     threading.Thread(target=work, name="conversation-call", daemon=True).start()
     result = await waiting
-    return await result if inspect.isawaitable(result) else result
+    return await _harmless(result) if inspect.isawaitable(result) else result
+
+
+async def _harmless(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ExitedError(told(error)) from error

@@ -22,6 +22,10 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Reviews-v0": "rllib_llm.envs.toys.reviews:create",
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
     "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
+    "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
+    "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:create",
+    "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",
+    "rllib_llm/TRL-v0": "rllib_llm.envs.adapters.trl:create",
 }
 
 # What the sampler adds to env_config where the user did not set it.

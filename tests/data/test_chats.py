@@ -41,9 +41,9 @@ def learnt(template, *chat):
 
 def test_a_last_turn_may_be_written_in_another_way():
     # The user repeats the assistant's word, which must not be taken for it.
-    assert learnt(LAST_THINKS, CHAT) == "yo</s>\n<think></think>bye</s>\n"
-    assert learnt(LAST_THINKS, CHAT[:2]) == "<think></think>yo</s>\n"
-    assert learnt(LAST_THINKS, CHAT, 2) == "<think></think>bye</s>\n"
+    assert learnt(LAST_THINKS, CHAT) == "yo</s><think></think>bye</s>"
+    assert learnt(LAST_THINKS, CHAT[:2]) == "<think></think>yo</s>"
+    assert learnt(LAST_THINKS, CHAT, 2) == "<think></think>bye</s>"
 
 
 def test_a_generation_prompt_that_the_conversation_lacks_is_refused():

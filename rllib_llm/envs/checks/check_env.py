@@ -19,8 +19,10 @@ from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm import columns
+from rllib_llm.envs.checks.check_conversation import ConversationChecker
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.checks.check_judging import JudgingChecker
+from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import ENVIRONMENTS, make
 
 
@@ -40,6 +42,7 @@ def check_env(
     num_completions: int = 2,
     seed: int = 0,
     raise_error: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Returns the problems of an environment, an empty list where it keeps the contract.
 
@@ -49,6 +52,7 @@ def check_env(
         num_prompts, num_completions: of the batches it is tried with, at least 2 each.
         seed: of the random completions.
         raise_error: raise `EnvContractError` where there are problems.
+        report: is told, line by line, what was proven of a chat template.
 
     What keeps the contract but needs other settings than the default ones is warned of. An
     exception of the environment itself passes through: its traceback says more than we could.
@@ -67,6 +71,15 @@ def check_env(
         "num_completions": num_completions,
     }
     findings = Findings(env)
+    if isinstance(env, ConversationEnv):
+        for finding in env.findings if report is not None else ():
+            report(str(finding))
+        ConversationChecker(
+            findings, num_prompts=num_prompts, num_completions=num_completions, seed=seed
+        ).run()
+        if raise_error and findings.problems:
+            raise EnvContractError(findings.problems)
+        return findings.problems
     checker = PromptChecker(findings, options)
     if checker.check_spaces() and checker.check_reset():
         JudgingChecker(findings, options, seed).run()

@@ -8,6 +8,7 @@ message about it, or the rollout is not valid, as set; nothing else is touched.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import time
@@ -24,7 +25,7 @@ from transformers.utils.chat_template_utils import (
 
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.dotted import import_dotted
-from rllib_llm.envs.event_loop import call
+from rllib_llm.envs.event_loop import call, told
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
@@ -58,19 +59,23 @@ class FunctionTool:
         ToolError: it lacks type hints or a docstring that says what its arguments are.
     """
 
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         try:
-            self.schema = get_json_schema(function)
+            self.schema: Mapping[str, Any] = get_json_schema(function)
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ToolError(
                 f"tool {getattr(function, '__name__', function)!r} must have type hints and a "
                 f"Google-style docstring with Args: the model is told from them what to call. "
                 f"{error}"
             ) from error
-        if name is not None:
-            self.schema["function"]["name"] = name
         self.name = str(self.schema["function"]["name"])
         self.function = function
+
+    def with_function(self, function: Callable[..., Any]) -> FunctionTool:
+        """The tool with another function behind the same name and schema."""
+        tool = copy.copy(self)
+        tool.function = function
+        return tool
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns for the arguments."""
@@ -113,6 +118,24 @@ class Toolbox:
             )
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
+    def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
+        """The same tools where one conversation has functions of its own behind them.
+
+        Raises:
+            ToolError: a function that is none of the tools.
+        """
+        own = copy.copy(self)
+        own.tools = dict(self.tools)
+        for function in functions:
+            known = self.tools.get(function.__name__)
+            if not isinstance(known, FunctionTool):
+                raise ToolError(
+                    f"tool {function.__name__!r} must be one of {sorted(self.tools)}: the policy "
+                    "is told of tools before a conversation begins. Return it from tools(), too."
+                )
+            own.tools[known.name] = known.with_function(function)
+        return own
+
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Of all tools, for the chat template."""
@@ -133,9 +156,8 @@ class Toolbox:
             text, failure = self._shortened(as_text(result)), ""
         except (TimeoutError, asyncio.TimeoutError):
             text, failure = f"Error: no result within {limit:g} s.", "timeout"
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's tool)
-            told = f"{type(error).__name__}: {error}"
-            text, failure = f"Error: {told[:_SHOWN]}", "error"
+        except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
+            text, failure = f"Error: {told(error)[:_SHOWN]}", "error"
         return ToolResult(text, failure, time.perf_counter() - start)
 
     def _refusal(self, asked: ToolCall) -> str:

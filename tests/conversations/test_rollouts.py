@@ -1,0 +1,394 @@
+"""Rollouts of conversations: tools, limits, rewards, and what a failure costs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.conversations.chat_format import ChatFormatError
+from rllib_llm.envs.conversation import ConversationEnv, Response
+from rllib_llm.envs.conversation_rollouts import EngineFailed, run_rollouts
+from rllib_llm.envs.rlhf import EnvConfigError
+from tests.conversations.scripted import ADD_CALL, ScriptedPolicy, add, roll, settings
+from tests.conversations.templates import CHATML, family_tokenizer
+
+
+def right(completions, answer):
+    """1 where the last message of a conversation holds the answer."""
+    return [float(a in c[-1]["content"]) for c, a in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture
+def make():
+    """Makes environments that are closed in the end."""
+    made = []
+
+    def build(kind=ConversationEnv, **changes):
+        made.append(kind(settings(**changes)))
+        return made[-1]
+
+    yield build
+    for env in made:
+        env.close()
+
+
+def by_name(judged, name):
+    column = judged.metrics[name]
+    return column[~column.isnan()].tolist()
+
+
+# --- turns, tools, rewards -----------------------------------------------------------------------
+
+
+def test_a_tool_is_called_and_its_result_read(make):
+    env = make(tools=[add], reward_functions=right)
+    attempts, judged, policy = roll(env, ADD_CALL, "It is 3.")
+    assert [a.conversation.num_turns for a in attempts] == [2] * 4
+    said = env.tokenizer.decode(policy.seen[-1][2])
+    assert "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n" in said
+    # Only the first task's answer is 3.
+    assert judged.columns[columns.SCORES].tolist() == [1, 1, 0, 0]
+    assert judged.components["right"].tolist() == [1, 1, 0, 0]
+    assert by_name(judged, "num_tool_calls") == [1] * 4
+    assert judged.columns[columns.GROUP].tolist() == [0, 0, 1, 1]
+    assert judged.columns[columns.ROW_ID].tolist() == [0, 1, 2, 3]
+
+
+def test_the_row_is_what_the_policy_was_asked_and_said(make):
+    env = make(tools=[add], reward_functions=right)
+    _, judged, policy = roll(env, ADD_CALL, "It is 3.", num_prompts=1, num_completions=1)
+    batch = {name: column[0] for name, column in judged.columns.items()}
+    prompt = batch[columns.PROMPT_IDS][batch[columns.PROMPT_MASK]].tolist()
+    completion = batch[columns.COMPLETION_IDS][batch[columns.COMPLETION_MASK]].tolist()
+    (_, _, first), (_, _, second) = policy.seen
+    answer = env.chat_format.encode("It is 3.<|im_end|>")
+    assert prompt == first and prompt + completion == second + answer
+    mask = batch[columns.LOSS_MASK][batch[columns.COMPLETION_MASK]]
+    learnt = [token for token, counts in zip(completion, mask.tolist(), strict=True) if counts]
+    assert learnt == env.chat_format.encode(ADD_CALL + "<|im_end|>") + answer
+    assert set(batch[columns.WEIGHTS_VERSION][batch[columns.LOSS_MASK]].tolist()) == {3}
+
+
+class Patient(ConversationEnv):
+    """Asks again, rewards each turn, and ends after three."""
+
+    async def respond(self, conversation):
+        await asyncio.sleep(0)
+        turn = conversation.num_turns
+        return Response("Again.", reward=0.25 * turn, done=turn == 3, metrics={"turn": turn})
+
+    def score(self, conversation):
+        return 10.0
+
+
+def test_rewards_of_turns_stand_where_they_were_earned(make):
+    _, judged, _ = roll(make(Patient), "Yes.", num_completions=1)
+    rewards = judged.columns[columns.REWARDS]
+    assert rewards[0][rewards[0] != 0].tolist() == [0.25, 0.5, 0.75]
+    mask = judged.columns[columns.LOSS_MASK][0]
+    ends = mask & ~torch.cat([mask[1:], torch.tensor([False])])
+    assert torch.equal(rewards[0] != 0, ends)
+    assert judged.columns[columns.SCORES].tolist() == [11.5, 11.5]
+    assert judged.components["turns"].tolist() == [1.5, 1.5]
+    assert by_name(judged, "turn") == [3, 3]
+
+
+def test_a_forked_conversation_is_counted_once(make):
+    env = make(Patient, tokenizer=family_tokenizer("qwen3"))
+    _, judged, _ = roll(env, "<think>\nOne.\n</think>\n\nYes.", num_prompts=1, num_completions=1)
+    assert judged.columns[columns.ROW_ID].tolist() == [0, 0, 0]
+    assert judged.columns[columns.ROW_WEIGHT].sum() == pytest.approx(1)
+    assert by_name(judged, "num_turns") == [3] and by_name(judged, "num_forks") == [2]
+    assert judged.columns[columns.SCORES].tolist() == [11.5] * 3
+    kept = make(Patient, tokenizer=family_tokenizer("qwen3"), history="keep")
+    _, judged, _ = roll(kept, "<think>\nOne.\n</think>\n\nYes.", num_prompts=1, num_completions=1)
+    assert judged.columns[columns.ROW_ID].tolist() == [0]
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_an_endless_tool_loop_ends_at_max_turns(make):
+    """TRL #4751: a policy that calls tools for ever ran out of memory."""
+    env = make(tools=[add], reward_functions=right, max_turns=3)
+    attempts, judged, _ = roll(env, ADD_CALL)
+    assert [a.truncated for a in attempts] == ["turns"] * 4
+    assert by_name(judged, "num_turns") == [3] * 4
+    assert bool(judged.columns[columns.VALID].all())  # it is the policy's doing, and judged
+
+
+def test_a_truncated_tool_call_is_never_run(make):
+    ran = []
+
+    def note(text: str) -> str:
+        """Notes a text.
+
+        Args:
+            text: what.
+        """
+        ran.append(text)
+        return "noted"
+
+    env = make(tools=[note], reward_functions=right)
+    call = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}'
+    for turn in (call + "...", call + "\n</tool_call>..."):
+        attempts, judged, _ = roll(env, turn)
+        assert not ran and [a.truncated for a in attempts] == ["tokens"] * 4
+        assert not judged.columns[columns.FINISHED].any()
+    # Ended by the policy, but not closed: it is told so, and nothing is run.
+    _, _, policy = roll(env, call, "Well.")
+    assert not ran
+    assert "Error: the call was cut off before its end." in env.tokenizer.decode(policy.seen[-1][2])
+
+
+def test_tokens_of_a_conversation_are_bounded(make):
+    env = make(Patient, max_tokens=60)
+    attempts, judged, policy = roll(env, "Yes. " * 10)
+    assert {a.truncated for a in attempts} == {"tokens"}
+    exists = judged.columns[columns.COMPLETION_MASK].sum(1) + judged.columns[
+        columns.PROMPT_MASK
+    ].sum(1)
+    assert int(exists.max()) <= 60
+    with pytest.raises(
+        EnvConfigError, match="all failed, the first with ValueError: the first prompt"
+    ):
+        roll(make(Patient, max_tokens=5), "Yes.")
+
+
+def test_a_slow_rollout_is_not_valid_and_costs_only_itself(make):
+    class Slow(Patient):
+        async def respond(self, conversation):
+            if conversation.task["answer"] == "3":
+                await asyncio.sleep(30)
+            return await super().respond(conversation)
+
+    start = time.monotonic()
+    with pytest.warns(
+        UserWarning, match="2 of 4 conversations failed .* longer than max_seconds=0.5"
+    ):
+        _, judged, _ = roll(make(Slow, max_seconds=0.5), "Yes.")
+    assert time.monotonic() - start < 20
+    assert judged.columns[columns.VALID].tolist() == [False, False, True, True]
+    assert judged.metrics["rollout_failed"].tolist() == [1, 1, 0, 0]
+
+
+def test_concurrent_rollouts_are_bounded(make):
+    lock, counts = threading.Lock(), {"now": 0, "most": 0}
+
+    class Counting(ConversationEnv):
+        def respond(self, conversation):
+            with lock:
+                counts["now"] += 1
+                counts["most"] = max(counts["most"], counts["now"])
+            time.sleep(0.02)
+            with lock:
+                counts["now"] -= 1
+            return Response(done=True, reward=1.0)
+
+    roll(make(Counting, max_concurrent=3), "Yes.", num_completions=8)
+    assert 1 < counts["most"] <= 3
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+class Brittle(Patient):
+    """Fails in one of the two tasks."""
+
+    def respond(self, conversation):
+        if conversation.task["answer"] == "4":
+            raise SystemExit("the game is over")
+        return Response(done=True, reward=1.0)
+
+
+def test_a_rollout_that_dies_costs_only_itself(make):
+    """AReaL #1559: what is unusable never contributes to statistics or denominators."""
+    with pytest.warns(UserWarning, match="the first with SystemExit: the game is over"):
+        _, judged, _ = roll(make(Brittle), "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [True, True, False, False]
+    assert judged.columns[columns.SCORES].tolist() == [11, 11, 0, 0]
+    assert by_name(judged, "turn") == [] if "turn" in judged.metrics else True
+    assert len(by_name(judged, "num_turns")) == 2  # of those that are over
+
+
+def test_an_environment_that_fails_always_says_so(make):
+    class Broken(Patient):
+        def start(self, conversation):
+            raise KeyError("question")
+
+    with pytest.raises(EnvConfigError, match="all failed, the first with KeyError: 'question'"):
+        roll(make(Broken), "Yes.")
+
+
+def test_a_timeout_is_never_a_score_of_zero(make):
+    """miles #3221 would train on it as 0."""
+
+    class Judge(ConversationEnv):
+        def respond(self, conversation):
+            late = conversation.task["answer"] == "4"
+            return Response(done=True, reward=1.0, invalid="the judge timed out" if late else "")
+
+    with pytest.warns(UserWarning, match="the judge timed out"):
+        _, judged, _ = roll(make(Judge), "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [True, True, False, False]
+
+
+def test_an_engine_that_dies_is_the_runs_trouble(make):
+    env = make(Patient)
+
+    async def complete(token_ids, room, row, turn):
+        raise EngineFailed("no tokens")
+
+    with pytest.raises(EngineFailed, match="no tokens"):
+        run_rollouts(env, env.tasks.rows(0, 2), first_position=0, num_completions=2,
+                     complete=complete, max_new_tokens=9)  # fmt: skip
+
+
+def test_nothing_that_says_what_a_conversation_is_worth(make):
+    with pytest.raises(EnvConfigError, match="nothing said what any of these conversations is"):
+        roll(make(), "Yes.")
+
+
+def test_respond_must_say_whether_it_is_done(make):
+    class Loose(ConversationEnv):
+        def respond(self, conversation):
+            return "Again."
+
+    with pytest.raises(EnvConfigError, match="TypeError: respond\\(\\) must return a Response"):
+        roll(make(Loose), "Yes.")
+
+
+# --- tools that misbehave ------------------------------------------------------------------------
+
+
+def tool_named_add(behave):
+    def add(a: int, b: int) -> str:
+        """Adds two numbers.
+
+        Args:
+            a: the first.
+            b: the second.
+        """
+        return behave()
+
+    return add
+
+
+def raises():
+    raise OSError("the disk is full")
+
+
+FAULTS = {
+    "hangs": (lambda: time.sleep(5), "Error: no result within 0.2 s."),
+    "raises": (raises, "Error: OSError: the disk is full"),
+    "exits": (lambda: exit(3), "Error: SystemExit: 3"),
+    "megabyte": (lambda: "x" * 2**20, "[1048476 characters left out]"),
+    "no text": (lambda: {"n": [1, None]}, '{"n": [1, null]}'),
+    "bytes": (lambda: b"\xff3", "\ufffd3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tool_that_misbehaves_is_told_of(make, fault):
+    behave, told = FAULTS[fault]
+    env = make(
+        tools=[tool_named_add(behave)], reward_functions=right, tool_timeout_s=0.2,
+        max_tool_chars=100,
+    )  # fmt: skip
+    start = time.monotonic()
+    attempts, judged, policy = roll(env, ADD_CALL, "It is 3.")
+    assert time.monotonic() - start < 4
+    results = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
+    assert told in results[0] and len(results[0]) < 200
+    assert bool(judged.columns[columns.VALID].all())
+    is_failure = fault in ("hangs", "raises", "exits")
+    assert by_name(judged, "tool_failures") == [float(is_failure)] * 4
+
+
+def test_failures_of_tools_may_make_a_rollout_invalid(make):
+    env = make(tools=[tool_named_add(raises)], reward_functions=right, tool_errors="invalid")
+    with pytest.warns(UserWarning, match="tool 'add': Error: OSError: the disk is full"):
+        _, judged, _ = roll(env, lambda row: ADD_CALL if row == 0 else "It is 3.")
+    assert judged.columns[columns.VALID].tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}}', "'b' is a required property"),
+        ('{"name": "add", "arguments": {"a": "x", "b": 2}}', "'x' is not of type 'integer'"),
+        ('{"name": "sub", "arguments": {}}', "there is no tool 'sub', but ['add']"),
+        ("{", "the call is not valid JSON"),
+    ],
+)
+def test_wrong_calls_are_told_of(make, call, told):
+    env = make(tools=[add], reward_functions=right)
+    attempts, _, _ = roll(env, f"<tool_call>{call}</tool_call>", "It is 3.")
+    (result,) = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
+    assert told in result
+
+
+def test_a_tool_knows_which_conversation_called_it(make):
+    """TRL #4866: tools could not tell which completion called them."""
+
+    class Counter(ConversationEnv):
+        def start(self, conversation):
+            conversation.state["calls"] = 0
+            return super().start(conversation)
+
+        def tools_of(self, conversation):
+            def count(step: int) -> int:
+                """Counts.
+
+                Args:
+                    step: how far.
+                """
+                conversation.state["calls"] += step
+                return conversation.state["calls"]
+
+            return [count]
+
+        def tools(self):
+            return self.tools_of(None)
+
+        def score(self, conversation):
+            return float(conversation.state["calls"])
+
+    call = '<tool_call>{"name": "count", "arguments": {"step": 2}}</tool_call>'
+    _, judged, _ = roll(make(Counter), call, lambda row: call if row % 2 else "Done.", "Done.")
+    assert judged.columns[columns.SCORES].tolist() == [2, 4, 2, 4]
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_turns": 0}, r"env_config\['max_turns'\]=0 must be a number above 0"),
+        ({"max_tokens": 1.5}, r"env_config\['max_tokens'\]=1.5 must be an integer"),
+        ({"tool_errors": "ignore"}, r"env_config\['tool_errors'\]='ignore' must be"),
+        ({"max_turn": 3}, "unknown key. Did you mean 'max_turns'"),
+        ({"prompts": None}, r"env_config\['prompts'\]=None must be a data source"),
+    ],
+)
+def test_settings_are_checked(make, changes, message):
+    with pytest.raises(EnvConfigError, match=message):
+        make(**changes)
+
+
+def test_a_template_that_forgets_tools_is_refused(make):
+    tokenizer = family_tokenizer("chatml")
+    changed = type(tokenizer)(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML.replace("{{ t | tojson }}", ""),
+    )  # fmt: skip
+    with pytest.raises(ChatFormatError, match=r"it does not name \['add'\]"):
+        make(tokenizer=changed, tools=[add])
+    assert ScriptedPolicy  # the policy of all tests here
