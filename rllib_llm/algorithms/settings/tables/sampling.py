@@ -1,4 +1,4 @@
-"""How completions are sampled, and how weights reach whoever samples."""
+"""How completions are sampled, by RL and by `rllib generate`'s algorithm."""
 
 from __future__ import annotations
 
@@ -201,85 +201,6 @@ SAMPLING = Section(
         ),
     ),
 )  # fmt: skip
-
-STORED = Condition(
-    "store_rollouts is on", lambda c: c.store_rollouts, "with store_rollouts=False"
-)
-
-ROLLOUTS = Section(
-    "rollouts",
-    "What is kept of all that was sampled.",
-    (
-        Setting(
-            name="store_rollouts",
-            short="store",
-            type=bool,
-            default=True,
-            meaning="whether every completion is kept as a row of Parquet in the trial's folder",
-            note="Trained, rejected, failed and held-out ones, with tokens, log-probs, rewards and "
-            "advantages, written in the background: `rllib rollouts RUN` shows them.",
-        ),
-        Setting(
-            name="store_on_error",
-            short="on_error",
-            type=str,
-            default="go_on",
-            choices=("go_on", "stop"),
-            meaning="what a run does when rollouts cannot be written, the disk being full, say",
-            note='"go_on": it says so once and keeps no more; "stop": it ends with the error.',
-            acts=(STORED,),
-        ),
-    ),
-)
-
-WEIGHTS = Section(
-    "weights",
-    "How new weights leave the learner.",
-    (
-        Setting(
-            name="weights_transport",
-            short="transport",
-            type=str,
-            default="store",
-            choices=("store", "cuda_ipc", "nixl"),
-            or_dotted=True,
-            meaning="how weights travel to the samplers",
-            note='"store": through the object store, everywhere; "cuda_ipc": they stay on the GPU '
-            "that learner and samplers share, as fractions of one (on two buffers of their size "
-            "there); \"nixl\": straight from the learner's memory into the samplers', by RDMA or "
-            "NVLink where GPUs have it (`pip install 'rllib-llm[nixl]'`); a dotted path: a class "
-            "or a function without arguments that makes one of your own. From the first time on "
-            "that a sampler cannot read them, they go through the store.",
-        ),
-        Setting(
-            name="weights_checksum",
-            short="checksum",
-            type=bool,
-            default=False,
-            meaning="whether every receiver compares a CRC-32 of the bytes",
-            note="It fetches them again where it differs; costs half a second per GB on each side.",
-        ),
-        Setting(
-            name="weights_name",
-            short="name",
-            type=str | None,
-            default=None,
-            meaning="the name under which other processes of the cluster follow this run's weights",
-            note="Replicas of a server, say (`rllib_llm.weights.follower`); None: nobody.",
-        ),
-        Setting(
-            name="weights_keep",
-            short="keep",
-            type=int,
-            default=2,
-            least=1,
-            unit="versions",
-            meaning="what stays in the object store for followers",
-            reason="receivers ask for the latest weights",
-            remedy="Use 1",
-        ),
-    ),
-)
 
 DTYPE = Setting(
     name="dtype",
