@@ -29,7 +29,8 @@ from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
 from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
 from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
 from rllib_llm.algorithms.settings.tables.replay import REPLAY
-from rllib_llm.algorithms.settings.tables.sampling import ROLLOUTS, SAMPLING
+from rllib_llm.algorithms.settings.tables.rollouts import ROLLOUTS
+from rllib_llm.algorithms.settings.tables.sampling import SAMPLING
 from rllib_llm.algorithms.settings.tables.streaming import STREAMING
 from rllib_llm.algorithms.settings.tables.weights import WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
