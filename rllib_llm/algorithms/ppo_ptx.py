@@ -6,7 +6,7 @@ from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.settings.checks import require
 from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.optimiser import PTX
+from rllib_llm.algorithms.settings.tables.supervised import PTX
 
 
 class PPOPtxConfig(RLHFConfig):

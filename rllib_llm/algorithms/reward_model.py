@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.optimiser import REWARD_MODEL
+from rllib_llm.algorithms.settings.tables.supervised import REWARD_MODEL
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.preferences import PairSource

@@ -24,7 +24,8 @@ from rllib_llm.algorithms.settings.tables import rllib
 from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
 from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
 from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
-from rllib_llm.algorithms.settings.tables.sampling import SAMPLING, WEIGHTS
+from rllib_llm.algorithms.settings.tables.sampling import SAMPLING
+from rllib_llm.algorithms.settings.tables.weights import WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.optimiser import LOSS_ON
+from rllib_llm.algorithms.settings.tables.supervised import LOSS_ON
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.data.texts import TextSource
 

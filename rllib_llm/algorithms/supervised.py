@@ -17,7 +17,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_range, given, require
 from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.optimiser import SUPERVISED
+from rllib_llm.algorithms.settings.tables.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.modules.model_limits import num_positions
 

@@ -23,6 +23,7 @@ from ray.rllib.utils import force_list
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.tune.result import TIME_TOTAL_S
 
+from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.folder import (
     CheckpointError,
     checkpoints_in,
@@ -98,6 +99,7 @@ class WholeCheckpoints(Algorithm):
             return self._save_elsewhere(path, filesystem, state=state, use_msgpack=use_msgpack)
         with written_whole(path) as folder:
             super().save_to_path(str(folder), state=state, use_msgpack=use_msgpack)
+            made_by.name_class(folder)
             self.complete_checkpoint(folder)
             make_readable(folder)
             write_manifest(folder, self._about())
@@ -125,11 +127,21 @@ class WholeCheckpoints(Algorithm):
         if filesystem is not None or not isinstance(path, str | Path) or "://" in str(path):
             return super().from_checkpoint(path, filesystem, **kwargs)
         path = str(newest_usable(Path(path).resolve()))
+        made, arguments = made_by.read(Path(path))
+        if not issubclass(made, cls):
+            raise CheckpointError(
+                f"checkpoint={path!r} must be one of {cls.__name__}: it is one of {made.__name__}. "
+                f"Use {made.__name__}.from_checkpoint."
+            )
+        for name in set(kwargs) & set(arguments.signature.parameters):
+            arguments.arguments[name] = kwargs.pop(name)
+        algorithm = made(*arguments.args, **arguments.kwargs)
         token = _checked.set(path)
         try:
-            return super().from_checkpoint(path, **kwargs)
+            algorithm.restore_from_path(path, **kwargs)
         finally:
             _checked.reset(token)
+        return algorithm
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's: where the machine died while the checkpoint was written, the trial goes on from

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,17 +115,14 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     Raises:
         ValueError: unknown or impossible settings.
     """
-    from ray.rllib.algorithms import Algorithm
-
     from rllib_llm.algorithms.language_model import LanguageModelConfig
     from rllib_llm.algorithms.settings.schema import check_keys, check_values, resolve_classes
+    from rllib_llm.checkpoints import made_by
     from rllib_llm.checkpoints.started_in import in_its_folder
 
     import_from_where_it_was_made(checkpoint)
-    with (checkpoint / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME).open("rb") as stream:
-        made = pickle.load(stream)
-    (state, *_), _ = made["ctor_args_and_kwargs"]
-    config = made["class"].get_default_config().from_state(state)
+    made, arguments = made_by.read(checkpoint)
+    config = made.get_default_config().from_state(arguments.arguments["config"])
     if isinstance(config, LanguageModelConfig):
         config = without_training_data(in_its_folder(config), checkpoint)
     check_keys(config, settings, "--config")
@@ -181,11 +177,11 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
     Raises:
         typer.Exit: the server that generates gave no answer; a panel says so.
     """
-    from ray.rllib.algorithms import Algorithm
-
+    from rllib_llm.checkpoints import made_by
     from rllib_llm.rollouts.errors import NoServerError
 
-    algorithm = Algorithm.from_checkpoint(str(checkpoint.resolve()), config=config)
+    made, _ = made_by.read(checkpoint)
+    algorithm = made.from_checkpoint(str(checkpoint.resolve()), config=config)
     try:
         results = algorithm.evaluate()
         return flatten(getattr(algorithm, "eval_metrics", None) or results)

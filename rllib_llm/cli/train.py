@@ -162,7 +162,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         from rllib_llm.experiments.plan import check_disk, check_experiments, check_resources
 
         experiments = with_options(experiments, options)
-        with shown_warnings():
+        with shown_warnings() as told:
             needed = check_experiments(experiments)
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
@@ -176,12 +176,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         with user_errors(options.verbose), session as cluster:
             check_resources(needed, cluster)
             results = run_stages(
-                experiments, folder, console, resume=options.resume, loggers=loggers
+                experiments, folder, console, resume=options.resume, loggers=loggers, told=told
             )
     except (StageFailed, OSError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
-        show(f"{_explained(error, folder)}\n\n{going_on}", title="training failed")
+        show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
         raise typer.Exit(1) from None
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")

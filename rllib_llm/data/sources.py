@@ -209,10 +209,12 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
                 text, options.get("name"), revision=options.get("revision")
             )
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
+        found = "the folder is there" if Path(text).is_dir() else looked
         raise DataSourceError(
-            f"{name}={text!r} must be {_ALLOWED}: there is no such file or folder, and reading it "
-            f"as a data set failed ({type(error).__name__}: {str(error)[:300]}). Check the "
-            "spelling, or the connection where it is a hub id."
+            f"{name}={text!r} must be {_ALLOWED}: {found}, and reading it as a data set failed "
+            f"({type(error).__name__}: {str(error)[:300]}). Check the spelling, or the connection "
+            "where it is a hub id."
         ) from error
     if isinstance(loaded, Mapping):
         wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))

@@ -75,21 +75,12 @@ def generate(
     device = next(model.parameters()).device
     if steps_between_looks is None:
         steps_between_looks = 1 if device.type == "cpu" else _STEPS_BETWEEN_LOOKS_ON_GPU
-    groups, prompt_len = prompt_ids.shape
-    if max_rows is None:
-        max_rows = row_budget(model, prompt_len + params.max_new_tokens)
-        if max_rows is not None and max_rows < groups * num_completions:
-            max_rows = row_budget(model, capacity(prompt_len, params, steps_between_looks))
-    groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
-    rows_at_once = groups_at_once * num_completions
-    # Rows without stop tokens end together: there is no place before all are free.
-    waits = groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config)
-    longest = int(prompt_mask.any(dim=0).sum())
-    positions = longest + params.max_new_tokens
-    if waits:
-        positions = capacity(longest, params, steps_between_looks)
+    num_rows = len(prompt_ids) * num_completions
+    rows_at_once, positions = _places(
+        model, prompt_mask, params, num_completions, steps_between_looks, max_rows
+    )
     buffers = CompletionBuffers(
-        params.max_new_tokens, groups * num_completions, params.pad_token_id, device,
+        params.max_new_tokens, num_rows, params.pad_token_id, device,
         with_values=value_head is not None,
         noise=None if noise is None or params.greedy else noise.to(device),
     )  # fmt: skip
@@ -100,7 +91,7 @@ def generate(
         steps_between_looks=steps_between_looks,
         max_rows=rows_at_once,
         free_share=_FREE_SHARE,
-        room=(min(rows_at_once, groups * num_completions), positions),
+        room=(min(rows_at_once, num_rows), positions),
         open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         value_head=value_head,
     )
@@ -114,6 +105,31 @@ def generate(
     return buffers.completions(
         torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
     )
+
+
+def _places(
+    model: nn.Module,
+    prompt_mask: torch.Tensor,
+    params: SamplingParams,
+    num_completions: int,
+    steps_between_looks: int,
+    max_rows: int | None,
+) -> tuple[int, int]:
+    """(rows that are decoded at once, positions that their cache has)."""
+    groups, prompt_len = prompt_mask.shape
+    if max_rows is None:
+        max_rows = row_budget(model, prompt_len + params.max_new_tokens)
+        if max_rows is not None and max_rows < groups * num_completions:
+            max_rows = row_budget(model, capacity(prompt_len, params, steps_between_looks))
+    groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
+    # Rows without stop tokens end together: there is no place before all are free.
+    waits = groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config)
+    longest = int(prompt_mask.any(dim=0).sum())
+    if waits:
+        positions = capacity(longest, params, steps_between_looks)
+    else:
+        positions = longest + params.max_new_tokens
+    return groups_at_once * num_completions, positions
 
 
 def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) -> int:

@@ -100,7 +100,8 @@ class ConversationEnv:
         self.rewards = RewardSum(terms) if terms else None
         self.reference = self._make_reference()
         self.num_envs = int(self.settings["num_envs"])
-        self.global_step = 0  # updates of the policy so far, for reward functions that ask
+        # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
+        self.global_step, self.max_steps = 0, 0
         self.return_texts = False
         self.has_warned = False  # that a rollout failed
         model = self.settings["model"]

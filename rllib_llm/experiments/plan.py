@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from rllib_llm.experiments.experiment import Experiment
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.yaml_experiments import references, substitute
 from rllib_llm.suggestions import suggestion
+from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.search_space import examples, to_tune
 from rllib_llm.user_errors import UserError
 
@@ -153,7 +155,30 @@ def search_space(experiment: Experiment) -> dict[str, Any]:
     config = flat_settings(algo_class.get_default_config(), experiment.config)
     if experiment.env is not None:
         config["env"] = experiment.env
+    planned = planned_iterations(experiment, config)
+    if planned is not None:
+        config.setdefault("planned_iterations", planned)
     return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+
+
+def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int | None:
+    """Return after how many iterations `stop` ends a trial at the latest, None where it does not
+    say, or the algorithm has no use for it.
+
+    Args:
+        config: the experiment's, sections dissolved.
+    """
+    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+    if not hasattr(defaults, "planned_iterations"):
+        return None
+    ends = []
+    if iterations := number(experiment.stop.get("training_iteration")):
+        ends.append(iterations)
+    names = ("train_batch_size_per_learner", "num_learners")
+    size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
+    if (episodes := number(experiment.stop.get("episode"))) and size and learners is not None:
+        ends.append(episodes / (size * max(1, learners)))
+    return math.ceil(min(ends)) if ends else None
 
 
 def _mutated(experiment: Experiment) -> dict[str, Any]:

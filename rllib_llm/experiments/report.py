@@ -15,12 +15,19 @@ from rich.text import Text
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
-from rllib_llm.reports.metrics_view import summary_metrics
+from rllib_llm.reports.metrics_view import Metric, summary_metrics
 from rllib_llm.reports.plot import plot_stage
 from rllib_llm.reports.signs import signs
 from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.samples import SAMPLES_FILE
-from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.tune.trial_logs import (
+    before_and_after,
+    fresh_series,
+    read_json_lines,
+    read_results,
+)
+
+NONE = "–"  # where nothing was measured
 
 
 def report(
@@ -48,7 +55,8 @@ def report(
         )
     verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
     _heading(f"Everything is in {_shown(folder)}", console)
-    console.print(_places(results, figures, folder))
+    for line in _places(results, figures, folder):
+        console.print(line, highlight=False, soft_wrap=True)  # a path can be copied
     _next_commands(results, folder, console)
     return all(verdicts)
 
@@ -70,12 +78,22 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
     for metric in summary_metrics(rows):
-        values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
-        table.add_row(metric.title, metric.text(values[0]), metric.text(values[-1]))
+        table.add_row(metric.title, *_first_and_last(rows, metric))
     console.print(table)
     for sign in signs(rows):
         line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
         console.print(line, highlight=False)
+
+
+def _first_and_last(rows: list[dict[str, Any]], metric: Metric) -> tuple[str, str]:
+    """A metric at both ends of a run; of a single evaluation the end at which it was made."""
+    if not metric.key.startswith("eval/"):
+        values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
+        return metric.text(values[0]), metric.text(values[-1])
+    made, values = fresh_series(rows, "training_iteration", metric.key)
+    if len(values) > 1:
+        return metric.text(values[0]), metric.text(values[-1])
+    return (metric.text(values[0]), NONE) if made[0] == 0 else (NONE, metric.text(values[0]))
 
 
 def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:
@@ -95,11 +113,11 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
     return met
 
 
-def _places(results: list[StageResult], figures: Mapping[str, Path | None], folder: Path) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _places(
+    results: list[StageResult], figures: Mapping[str, Path | None], folder: Path
+) -> list[Text]:
+    """Lines of stage, what, and where below `folder`, in columns."""
+    rows: list[tuple[str, str, str]] = []
     for result in results:
         trial = result.best_trial_folder
         samples = trial / SAMPLES_FILE
@@ -113,8 +131,12 @@ def _places(results: list[StageResult], figures: Mapping[str, Path | None], fold
         known = [(what, path) for what, path in places.items() if path is not None]
         for index, (what, path) in enumerate(known):
             name = "" if index else result.name
-            table.add_row(name, what, str(path.relative_to(folder)))
-    return table
+            rows.append((name, what, str(path.relative_to(folder))))
+    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
+    return [
+        Text.assemble(" ", (name.ljust(widths[0]), "cyan"), what.ljust(widths[1]), path)
+        for name, what, path in rows
+    ]
 
 
 def _next_commands(results: list[StageResult], folder: Path, console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def run_stages(
     *,
     resume: bool = False,
     loggers: Callable[[str], list[Any]] = lambda stage: [],
+    told: Sequence[str] = (),
 ) -> list[StageResult]:
     """Run the experiments in order, each with what the earlier ones produced.
 
@@ -58,6 +59,7 @@ def run_stages(
         folder: of the run; each stage's results go to the subfolder of its name.
         resume: keep finished stages that lie there and continue the others.
         loggers: name of a stage -> further callbacks of its Tune run.
+        told: warnings that the user has read already.
 
     Raises:
         StageFailed: a trial ended with an error.
@@ -76,7 +78,8 @@ def run_stages(
             result = None  # it is to go further than before
         if result is None:
             resolved = fill(experiment, lambda ref, where: products[ref])
-            result = run_stage(resolved, folder, console, resume, loggers(experiment.name))
+            further = loggers(experiment.name)
+            result = run_stage(resolved, folder, console, resume, further, told)
         products[f"{experiment.name}.model"] = str(result.model)
         products[f"{experiment.name}.checkpoint"] = str(result.checkpoint)
         results.append(result)
@@ -84,7 +87,12 @@ def run_stages(
 
 
 def run_stage(
-    experiment: Experiment, run_folder: Path, console: Console, resume: bool, loggers: list[Any]
+    experiment: Experiment,
+    run_folder: Path,
+    console: Console,
+    resume: bool,
+    loggers: list[Any],
+    told: Sequence[str] = (),
 ) -> StageResult:
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
@@ -101,6 +109,7 @@ def run_stage(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
+        table.know(told)
         callbacks = [table, *callbacks, *loggers]
         if resume and _can_resume(folder):
             tuner = _restored_tuner(experiment, folder, callbacks, finished)
@@ -115,7 +124,7 @@ def run_stage(
         text = f"{experiment.name} was stopped. It goes on from {last_saved(trials)}."
         raise StageInterrupted(text)
     if grid.num_errors:
-        goes_on_from = f"{last_saved(trials)} of {experiment.name}"
+        goes_on_from = last_saved(trials, of=f" of {experiment.name}")
         raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
     return collect_result(experiment, folder, trials)
 
@@ -130,8 +139,14 @@ def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
         metric=experiment.metric,
         mode=experiment.mode,
     )
+    planned = search_space(experiment).get("planned_iterations")
     callbacks.append(
-        NewTerms(experiment.stop, experiment.max_failures, checkpoint_settings(experiment))
+        NewTerms(
+            experiment.stop,
+            experiment.max_failures,
+            checkpoint_settings(experiment),
+            {} if planned is None else {"planned_iterations": planned},
+        )
     )
     with contextlib.ExitStack() as stack:
         for callback in callbacks:
@@ -213,18 +228,19 @@ def _trial_folder_name(trial: Any) -> str:
     return f"{trial.trainable_name}_{trial.trial_id}"
 
 
-def last_saved(trials: list[Any]) -> str:
+def last_saved(trials: list[Any], of: str = "") -> str:
     """Return the iterations of the trials' last checkpoints, as what a stage goes on from.
 
     Args:
         trials: `ray.tune.Result` of each trial.
+        of: what stands behind them, to name the stage.
     """
     kept = [[metrics for _, metrics in trial.best_checkpoints or []] for trial in trials]
     saved = [max((metrics["training_iteration"] for metrics in one), default=0) for one in kept]
     if not any(saved):
-        return "the beginning, having no checkpoint"
+        return f"the beginning{of}, since there is no checkpoint"
     plural = "s" if len(saved) > 1 else ""
-    return f"iteration{plural} " + ", ".join(str(one) if one else "none" for one in saved)
+    return f"iteration{plural} {', '.join(str(one) if one else 'none' for one in saved)}{of}"
 
 
 def _failure_text(name: str, trials: list[Any]) -> str:

@@ -41,9 +41,12 @@ GROUPS = (
         ("length", "tokens", "`train/output_length`"),
         ("sft_loss", "nats per token", "`loss/sft`"),
         ("rm_loss", "nats per pair", "`loss/reward_model`"),
+        ("dpo_loss", "nats per pair", "`loss/dpo`"),
         ("held_out_loss", "nats", "`eval/loss`"),
         ("accuracy", "share", "`train/accuracy`"),
         ("held_out_accuracy", "share", "`eval/accuracy`"),
+        ("entropy", "nats per token", "`policy/entropy_avg`"),
+        ("tokens_per_s", "tokens/s", "`throughput/tokens_per_s`"),
     ),
     _group(
         "What is learnt towards",

@@ -106,6 +106,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         )
         context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
+        self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
             self.env,
             model=config.pretrained_model,

@@ -10,6 +10,7 @@ import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rllib_llm import columns
+from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.external_engine import ExternalEngine
 from rllib_llm.engines.noise import row_seeds, uniform_noise
@@ -114,14 +115,24 @@ class ModulePolicy:
         self._pending_state: Mapping[str, torch.Tensor] | None = None
 
     def share(self, module: RLModule) -> None:
-        """Samples with `module` itself, the learner's: no copy, no transfer."""
+        """Samples with `module` itself, the learner's: no copy, no transfer.
+
+        Raises:
+            ValueError: it cannot be decoded here.
+        """
+        _check_decoding(module)
         self.module, self._is_shared, self.has_weights = module, True, True
         self._pending_state = None
 
     def build(self) -> Any:
-        """The module, made on first use."""
+        """The module, made on first use.
+
+        Raises:
+            ValueError: it cannot be decoded here.
+        """
         if self.module is None:
             self.module = self._make_module()
+            _check_decoding(self.module)
             if self._pending_state is not None:
                 self.module.set_state(self._pending_state)
                 self._pending_state = None
@@ -194,6 +205,12 @@ class ModulePolicy:
 
     def close(self) -> None:
         """As of all policies."""
+
+
+def _check_decoding(module: Any) -> None:
+    """Tries, before anything is learnt, whether the module's model decodes as it computes."""
+    with module.autocast():
+        check_decoding_once(module.model)
 
 
 class EnginePolicy:

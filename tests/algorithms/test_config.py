@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import yaml
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
+from rllib_llm.quiet import VERBOSE
 from tests.algorithms import tiny_runs as tiny
 
 CONFIGS = {
@@ -255,3 +258,15 @@ def test_every_algorithm_is_known_by_name(name):
 def test_an_unknown_algorithm_is_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match="PPOPtx"):
         get_algorithm_class("PPOPTX2")
+
+
+def test_a_mistake_in_a_script_is_told_without_the_places_inside(monkeypatch):
+    monkeypatch.delenv(VERBOSE, raising=False)
+    config = tiny.grpo().sampling(temperature=0.0)
+    with pytest.raises(ValueError, match="temperature=0.0 must be") as short:
+        config.copy().build_algo()
+    assert len(traceback.extract_tb(short.value.__traceback__)) <= 5
+    monkeypatch.setenv(VERBOSE, "1")
+    with pytest.raises(ValueError, match="temperature=0.0 must be") as whole:
+        config.copy().build_algo()
+    assert traceback.extract_tb(whole.value.__traceback__)[-1].name == "require"

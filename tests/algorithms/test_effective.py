@@ -104,6 +104,7 @@ def test_a_scheduled_learning_rate_is_the_one_that_was_stepped_with():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_population_based_training_uses_what_it_mutates(tmp_path):
     """Through the command line: two trials; after every second iteration the worse one goes on
     from the better one's checkpoint with settings of its own."""

@@ -60,6 +60,7 @@ def halves(tmp_path_factory, ray_session):
     return first
 
 
+@pytest.mark.slow  # thirteen algorithms, and a process that goes on with seven of them
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_five_and_five_are_ten(uninterrupted, halves, name):
     whole, whole_texts, weights = uninterrupted[runs.reference_of(name)]
@@ -77,6 +78,7 @@ def test_five_and_five_are_ten(uninterrupted, halves, name):
     assert outcome["again"] == resumed[:2]
 
 
+@pytest.mark.slow
 def test_the_runs_cover_what_they_are_meant_to(uninterrupted):
     results, texts, _ = uninterrupted["ppo"]
     assert {row["prompt"] for row in texts} == {row["prompt"] for row in tiny.PROMPTS}

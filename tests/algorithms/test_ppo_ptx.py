@@ -59,6 +59,7 @@ def test_the_reward_rises():
     assert sum(scores[-2:]) / 2 > 4.0
 
 
+@pytest.mark.slow
 def test_tune_runs_two_trials_and_knows_every_name(tmp_path):
     config = (
         PPOPtxConfig()

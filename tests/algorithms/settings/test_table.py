@@ -124,6 +124,24 @@ def test_a_setting_of_another_section_names_its_method():
         PPOPtxConfig().training(prompts="p.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "said"),
+    [
+        (
+            "reference",
+            "quantization",
+            r"\.reference\(model=\{'model': ..., 'quantization': ...\}\)",
+        ),
+        ("rewards", "weight", r"\.rewards\(model=\{'model': ..., 'weight': ...\}\)"),
+    ],
+)
+def test_what_belongs_into_a_model_s_mapping_is_told_so(section, name, said):
+    with pytest.raises(ValueError, match=said):
+        getattr(GRPOConfig(), section)(**{name: "int8"})
+    with pytest.raises(ValueError, match=said):
+        GRPOConfig().update_from_dict({section: {name: "int8"}})
+
+
 def test_a_model_among_rllib_s_own_settings_is_told_where_it_belongs():
     with pytest.raises(ValueError, match=r"unknown key 'model'. .* set language_model\(model="):
         GRPOConfig().training(model="some/model")

@@ -296,6 +296,7 @@ REFERENCE = Section(
             type=Any,
             default=None,
             meaning="the frozen model, or {model, quantization, dtype, device}",
+            keys=("quantization", "dtype", "device"),
             note="Without a model it is the policy's own start.",
             trl=("ref_model",),
             also=("reference_model", "ref_model_path", "sft_model_path", "ref_policy"),
