@@ -128,6 +128,8 @@ GROUPS = (
         ("eval/accuracy", "share", "held-out pairs in the right order"),
         ("eval/ptx_loss", "nats per token", "on held-out pretraining text"),
         ("eval/iteration", "iterations", "learnt when it was measured"),
+        ("eval/pass@<k>", "share", "prompts of which one of k completions passes; _low, _high"),
+        ("eval/pass^<k>", "share", "prompts of which all of k completions pass; _low, _high"),
         ("eval/<name>", "its own", "components and diagnostics"),
     ),
     _group(

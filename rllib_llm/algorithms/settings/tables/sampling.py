@@ -175,6 +175,24 @@ SAMPLING = Section(
             also=("rollout_function", "rollout_func", "custom_generate_function_path"),
         ),
         Setting(
+            name="pass_at",
+            type=list[int] | None,
+            default=None,
+            unit="completions",
+            meaning="the k of pass@k and pass^k among the held-out results",
+            note="Of what `pass_on` says, with intervals; wants an evaluation_config with explore: "
+            "true and at least k for num_completions. None: none.",
+            reason="each is a number of completions, 1 or more",
+            remedy="Write [1, 4]",
+        ),
+        Setting(
+            name="pass_on",
+            type=str | None,
+            default=None,
+            meaning="the component of the reward, 0 or 1, that says what has passed",
+            note="None: the score itself.",
+        ),
+        Setting(
             name="log_samples_every",
             type=int,
             default=10,
