@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from rllib_llm.cli import config, doctor, env, evaluate, examples, generate, report, status, train
+from rllib_llm.cli import (
+    config,
+    doctor,
+    env,
+    evaluate,
+    examples,
+    generate,
+    report,
+    rollouts,
+    status,
+    train,
+)
 
 app = typer.Typer(
     name="rllib",
@@ -17,6 +28,7 @@ app = typer.Typer(
 app.add_typer(train.app, name="train")
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("rollouts")(rollouts.rollouts)
 app.command("config")(config.show_config)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
