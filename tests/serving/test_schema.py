@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 schemathesis = pytest.importorskip("schemathesis")
 
 ASKED = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize",
-         "/detokenize", "/v1/batch", "/sessions/{session_id}/reward"]  # fmt: skip
+         "/detokenize", "/sessions/{session_id}/reward"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ASKED)
