@@ -132,4 +132,4 @@ def _other_trials_checkpoint(trial: Any) -> Path | None:
 
 
 # Runs that an earlier version began have these names pickled; a restored Tuner gets new callbacks.
-ResultJson, ProgressCsv = ResultLog, NoOtherCsv
+ResultJson = ProgressCsv = ResultLog
