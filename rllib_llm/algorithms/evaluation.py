@@ -94,6 +94,7 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
         results.update(pass_metrics(batch, config.pass_at, config.pass_on))
     results["iteration"] = algorithm.num_iterations_done
     algorithm.eval_metrics = results
+    algorithm.recorder.record(batch, "evaluated", iteration=results["iteration"])
     algorithm.samples.write(
         batch,
         iteration=results["iteration"],

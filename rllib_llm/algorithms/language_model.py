@@ -35,9 +35,11 @@ from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
+from rllib_llm.storage import fetch_file
 from rllib_llm.tracebacks import raise_plainly
 from rllib_llm.tune.headline import HEADLINE, with_headline
-from rllib_llm.tune.messages import MessageLog
+from rllib_llm.tune.messages import MESSAGES_FILE, MessageLog
+from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 
@@ -218,6 +220,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
+        self._fetch_logs()
         self._message_log = MessageLog(self.trial_folder)
         if self._listener is not None:
             self._listener.take()  # what settings warn of was said where they were given
@@ -227,6 +230,16 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.read_data()
         super().setup(config)
         self._tell_of_learners()
+
+    def _fetch_logs(self) -> None:
+        """Goes on with what an earlier process of this trial wrote, where that lies at a URL: what
+        is uploaded takes its place."""
+        storage = getattr(self, "_storage", None)
+        if storage is None or isinstance(storage.storage_filesystem, LocalFileSystem):
+            return
+        for name in (MESSAGES_FILE, SAMPLES_FILE):
+            source = f"{storage.trial_fs_path}/{name}"
+            fetch_file(storage.storage_filesystem, source, self.trial_folder / name)
 
     def read_data(self) -> None:
         """Called before learners are built: what is wrong with data is known before they are."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.console import Console
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.settings.schema import resolve_classes
 from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.data.rollout_store import ROLLOUTS
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.plan import (
     INTERVAL,
@@ -26,6 +26,7 @@ from rllib_llm.experiments.yaml_experiments import Experiment, fill
 from rllib_llm.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
 from rllib_llm.reports.failures import failure_text
 from rllib_llm.reports.live_table import LiveTable
+from rllib_llm.storage import Place, UrlPath
 from rllib_llm.tune import default_callbacks
 from rllib_llm.tune.new_terms import NewTerms
 from rllib_llm.tune.save_on_stop import SaveOnStop
@@ -46,7 +47,7 @@ class StageInterrupted(RuntimeError):
 
 def run_stages(
     experiments: list[Experiment],
-    folder: Path,
+    folder: Place,
     console: Console,
     *,
     resume: bool = False,
@@ -82,13 +83,14 @@ def run_stages(
             result = run_stage(resolved, folder, console, resume, further, told)
         products[f"{experiment.name}.model"] = str(result.model)
         products[f"{experiment.name}.checkpoint"] = str(result.checkpoint)
+        products[f"{experiment.name}.rollouts"] = str(result.best_trial_folder / ROLLOUTS)
         results.append(result)
     return results
 
 
 def run_stage(
     experiment: Experiment,
-    run_folder: Path,
+    run_folder: Place,
     console: Console,
     resume: bool,
     loggers: list[Any],
@@ -155,7 +157,7 @@ def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
         yield callbacks
 
 
-def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> Any:
+def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> Any:
     from ray import tune
 
     algo_class = algorithm_class(experiment.run, experiment.name)
@@ -174,6 +176,8 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
     run_config = tune.RunConfig(
         name=experiment.name,
         storage_path=str(run_folder),
+        # What trials write beside checkpoints lies in their own folder already where that is here.
+        sync_config=tune.SyncConfig(sync_artifacts=isinstance(run_folder, UrlPath)),
         stop=experiment.stop or None,
         verbose=0,
         callbacks=callbacks,
@@ -193,7 +197,7 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
     )
 
 
-def _can_resume(folder: Path) -> bool:
+def _can_resume(folder: Place) -> bool:
     """Whether a Tune run got as far as noting its state in `folder`."""
     from ray import tune
 
@@ -201,7 +205,7 @@ def _can_resume(folder: Path) -> bool:
 
 
 def _restored_tuner(
-    experiment: Experiment, folder: Path, callbacks: list[Any], further: bool
+    experiment: Experiment, folder: Place, callbacks: list[Any], further: bool
 ) -> Any:
     """`further`: trials that have ended go on as well."""
     from ray import tune

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.storage import Place
 from rllib_llm.tune.trial_logs import fresh_series, read_results, series
 
 
@@ -42,7 +43,9 @@ LEGEND_CHARS = 52  # that fit under a column of plots
 LEGEND_LINE_CHARS = 8  # the space of a line in its colour
 
 
-def plot_stage(title: str, trial_folders: list[Path], labels: list[str], file: Path) -> Path | None:
+def plot_stage(
+    title: str, trial_folders: list[Place], labels: list[str], file: Path
+) -> Path | None:
     """Draw the trials' results into the PNG `file`; None where there is nothing to draw."""
     trials = [read_results(folder) for folder in trial_folders]
     is_ours = any("episode" in result for results in trials for result in results)

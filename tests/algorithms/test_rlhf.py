@@ -37,7 +37,7 @@ def undisturbed():
 def exact_ppo():
     """The learner computes the old values: those of a sampler that has the learner's own module, as
     the driver's has, differ in their last bit."""
-    return tiny.ppo(recompute_old_logprobs=True)
+    return tiny.ppo(off_policy="decoupled", off_policy_weights=None)
 
 
 def build_mamba():

@@ -34,6 +34,8 @@ ELSEWHERE = {
     "bf16": "It is autocast_dtype='bfloat16' here",
     "fp16": "Losses are not scaled for float16: use autocast_dtype='bfloat16'",
     "use_vllm": "It is engine='vllm' here",
+    "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
+    "completion's); of the weights that correct older data it is called 'off_policy_level' here",
 }
 
 

@@ -62,7 +62,7 @@ def test_help_has_real_defaults_units_and_ranges():
     assert "num_epochs: int = 4" in text and "minibatch_size: int | None = 32" in text
     assert "num_epochs: int = 1" in pydoc.render_doc(GRPOConfig.training)
     assert "ptx_max_length: What is kept of each pretraining text (at least 2 tokens)." in text
-    assert "ref_kl_coeff" in text and "Acts where importance_sampling is set." in text
+    assert "ref_kl_coeff" in text and "off_policy_weights is set." in text
     # What an algorithm does not use is not shown.
     assert "vf_clip_param" in text
     assert "vf_clip_param" not in pydoc.render_doc(GRPOConfig.training)
