@@ -58,9 +58,7 @@ CASES = {
 class Weights:
     """A module as large as asked for: matrices 32 wide, of ones."""
 
-    def __init__(
-        self, num_bytes: int, dtype: torch.dtype = torch.bfloat16, num_tensors: int = 32
-    ):
+    def __init__(self, num_bytes: int, dtype: torch.dtype = torch.bfloat16, num_tensors: int = 32):
         rows = num_bytes // dtype.itemsize // num_tensors // 32
         self._own = {
             f"layers.{i}.weight": torch.nn.Parameter(

@@ -58,9 +58,7 @@ def rllib(num_bytes: int, rounds: int) -> dict[str, Any]:
     algorithm = (
         PPOConfig()
         .environment("CartPole-v1")
-        .rl_module(
-            rl_module_spec=RLModuleSpec(Large, model_config={"num_bytes": num_bytes})
-        )
+        .rl_module(rl_module_spec=RLModuleSpec(Large, model_config={"num_bytes": num_bytes}))
         .env_runners(num_env_runners=NUM_RECEIVERS, create_local_env_runner=False)
         .build_algo()
     )

@@ -30,7 +30,7 @@ _PUBLIC = {
     "DPOConfig": "rllib_llm.algorithms.dpo",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
-    "Progress": "rllib_llm.reports.live_table",
+    "Progress": "rllib_llm.reports.progress",
     "default_callbacks": "rllib_llm.tune",
     "serve": "rllib_llm.serving.deployment",
 }

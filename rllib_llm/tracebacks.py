@@ -6,6 +6,9 @@ import site
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import NoReturn
+
+from rllib_llm.quiet import is_verbose
 
 PACKAGE = str(Path(__file__).resolve().parent)
 
@@ -39,6 +42,14 @@ def explains_itself(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return type(error) is ValueError and bool(frames) and frames[-1].filename.startswith(PACKAGE)
+
+
+def raise_plainly(error: ValueError) -> NoReturn:
+    """Raise the exception that is being handled on; one that explains itself without the places in
+    libraries and here, which would bury its sentence, unless everything is to be seen."""
+    if is_verbose() or not explains_itself(error):
+        raise error
+    raise error.with_traceback(None) from error.__cause__
 
 
 def short_traceback(error: BaseException) -> str:

@@ -27,19 +27,18 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
 
 
 def show(message: str, title: str = "error") -> None:
-    """Print `message` between two red rules on stderr, its words whole: a path can be copied."""
+    """Print `message` between two red rules on stderr, its words whole: a path can be copied, and
+    so can what is indented, a command, which stays on one line."""
     width = max(20, stderr.width)
     lines = [
         line
         for paragraph in message.splitlines()
-        for line in textwrap.wrap(
-            paragraph,
-            width,
-            subsequent_indent=" " * (len(paragraph) - len(paragraph.lstrip())),
-            break_long_words=False,
-            break_on_hyphens=False,
+        for line in (
+            [paragraph]
+            if paragraph.startswith(" ")
+            else textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False)
+            or [""]
         )
-        or [""]
     ]
     stderr.print(Rule(title, align="left", style="red"))
     stderr.print(Text("\n".join(lines)), soft_wrap=True)
@@ -62,11 +61,15 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_warnings() -> Iterator[None]:
-    """Print each different `UserWarning` of the block once, when it has ended without an error."""
+def shown_warnings() -> Iterator[list[str]]:
+    """Print each different `UserWarning` of the block once, when it has ended without an error, and
+    add it to the list that is yielded."""
+    told: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        yield
+        yield told
     texts = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
-    for text in dict.fromkeys(texts):
-        stderr.print(Text.assemble(("warning: ", "yellow"), text))
+    told += dict.fromkeys(texts)
+    for text in told:
+        line = Text.assemble(("warning: ", "yellow"), text)
+        stderr.print(line, soft_wrap=True, highlight=False)

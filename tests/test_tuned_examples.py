@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,9 +73,13 @@ def run_small(experiment: Experiment, folder: Path) -> tuple[dict[str, float], d
         trainable.save_checkpoint(str(checkpoint))
     finally:
         trainable.stop()
+        rollouts = Path(trainable.logdir) / "rollouts"
+        if rollouts.is_dir():
+            shutil.move(rollouts, folder / "rollouts")
         shutil.rmtree(trainable.logdir, ignore_errors=True)
-    model = export_model(SimpleNamespace(path=str(checkpoint)), folder)
-    return result, {"checkpoint": str(checkpoint), "model": str(model)}
+    model = export_model(checkpoint, folder)
+    made = {"checkpoint": checkpoint, "model": model, "rollouts": folder / "rollouts"}
+    return result, {name: str(path) for name, path in made.items()}
 
 
 def test_there_are_examples():

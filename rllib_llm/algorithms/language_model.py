@@ -35,9 +35,11 @@ from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
-from rllib_llm.tracebacks import explains_itself
+from rllib_llm.storage import fetch_file
+from rllib_llm.tracebacks import raise_plainly
 from rllib_llm.tune.headline import HEADLINE, with_headline
-from rllib_llm.tune.messages import MessageLog
+from rllib_llm.tune.messages import MESSAGES_FILE, MessageLog
+from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 
@@ -159,7 +161,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
     carry the field's known metric names at the top."""
 
-    _progress_metrics = (*HEADLINE, "episode")  # what Tune shows of a trial's last result
+    _progress_metrics = (*HEADLINE,)  # what Tune shows of a trial's last result
     config: LanguageModelConfig
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
@@ -174,8 +176,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             # Relative paths in settings mean the folder in which Ray's processes start, the
             # script's, in samplers too; Tune would move this one elsewhere.
             os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-        with killed_after(seconds), self._listening():
-            super().__init__(config=config, env=env, **kwargs)
+        try:
+            with killed_after(seconds), self._listening():
+                super().__init__(config=config, env=env, **kwargs)
+        except ValueError as error:
+            raise_plainly(error)
         self.doing("starting an iteration")
 
     def __repr__(self) -> str:
@@ -191,11 +196,6 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         try:
             with self._listener:
                 yield
-        except ValueError as error:
-            if not explains_itself(error):
-                raise
-            # Places in Ray and here would bury the sentence.
-            raise error.with_traceback(None) from error.__cause__
         finally:
             self.tell(self._listener.take())
 
@@ -203,6 +203,13 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """Writes messages to the trial's folder, from where the command shows warnings."""
         if self._message_log is not None:
             self._message_log.write(messages, self.iteration + 1)
+
+    def _tell_of_learners(self) -> None:
+        """Writes what learners in processes of their own have said."""
+        if not self.learner_group.is_local:
+            answers = self.learner_group.foreach_learner(lambda learner: learner.take_messages())
+            for messages in (answer.get() for answer in answers if answer.ok):
+                self.tell(messages)
 
     def doing(self, activity: str) -> None:
         """Notes what a trial does from now on, for those who wait for it."""
@@ -213,6 +220,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
+        self._fetch_logs()
         self._message_log = MessageLog(self.trial_folder)
         if self._listener is not None:
             self._listener.take()  # what settings warn of was said where they were given
@@ -221,6 +229,17 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         require_places(self.config)
         self.read_data()
         super().setup(config)
+        self._tell_of_learners()
+
+    def _fetch_logs(self) -> None:
+        """Goes on with what an earlier process of this trial wrote, where that lies at a URL: what
+        is uploaded takes its place."""
+        storage = getattr(self, "_storage", None)
+        if storage is None or isinstance(storage.storage_filesystem, LocalFileSystem):
+            return
+        for name in (MESSAGES_FILE, SAMPLES_FILE):
+            source = f"{storage.trial_fs_path}/{name}"
+            fetch_file(storage.storage_filesystem, source, self.trial_folder / name)
 
     def read_data(self) -> None:
         """Called before learners are built: what is wrong with data is known before they are."""
@@ -265,11 +284,15 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             refs = [ray.put(batch)] * self.config.num_learners
             results = self.learner_group.update(batch_refs=refs)
         self.metrics.aggregate(results, key=LEARNER_RESULTS)
+        self._tell_of_learners()
 
     def step(self) -> dict[str, Any]:
         """RLlib's result plus the known names, and the latest held-out results under `eval`."""
-        with self._listening():
-            results = super().step()
+        try:
+            with self._listening():
+                results = super().step()
+        except ValueError as error:
+            raise_plainly(error)
         for name, value in self.known_metrics.items():
             if isinstance(value, dict):
                 results[name] = {**results.get(name, {}), **value}

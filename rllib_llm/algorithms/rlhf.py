@@ -3,13 +3,14 @@
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
 `RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
-business of the rollout source (`rollouts/on_policy.py`): with `pipeline_depth=1` samplers make the
-next batch while the learners learn from this one. The settings are in `rlhf_config.py`; what an
-algorithm adds is in its learner class.
+business of the rollout source (`rollouts/on_policy.py`): with `max_staleness` above 0 samplers make
+the next batches while the learners learn from this one (`rollouts/streaming/`). The settings are in
+`rlhf_config.py`; what an algorithm adds is in its learner class.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -30,17 +31,25 @@ from ray.rllib.utils.metrics import (
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.stored_rollouts import stored_rollouts
+from rllib_llm.learners.off_policy import with_effective_sample_size
+from rllib_llm.learners.rlhf_learner import take_advantages
+from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.on_policy import OnPolicy
+from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
+from rllib_llm.rollouts.replayed import replayed
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.source import RolloutSource
+from rllib_llm.rollouts.streaming.opening import open_stream
 from rllib_llm.tune.samples import SampleLog
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
@@ -55,8 +64,8 @@ PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 class RLHF(LanguageModelAlgorithm):
     """Samples, learns, publishes.
 
-    Its own state is the prompt position, the weight version and, with `pipeline_depth=1`, the batch
-    sampled ahead: saving waits for it, and a restored run learns from that very batch.
+    Its own state is the weight version and that of the rollout source: the prompt position, and
+    what is on its way where groups stream.
     """
 
     config: RLHFConfig
@@ -67,6 +76,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
+        self._calls: OneAfterAnother | None = None  # of a loop of the user's own
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
@@ -93,20 +103,37 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)
-        self.rollouts = self.make_rollouts()
+        self.recorder = self.make_recorder()
+        self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
-        config = self.config
+        config, collector = self.config, self._collectors[self.env_runner_group]
+        if config.streams:
+            return open_stream(
+                collector,
+                config.stream_rules(),
+                config.serving_settings(),
+                folder=self.trial_folder / "ledger",
+                recorder=self.recorder,
+                keeps_rejected=not isinstance(self.recorder, RecordsNothing),
+                publish_again=self._publish_again,
+            )
         return OnPolicy(
-            self._collectors[self.env_runner_group],
+            collector,
             num_prompts=config.num_prompts_per_iteration,
             num_completions=config.num_completions,
-            is_ahead=bool(config.pipeline_depth and config.num_env_runners),
             texts_every=config.log_samples_every,
             publish_again=self._publish_again,
         )
+
+    def make_recorder(self) -> RolloutRecorder:
+        """What is told of all that was sampled."""
+        if not self.config.store_rollouts:
+            return RecordsNothing()
+        storage = getattr(self, "_storage", None)
+        return stored_rollouts(self.config, storage, self.trial_folder)
 
     def _background_publisher(self) -> BackgroundPublisher | None:
         """For receivers that this algorithm does not ask, if the run has a name for them."""
@@ -129,13 +156,11 @@ class RLHF(LanguageModelAlgorithm):
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions")
-        self.update_learners(sampled.columns, sampled.num_rows)
-        publish_start = time.perf_counter()
-        self.weights_version += 1
-        self._publish()
+        publish_start = self._learn(sampled)
         end = time.perf_counter()
+        self._log_ages(sampled)
         self._log(
-            sampled,
+            sampled.fresh,
             {
                 "iteration": end - start,
                 "sample": learn_start - start,
@@ -144,9 +169,48 @@ class RLHF(LanguageModelAlgorithm):
             },
         )
 
+    def _learn(self, sampled: JudgedBatch) -> float:
+        """Updates the learners and publishes their weights; when it began to publish."""
+        self.update_learners(sampled.columns, sampled.num_rows)
+        self._record_trained(sampled)
+        start = time.perf_counter()
+        self.weights_version += 1
+        self._publish()
+        return start
+
+    def next_batch(self) -> UnderWay[JudgedBatch]:
+        """The batch to be learnt from next, for a loop of one's own (`own_loop.py`)."""
+        return self._own_loop().begin(self.rollouts.next)
+
+    def submit(self, batch: JudgedBatch) -> UnderWay[dict[str, dict[str, float]]]:
+        """Learns from a batch and publishes the weights, for a loop of one's own; the learners'
+        metrics by group."""
+
+        def learn() -> dict[str, dict[str, float]]:
+            self._learn(batch)
+            return self.learner_metrics()
+
+        return self._own_loop().begin(learn)
+
+    def _own_loop(self) -> OneAfterAnother:
+        if self._calls is None:
+            self._calls = OneAfterAnother()
+        return self._calls
+
+    def _record_trained(self, sampled: JudgedBatch) -> None:
+        """Has the batch kept, with the advantages that the first learner found."""
+        if not self.config.store_rollouts:
+            return
+        results = self.learner_group.foreach_learner(take_advantages)
+        for result in results:
+            if result.ok and result.get() is not None:
+                found = {columns.ADVANTAGES: result.get()}
+                sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
+        self.recorder.record(sampled.fresh, "trained", iteration=self.iteration + 1)
+
     @property
     def position(self) -> int:
-        """Prompt groups handed out so far."""
+        """Prompt groups learnt from so far."""
         return self.rollouts.position
 
     @property
@@ -228,6 +292,14 @@ class RLHF(LanguageModelAlgorithm):
 
     # --- results -----------------------------------------------------------------------------
 
+    def _log_ages(self, sampled: JudgedBatch) -> None:
+        """Notes how old all rows are that were learnt from, where that is corrected for."""
+        self._ages: dict[str, float] = {}
+        if self.config.off_policy is not None:
+            versions = sampled.columns[columns.WEIGHTS_VERSION]
+            mask = sampled.sampled_mask
+            self._ages = age_metrics(versions, mask, self.weights_version - 1)
+
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
         groups = self.learner_metrics()
         val = groups.setdefault("val", {})
@@ -241,6 +313,12 @@ class RLHF(LanguageModelAlgorithm):
         groups["train"]["staleness"] = (
             self.weights_version - 1 - float(sampled.versions.double().mean())
         )
+        if self._ages:
+            groups["off_policy"] = self._ages | with_effective_sample_size(
+                groups.get("off_policy", {})
+            )
+        groups |= self.rollouts.metrics()
+        groups["rollout_store"] = self.recorder.metrics()
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
             "version": self.published_weights.version,
@@ -309,7 +387,10 @@ class RLHF(LanguageModelAlgorithm):
         return self._collectors[env_runner_group].pool.pop_revived()
 
     def cleanup(self) -> None:
+        if self._calls is not None:
+            self._calls.stop()
         self.rollouts.stop()
+        self.recorder.stop()
         self._publisher.stop()
         for collector in self._collectors.values():
             collector.pool.actors.stop()
@@ -323,6 +404,7 @@ class RLHF(LanguageModelAlgorithm):
             "weights_version": self.weights_version,
             "eval_metrics": self.eval_metrics,
             **self.rollouts.state(),
+            "recorded": self.recorder.state(),
         }
         return state
 
@@ -333,6 +415,7 @@ class RLHF(LanguageModelAlgorithm):
             self.weights_version = own["weights_version"]
             self.eval_metrics = own["eval_metrics"]
             self.rollouts.set_state(own)
+            self.recorder.set_state(own.get("recorded", {}))
 
     def restore_from_path(self, path, *args, **kwargs) -> None:
         super().restore_from_path(path, *args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import (
     CheckpointError,
     checkpoints_in,
@@ -26,7 +27,7 @@ def restore_source(
         UserError: there is none, or, for an algorithm of ours, no usable one, or one that is at
             the trials' end already.
     """
-    folder = Path(given).expanduser()
+    folder = fetched(given)
     if not folder.is_dir():
         raise UserError(
             f"{where}={given!r} must be a checkpoint folder: there is none. "
@@ -45,7 +46,7 @@ def restore_source(
     return source.resolve()
 
 
-def find_checkpoint(folder: Path) -> Path:
+def find_checkpoint(folder: str | Path) -> Path:
     """Return the checkpoint of an algorithm that `folder` is, or the newest usable one in it.
 
     Raises:
@@ -53,6 +54,7 @@ def find_checkpoint(folder: Path) -> Path:
     """
     from ray.rllib.algorithms import Algorithm
 
+    folder = fetched(folder)
     try:
         return newest_usable(folder)
     except CheckpointError:

@@ -19,7 +19,7 @@ from ray.rllib.utils.checkpoints import Checkpointable
 FILE = Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
 
 
-def read(folder: Path) -> tuple[type, inspect.BoundArguments]:
+def read(folder: Path) -> tuple[type[Any], inspect.BoundArguments]:
     """The class that made the checkpoint in `folder`, and the arguments it was made with."""
     with (folder / FILE).open("rb") as stream:
         made = _Reader(stream).load()

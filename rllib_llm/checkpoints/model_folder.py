@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, checkpoints_in, newest_usable
+from rllib_llm.storage import UrlPath, is_url, local_copy
 from rllib_llm.user_errors import UserError
+
+
+def _here(given: str) -> Path:
+    if not is_url(given):
+        return Path(given).expanduser()
+    inner = next(
+        (part for part in (UrlPath(given), UrlPath(given) / "model")
+         if (part / "config.json").is_file()), None,
+    )  # fmt: skip
+    return fetched(given) if inner is None else local_copy(inner)
 
 
 def find_model(given: str) -> str:
@@ -15,7 +27,7 @@ def find_model(given: str) -> str:
         UserError: `given` is a folder without a model in it.
         CheckpointError: it is a checkpoint, or the folder of a trial, and none is usable.
     """
-    folder = Path(given).expanduser()
+    folder = _here(given)
     if not folder.exists():
         if given.startswith((".", "/", "~")) or given.count("/") > 1:
             raise UserError(

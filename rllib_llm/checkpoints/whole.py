@@ -24,6 +24,7 @@ from ray.rllib.utils.checkpoints import Checkpointable
 from ray.tune.result import TIME_TOTAL_S
 
 from rllib_llm.checkpoints import made_by
+from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import (
     CheckpointError,
     checkpoints_in,
@@ -106,11 +107,14 @@ class WholeCheckpoints(Algorithm):
         return path
 
     def restore_from_path(self, path, *, component=None, filesystem=None, **kwargs: Any) -> None:
-        """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder.
+        """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder, by path
+        or by URL.
 
         Raises:
             CheckpointError: it is damaged or unknown, and nothing was changed by it.
         """
+        if filesystem is None and isinstance(path, str | Path):
+            path = fetched(path)
         filesystem, path = _resolve(path, filesystem)
         is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
         if component is None and is_local and path != _checked.get():
@@ -124,9 +128,9 @@ class WholeCheckpoints(Algorithm):
     @classmethod
     def from_checkpoint(cls, path, filesystem=None, **kwargs: Any):
         """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder."""
-        if filesystem is not None or not isinstance(path, str | Path) or "://" in str(path):
+        if filesystem is not None or not isinstance(path, str | Path):
             return super().from_checkpoint(path, filesystem, **kwargs)
-        path = str(newest_usable(Path(path).resolve()))
+        path = str(newest_usable(fetched(path).resolve()))
         made, arguments = made_by.read(Path(path))
         if not issubclass(made, cls):
             raise CheckpointError(

@@ -50,6 +50,15 @@ def check(
     env_config: Annotated[
         str, typer.Option("--env-config", "-c", help="Its settings, as JSON or YAML.")
     ] = "{}",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="The policy whose token ids prompts are: a folder, a hub id or a dotted path. "
+            "The same as model in --env-config.",
+        ),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(help="Prompts of the batches it is tried with.")] = 3,
     num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 2,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
@@ -63,9 +72,10 @@ def check(
     with user_errors(), shown_warnings():
         from rllib_llm.envs.checks.check_env import check_env
 
+        settings = parse_mapping(env_config, "--env-config")
         problems = check_env(
             env,
-            parse_mapping(env_config, "--env-config"),
+            settings if model is None else {**settings, "model": model},
             num_prompts=num_prompts,
             num_completions=num_completions,
             report=lambda line: console.print(f"chat template, {line}", markup=False),

@@ -38,6 +38,22 @@ def evaluate(
     env: Annotated[
         str | None, typer.Option("--env", "-e", help="Another environment than the run's.")
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Completions of each prompt, sampled, not greedy; --episodes counts them all.",
+        ),
+    ] = None,
+    pass_at: Annotated[
+        str | None,
+        typer.Option("--pass-at", help="The k of pass@k and pass^k, such as 1,4,16."),
+    ] = None,
+    pass_on: Annotated[
+        str | None,
+        typer.Option("--pass-on", help="The 0-1 component of the reward that says what passed."),
+    ] = None,
     config: Annotated[
         str,
         typer.Option(
@@ -61,6 +77,11 @@ def evaluate(
             settings["env"] = env
         if duration is not None:
             settings["evaluation_duration"] = duration
+        if samples is not None or pass_at is not None:
+            settings["evaluation_config"] = {
+                **settings.get("evaluation_config", {}),
+                **_sampled(samples, pass_at, pass_on),
+            }
         from rllib_llm.checkpoints.finding import find_checkpoint
 
         checkpoint = find_checkpoint(checkpoint)
@@ -74,6 +95,18 @@ def evaluate(
     console = Console()
     console.print(f"[bold]{escape(str(checkpoint))}[/bold]", highlight=False, soft_wrap=True)
     console.print(_table(flat))
+
+
+def _sampled(samples: int | None, pass_at: str | None, pass_on: str | None) -> dict[str, Any]:
+    """Return the settings of an evaluation that samples several completions of each prompt."""
+    ks = parse_mapping(f"ks: [{pass_at or ''}]", "--pass-at")["ks"]
+    count = samples or max(ks, default=1)
+    if not all(isinstance(k, int) and 1 <= k <= count for k in ks):
+        raise ValueError(
+            f"--pass-at={pass_at!r} must be numbers from 1 to --samples={count}: so many "
+            "completions are sampled of each prompt. Write 1,4 or raise --samples."
+        )
+    return {"explore": True, "num_completions": count, "pass_at": ks or None, "pass_on": pass_on}
 
 
 def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:

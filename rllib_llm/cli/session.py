@@ -109,6 +109,13 @@ def ray_session(
             f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
             "Start one with `ray start --head`, or leave the option out."
         ) from error
+    except Exception as error:
+        if type(error) is not Exception:  # what Ray raises where its processes do not come up
+            raise
+        raise UserError(
+            f"Ray must come up on this machine, and did not: {error} Try again when less is "
+            "running here, or use a cluster that runs already (--ray-address)."
+        ) from error
     try:
         yield ray.cluster_resources()
     finally:

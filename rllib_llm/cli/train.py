@@ -19,6 +19,7 @@ from rllib_llm.cli.options import RunOptions, laid_over, takes
 from rllib_llm.cli.session import prepare, ray_session, weights_in_store
 from rllib_llm.experiments.yaml_experiments import Experiment, load
 from rllib_llm.experiments.yaml_loader import parse_mapping, read
+from rllib_llm.storage import Place, UrlPath, place
 from rllib_llm.user_errors import UserError, show, shown_warnings, user_errors
 
 app = typer.Typer(
@@ -162,7 +163,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         from rllib_llm.experiments.plan import check_disk, check_experiments, check_resources
 
         experiments = with_options(experiments, options)
-        with shown_warnings():
+        with shown_warnings() as told:
             needed = check_experiments(experiments)
         folder = run_folder(name, options, experiments)
         check_disk(experiments, folder)
@@ -176,12 +177,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         with user_errors(options.verbose), session as cluster:
             check_resources(needed, cluster)
             results = run_stages(
-                experiments, folder, console, resume=options.resume, loggers=loggers
+                experiments, folder, console, resume=options.resume, loggers=loggers, told=told
             )
     except (StageFailed, OSError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
-        show(f"{_explained(error, folder)}\n\n{going_on}", title="training failed")
+        show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
         raise typer.Exit(1) from None
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")
@@ -191,7 +192,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         raise typer.Exit(1)
 
 
-def _explained(error: BaseException, folder: Path) -> str:
+def _explained(error: BaseException, folder: Place) -> str:
     """Return the error's text, a full disk in plain words."""
     full = os.strerror(errno.ENOSPC)
     if full not in str(error):
@@ -202,7 +203,7 @@ def _explained(error: BaseException, folder: Path) -> str:
     )
 
 
-def resume_command(folder: Path, options: RunOptions) -> str:
+def resume_command(folder: Place, options: RunOptions) -> str:
     """Return the command line that goes on with the run in `folder`."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
     if options.experiment_name is None:
@@ -232,7 +233,7 @@ def _loggers(options: RunOptions, run: str, num_stages: int) -> Callable[[str], 
     return loggers
 
 
-def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) -> Path:
+def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) -> Place:
     """Return the folder of this run: a new one, or with --resume the one to continue.
 
     Raises:
@@ -244,15 +245,15 @@ def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) ->
         or next((e.storage_path for e in experiments if e.storage_path), None)
         or "~/ray_results"
     )
-    if "://" in storage:
-        raise UserError(
-            f"storage_path={storage!r} must be a folder: models are handed from stage to stage as "
-            "files. Use a disk that all nodes share, and copy results elsewhere afterwards."
-        )
-    root = Path(storage).expanduser().resolve()
+    root = place(storage)
+    if isinstance(root, Path):
+        root = root.resolve()
     if options.resume:
         return _run_to_resume(name, root, options)
-    _check_writable(root)
+    if isinstance(root, Path):
+        _check_writable(root)
+    else:
+        _check_url(root)
     if not options.experiment_name:
         return root / f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     folder = root / options.experiment_name
@@ -265,7 +266,7 @@ def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) ->
     return folder
 
 
-def _run_to_resume(name: str, root: Path, options: RunOptions) -> Path:
+def _run_to_resume(name: str, root: Place, options: RunOptions) -> Place:
     if options.experiment_name:
         folder = root / options.experiment_name
         if not folder.is_dir():
@@ -276,13 +277,25 @@ def _run_to_resume(name: str, root: Path, options: RunOptions) -> Path:
         return folder
     # Of `name` alone: a run of name_2 begins with name_ as well.
     of_this_file = re.compile(re.escape(name) + r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
-    runs = sorted(path for path in root.glob("*") if of_this_file.fullmatch(path.name))
+    found = (path for path in root.glob("*") if of_this_file.fullmatch(path.name))
+    runs = sorted(found, key=lambda path: path.name)
     if not runs:
         raise UserError(
             f"--resume: no run of {name!r} lies in {str(root)!r}. "
             "Check --storage-path, or start without --resume."
         )
     return runs[-1]
+
+
+def _check_url(root: UrlPath) -> None:
+    """Refuse a URL at which nothing can be written."""
+    try:
+        root.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"storage_path={str(root)!r} must be a URL that can be written to: {error}. Check the "
+            "bucket, and the credentials in the environment."
+        ) from error
 
 
 def _check_writable(root: Path) -> None:

@@ -6,6 +6,7 @@ with the space that SentencePiece puts in front of every text: "2+2=" and "4" wo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -106,3 +107,10 @@ def _without_added_eos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
     if eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
         return ids[:-1]
     return ids
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """A hash of the tokenizer's vocabulary: where it is the same, ids mean the same tokens."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    text = "\n".join(f"{number} {token}" for token, number in pairs)
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]

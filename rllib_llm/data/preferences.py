@@ -1,7 +1,8 @@
 """Preference pairs as token batches, for reward models and for direct preference optimisation.
 
 A row is {"chosen", "rejected"} and maybe "prompt": texts, or lists of chat messages. Where there is
-no prompt, or where chats repeat it, what both begin with is the prompt.
+no prompt, or where chats repeat it, what both begin with is the prompt. Of rollouts the best and
+the worst completion of each group are a pair.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rllib_llm.data.encoding import (
     pad_right,
 )
 from rllib_llm.data.order import EpochOrder
+from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import warn_of_cuts
@@ -40,7 +42,7 @@ class PreferenceSource:
     def __init__(
         self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True
     ):
-        self._rows = load_rows(data)
+        self._rows = pairs_of_rollouts(load_rows(data))
         self._members = _telling_pairs(self._rows)
         self._tokenizer = tokenizer
         self._max_length = max_length

@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
+from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.dotted import import_dotted, looks_dotted
+from rllib_llm.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
 
-_SOURCE_KEYS = ("path", "name", "split", "revision", "columns", "limit", "kwargs")
+_SOURCE_KEYS = (
+    "path", "name", "split", "revision", "columns", "limit", "kwargs", "where", "best_of_group",
+)  # fmt: skip
 _QUICK_BYTES = 64 * 1024**2
 _ALLOWED = (
     f"a file ({', '.join(SUFFIXES)}; a pattern or a list of files), a data set folder, a Hugging "
-    "Face hub id, a dotted path to a function returning rows, or the rows themselves"
+    "Face hub id, the rollouts of a run, a dotted path to a function returning rows, or the rows "
+    "themselves"
 )
 
 
@@ -35,12 +40,15 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
             a file, pattern (`data/*.jsonl`) or list of files: JSON Lines (or one JSON array),
             Parquet, plain text (one row {"text": line} for each line that is not blank);
             a folder written by `datasets.save_to_disk`, or one `datasets.load_dataset` can read;
+            the `rollouts` folder of a run, without its failed and evaluated rows;
+            the URL of a file or folder (s3://...), which is copied here first;
             a hub id such as "stanfordnlp/imdb" (its "train" split);
             a dotted path to a function returning dicts or strings, or such a function or
             iterable itself (a string becomes {"text": string});
             a dict {"path": any of these, "name": configuration of the hub data set, "split",
             "revision", "columns": {new name: old name}, "limit": first rows only, "kwargs":
-            arguments of the function}.
+            arguments of the function; of rollouts also "where": an SQL condition, and
+            "best_of_group": how many completions of each prompt, those of the highest score}.
 
     Raises:
         DataSourceError: nothing there, unknown format, a broken line (numbered), or no rows.
@@ -135,6 +143,14 @@ def _is_file(item: Any) -> bool:
 
 def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
     found = _locate(text, options, name)
+    if isinstance(found, str) and is_rollout_folder(found):
+        return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
+    for key in ("where", "best_of_group"):
+        if options.get(key) is not None:
+            raise DataSourceError(
+                f"{name}[{key!r}]={options[key]!r} must be left out: {text!r} holds no rollouts of "
+                "a run. Choose its rows beforehand."
+            )
     if isinstance(found, list):
         return _concatenate([read_file(path, name) for path in found], text)
     if isinstance(found, str):
@@ -148,7 +164,7 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
     Raises:
         DataSourceError, DottedPathError: certainly nothing that could be read.
     """
-    path = Path(text).expanduser()
+    path = local_copy(text)
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -209,10 +225,12 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
                 text, options.get("name"), revision=options.get("revision")
             )
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
+        found = "the folder is there" if Path(text).is_dir() else looked
         raise DataSourceError(
-            f"{name}={text!r} must be {_ALLOWED}: there is no such file or folder, and reading it "
-            f"as a data set failed ({type(error).__name__}: {str(error)[:300]}). Check the "
-            "spelling, or the connection where it is a hub id."
+            f"{name}={text!r} must be {_ALLOWED}: {found}, and reading it as a data set failed "
+            f"({type(error).__name__}: {str(error)[:300]}). Check the spelling, or the connection "
+            "where it is a hub id."
         ) from error
     if isinstance(loaded, Mapping):
         wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))

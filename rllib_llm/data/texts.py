@@ -15,7 +15,7 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.data.chats import as_turns, encode_chat
-from rllib_llm.data.encoding import encode_ended, pad_right
+from rllib_llm.data.encoding import encode_ended, pad_right, vocabulary_hash
 from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import Source, load_rows
@@ -71,6 +71,9 @@ class TextSource:
         self._num_cut = 0
         self._loss_on = loss_on
         self._keep_end = keep_end
+        self._vocabulary = (
+            vocabulary_hash(tokenizer) if "completion_ids" in self._rows.columns else None
+        )
         self._order = EpochOrder(len(self._rows), seed, shuffle=shuffle)
         self._tokenized: dict[int, TokenizedText] = {}
 
@@ -123,6 +126,8 @@ class TextSource:
         return ids, [True] * len(ids) if self._loss_on == "all" else targets
 
     def _encode(self, row: dict[str, Any]) -> TokenizedText:
+        if row.get("completion_ids") is not None and row.get("tokenizer") == self._vocabulary:
+            return _as_sampled(row)
         if row.get("messages") is not None:
             return encode_chat(self._tokenizer, list(row["messages"]), tools=row.get("tools"))
         prompt, completion = row.get("prompt"), row.get("completion")
@@ -139,6 +144,13 @@ class TextSource:
             "'messages': nothing else is a text. Rename a column, e.g. with "
             "{path: ..., columns: {text: yours}}."
         )
+
+
+def _as_sampled(row: dict[str, Any]) -> TokenizedText:
+    """A rollout of a policy with this vocabulary: the very tokens that it sampled are the targets,
+    and one that was cut off gets no EOS it did not say."""
+    prompt, completion = list(row["prompt_ids"]), list(row["completion_ids"])
+    return prompt + completion, [False] * len(prompt) + list(row["loss_mask"])
 
 
 def warn_of_cuts(num_cut: int, num_texts: int, max_length: int, lost: str) -> None:

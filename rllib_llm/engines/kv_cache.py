@@ -131,6 +131,8 @@ class SharedPromptLayer(CacheLayerMixin):
             else:
                 kept = buffer[: self.num_rows, :, : self.length].clone()
                 buffer[: self.num_rows, :, -positions:end] = kept
+                # Masked out, and multiplied by 0: what was never written may be NaN.
+                buffer[: self.num_rows, :, :-positions] = 0
         self.length = end
         self.first -= positions
 

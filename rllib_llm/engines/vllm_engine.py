@@ -1,8 +1,8 @@
 """vLLM as a sampler's engine, in the sampler's own process.
 
 Its log-probs come from kernels of its own: they are what the tokens were sampled with (the
-behaviour policy), and differ from the learner's by round-off. `recompute_old_logprobs=True` with
-`importance_sampling="truncate"` corrects for that.
+behaviour policy), and differ from the learner's by round-off. `off_policy="decoupled"` corrects for
+that.
 """
 
 from __future__ import annotations

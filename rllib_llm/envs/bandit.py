@@ -93,7 +93,8 @@ class BanditEnv(VectorEnv):
         self.pad_token_id = int(tokenizer.pad_token_id)
         self.vocab_size = int(vocab_size or len(tokenizer))
         self.position = 0
-        self.global_step = 0  # updates of the policy so far, for reward functions that ask
+        # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
+        self.global_step, self.max_steps = 0, 0
         self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
         self._encoder.check_all(prompts)
         self._rows: list[PromptRow] = []
@@ -220,6 +221,7 @@ class BanditEnv(VectorEnv):
             columns={name: [row.columns.get(name) for row in self._rows] for name in names},
             global_step=self.global_step,
             epoch=self.position / len(self.prompts),
+            max_steps=self.max_steps,
         )
         judged = self.rewards(batch)
         infos: dict[str, Any] = {

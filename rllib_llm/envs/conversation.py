@@ -32,6 +32,7 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
+from rllib_llm.envs.tools.mcp_tools import MCPServers
 from rllib_llm.envs.tools.toolbox import Toolbox
 from rllib_llm.modules.model_limits import num_embeddings, num_positions
 
@@ -77,8 +78,10 @@ class ConversationEnv:
         self.settings = with_defaults(env_config or {}, known, env_id=name)
         check_limits(self.settings)
         self.tokenizer = policy_tokenizer(self.settings)
+        self.events = EventLoop()
+        self._servers = MCPServers(self.settings["mcp_servers"] or ())
         self.toolbox = Toolbox(
-            self.tools(),
+            [*self.tools(), *self.events.run(self._servers.connect())],
             timeout_s=self.settings["tool_timeout_s"],
             max_chars=self.settings["max_tool_chars"],
         )
@@ -96,9 +99,9 @@ class ConversationEnv:
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
         self.reference = self._make_reference()
-        self.events = EventLoop()
         self.num_envs = int(self.settings["num_envs"])
-        self.global_step = 0  # updates of the policy so far, for reward functions that ask
+        # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
+        self.global_step, self.max_steps = 0, 0
         self.return_texts = False
         self.has_warned = False  # that a rollout failed
         model = self.settings["model"]
@@ -180,7 +183,8 @@ class ConversationEnv:
         return torch.device(self.settings["device"])
 
     def close(self) -> None:
-        """Ends the event loop."""
+        """Ends the event loop, and the connections that live in it."""
+        self.events.run(self._servers.close())
         self.events.close()
 
 

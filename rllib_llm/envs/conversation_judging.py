@@ -148,6 +148,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
             "environments": [attempt.conversation.state.get("environment") for attempt in sound],
         },
         global_step=env.global_step,
+        max_steps=env.max_steps,
     )
 
 

@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "reward_model": None,  # {model, quantization, weight, name, ...} or just the model
     "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
     "tools": None,  # functions with type hints and docstring, their dotted paths, or tool objects
+    "mcp_servers": None,  # {command, args, env} or URLs of MCP servers, whose tools are added
     "tool_timeout_s": 10.0,  # of one call
     "tool_errors": "message",  # the policy is told | "invalid": nothing is learnt from the rollout
     "max_tool_chars": 4000,  # of a result; a longer one keeps its beginning and its end

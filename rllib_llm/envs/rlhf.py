@@ -173,7 +173,8 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     if chosen is None:
         raise EnvConfigError(
             "env_config must have 'model' (or 'tokenizer'): prompts are handed out as the policy's "
-            "token ids. Set it to the policy's folder, hub id or dotted path."
+            "token ids. Set it to the policy's folder, hub id or dotted path (rllib env check: "
+            "--model)."
         )
     if isinstance(chosen, PreTrainedTokenizerBase):
         return chosen

@@ -72,7 +72,10 @@ def _check_prompts(config: Any, where: str) -> None:
     if config.env not in ENVIRONMENTS:
         return
     module = importlib.import_module(ENVIRONMENTS[config.env].partition(":")[0])
-    settings = with_defaults(config.env_config, module.DEFAULTS, env_id=config.env)
+    defaults = getattr(module, "DEFAULTS", {})
+    if "max_prompt_len" not in defaults:  # a conversation's tasks are read by its environment
+        return
+    settings = with_defaults(config.env_config, defaults, env_id=config.env)
     settings["model"] = config.env_config.get("model") or config.pretrained_model
     settings["chat_template"] = settings["chat_template"] or config.chat_template
     if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,9 @@ from rllib_llm.experiments.check_sources import check_sources
 from rllib_llm.experiments.experiment import Experiment
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.yaml_experiments import references, substitute
+from rllib_llm.storage import Place
 from rllib_llm.suggestions import suggestion
+from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.search_space import examples, to_tune
 from rllib_llm.user_errors import UserError
 
@@ -56,7 +59,9 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
     filled = []
     for experiment in experiments:
         for name, product in references(vars(experiment)):
-            if by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
+            if product == "rollouts":
+                _check_keeps_rollouts(by_name[name], experiment.name)
+            elif by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
                 raise UserError(
                     f"{name}.checkpoint_config.checkpoint_at_end=False must be true: "
                     f"{experiment.name!r} uses ${{{name}.{product}}}. Drop the key."
@@ -69,6 +74,25 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
             stand_ins[f"{experiment.name}.model"] = model
         filled.append(experiment.replace(config=config))
     return filled
+
+
+def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
+    from rllib_llm.algorithms.rlhf import RLHF
+
+    name = experiment.name
+    if not issubclass(algorithm_class(experiment.run, name), RLHF):
+        raise UserError(
+            f"{user}: ${{{name}.rollouts}} must be of an experiment that samples: "
+            f"{name}.run={experiment.run!r} does not. Name one of GRPO, PPOPtx, ..."
+        )
+    section = experiment.config.get("rollouts")
+    section = section if isinstance(section, dict) else {}
+    kept = experiment.config.get("store_rollouts", section.get("store", True))
+    if kept is False:
+        raise UserError(
+            f"{name}.config.store_rollouts=False must be true: {user!r} uses "
+            f"${{{name}.rollouts}}. Drop the key."
+        )
 
 
 def _model_of(config: Mapping[str, Any]) -> Any:
@@ -153,7 +177,30 @@ def search_space(experiment: Experiment) -> dict[str, Any]:
     config = flat_settings(algo_class.get_default_config(), experiment.config)
     if experiment.env is not None:
         config["env"] = experiment.env
+    planned = planned_iterations(experiment, config)
+    if planned is not None:
+        config.setdefault("planned_iterations", planned)
     return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+
+
+def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int | None:
+    """Return after how many iterations `stop` ends a trial at the latest, None where it does not
+    say, or the algorithm has no use for it.
+
+    Args:
+        config: the experiment's, sections dissolved.
+    """
+    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+    if not hasattr(defaults, "planned_iterations"):
+        return None
+    ends = []
+    if iterations := number(experiment.stop.get("training_iteration")):
+        ends.append(iterations)
+    names = ("train_batch_size_per_learner", "num_learners")
+    size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
+    if (episodes := number(experiment.stop.get("episode"))) and size and learners is not None:
+        ends.append(episodes / (size * max(1, learners)))
+    return math.ceil(min(ends)) if ends else None
 
 
 def _mutated(experiment: Experiment) -> dict[str, Any]:
@@ -229,14 +276,16 @@ def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -
             )
 
 
-def check_disk(experiments: list[Experiment], folder: Path) -> None:
-    """Check that the disk of `folder` has room for the experiments' checkpoints.
+def check_disk(experiments: list[Experiment], folder: Place) -> None:
+    """Check that the disk of `folder` has room for the experiments' checkpoints; a URL has no end.
 
     Models that are not local folders are of unknown size and count as small.
 
     Raises:
         UserError: there is too little.
     """
+    if not isinstance(folder, Path):
+        return
     needed = LEAST_FREE_BYTES
     for experiment in with_stand_ins(experiments):
         model_bytes = _folder_bytes(_model_of(experiment.config))

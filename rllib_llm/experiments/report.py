@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.experiments.stage_result import StageResult
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.before_after import before_after_table
-from rllib_llm.reports.metrics_view import summary_metrics
+from rllib_llm.reports.metrics_view import Metric, summary_metrics
 from rllib_llm.reports.plot import plot_stage
 from rllib_llm.reports.signs import signs
+from rllib_llm.storage import Place, UrlPath, inner_path
 from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.samples import SAMPLES_FILE
-from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.tune.trial_logs import (
+    before_and_after,
+    fresh_series,
+    read_json_lines,
+    read_results,
+)
+
+NONE = "–"  # where nothing was measured
 
 
 def report(
-    results: list[StageResult], experiments: list[Experiment], folder: Path, console: Console
+    results: list[StageResult], experiments: list[Experiment], folder: Place, console: Console
 ) -> bool:
     """Print the report of a run and draw its curves; True where every pass criterion is met.
 
@@ -40,17 +50,26 @@ def report(
         if pairs:
             _heading("Held-out prompts: completions before and after training", console)
             console.print(before_after_table(pairs))
-        figures[result.name] = plot_stage(
-            f"{result.name} · {result.algorithm}",
-            result.trial_folders,
-            result.labels,
-            result.folder / "curves.png",
-        )
+        figures[result.name] = _plot(result)
     verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
     _heading(f"Everything is in {_shown(folder)}", console)
-    console.print(_places(results, figures, folder))
+    for line in _places(results, figures, folder):
+        console.print(line, highlight=False, soft_wrap=True)  # a path can be copied
     _next_commands(results, folder, console)
     return all(verdicts)
+
+
+def _plot(result: StageResult) -> Place | None:
+    """The picture of a stage's curves in its folder, if there is anything to draw."""
+    title, place = f"{result.name} · {result.algorithm}", result.folder / "curves.png"
+    if isinstance(place, Path):
+        return plot_stage(title, result.trial_folders, result.labels, place)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = plot_stage(title, result.trial_folders, result.labels, Path(folder) / place.name)
+        if drawn is None:
+            return None
+        place.write_bytes(drawn.read_bytes())
+    return place
 
 
 def _heading(text: str, console: Console) -> None:
@@ -70,12 +89,22 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
     for metric in summary_metrics(rows):
-        values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
-        table.add_row(metric.title, metric.text(values[0]), metric.text(values[-1]))
+        table.add_row(metric.title, *_first_and_last(rows, metric))
     console.print(table)
     for sign in signs(rows):
         line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
         console.print(line, highlight=False)
+
+
+def _first_and_last(rows: list[dict[str, Any]], metric: Metric) -> tuple[str, str]:
+    """A metric at both ends of a run; of a single evaluation the end at which it was made."""
+    if not metric.key.startswith("eval/"):
+        values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
+        return metric.text(values[0]), metric.text(values[-1])
+    made, values = fresh_series(rows, "training_iteration", metric.key)
+    if len(values) > 1:
+        return metric.text(values[0]), metric.text(values[-1])
+    return (metric.text(values[0]), NONE) if made[0] == 0 else (NONE, metric.text(values[0]))
 
 
 def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:
@@ -95,29 +124,34 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
     return met
 
 
-def _places(results: list[StageResult], figures: Mapping[str, Path | None], folder: Path) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _places(
+    results: list[StageResult], figures: Mapping[str, Place | None], folder: Place
+) -> list[Text]:
+    """Lines of stage, what, and where below `folder`, in columns."""
+    rows: list[tuple[str, str, str]] = []
     for result in results:
         trial = result.best_trial_folder
-        samples = trial / SAMPLES_FILE
+        samples, rollouts = trial / SAMPLES_FILE, trial / ROLLOUTS
         places = {
             "model (Hugging Face)": result.model,
             "checkpoint": result.checkpoint,
             "curves": figures[result.name],
             "sampled texts": samples if samples.is_file() else None,
+            "rollouts": rollouts if (rollouts / STORE_FILE).is_file() else None,
             "logs (TensorBoard, JSON, CSV)": trial,
         }
         known = [(what, path) for what, path in places.items() if path is not None]
         for index, (what, path) in enumerate(known):
             name = "" if index else result.name
-            table.add_row(name, what, str(path.relative_to(folder)))
-    return table
+            rows.append((name, what, str(inner_path(path, folder))))
+    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
+    return [
+        Text.assemble(" ", (name.ljust(widths[0]), "cyan"), what.ljust(widths[1]), path)
+        for name, what, path in rows
+    ]
 
 
-def _next_commands(results: list[StageResult], folder: Path, console: Console) -> None:
+def _next_commands(results: list[StageResult], folder: Place, console: Console) -> None:
     commands = []
     policies = [result.model for result in results if result.model and _generates(result.model)]
     if policies:
@@ -140,12 +174,14 @@ def _rllib() -> str:
     return str(_shown(called))
 
 
-def _shown(path: Path) -> Path:
+def _shown(path: Place) -> Place:
     """Return `path` relative to the current folder, where it lies below it."""
+    if isinstance(path, UrlPath):
+        return path
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _generates(model: Path) -> bool:
+def _generates(model: Place) -> bool:
     """True for a causal language model, False for a reward model."""
     return "CausalLM" in (model / "config.json").read_text(encoding="utf-8")

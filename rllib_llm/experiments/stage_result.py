@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.experiments.yaml_experiments import Experiment
 from rllib_llm.reports.metrics_view import BEST
+from rllib_llm.storage import Place, UrlPath, local_copy, placed, upload
 from rllib_llm.tune.flat_results import flatten, number, setting
 
 RECORD = "stage.json"
@@ -25,17 +27,17 @@ class StageResult:
 
     name: str
     algorithm: str
-    folder: Path
-    trial_folders: list[Path]
+    folder: Place
+    trial_folders: list[Place]
     labels: list[str]
     best: int
-    model: Path | None
-    checkpoint: Path | None
+    model: Place | None
+    checkpoint: Place | None
     metrics: dict[str, float]
     stop: dict[str, Any] | None = None  # when its trials were to end; None: not noted
 
     @property
-    def best_trial_folder(self) -> Path:
+    def best_trial_folder(self) -> Place:
         """Folder of the trial that `${name.model}` means."""
         return self.trial_folders[self.best]
 
@@ -59,7 +61,7 @@ class StageResult:
         file.write_text(json.dumps(record, indent=1, default=text), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> StageResult | None:
+    def load(cls, folder: Place) -> StageResult | None:
         """Return the finished stage that lies in `folder`, or None."""
         file = folder / RECORD
         if not file.is_file():
@@ -71,7 +73,7 @@ class StageResult:
         return cls(folder=folder, **record)
 
 
-def collect_result(experiment: Experiment, folder: Path, trials: Sequence[Any]) -> StageResult:
+def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any]) -> StageResult:
     """Export every trial's model and return the stage's result, with its record written.
 
     Args:
@@ -79,17 +81,21 @@ def collect_result(experiment: Experiment, folder: Path, trials: Sequence[Any]) 
     """
     flats = [flatten(trial.metrics or {}) for trial in trials]
     best = best_trial(experiment, flats)
-    models = [export_model(trial.checkpoint, Path(trial.path)) for trial in trials]
-    checkpoint = trials[best].checkpoint
+    trial_folders = [placed(trial.path, folder) for trial in trials]
+    checkpoints = [
+        None if trial.checkpoint is None else placed(trial.checkpoint.path, folder)
+        for trial in trials
+    ]
+    models = [export_model(*pair) for pair in zip(checkpoints, trial_folders, strict=True)]
     result = StageResult(
         name=experiment.name,
         algorithm=short_name(experiment.run),
         folder=folder,
-        trial_folders=[Path(trial.path) for trial in trials],
+        trial_folders=trial_folders,
         labels=trial_labels([trial.config or {} for trial in trials]),
         best=best,
         model=models[best],
-        checkpoint=Path(checkpoint.path) if checkpoint else None,
+        checkpoint=checkpoints[best],
         metrics={k: value for k, v in flats[best].items() if (value := number(v)) is not None},
         stop=dict(experiment.stop),
     )
@@ -124,15 +130,25 @@ def short_name(run: str) -> str:
     return run.rpartition(".")[2].rpartition(":")[2]
 
 
-def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
+def export_model(checkpoint: Place | None, trial_folder: Place) -> Place | None:
     """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one,
     without RLlib's files in it; adapters are merged with their base."""
     if checkpoint is None:
         return None
-    source = Path(checkpoint.path) / MODEL_IN_CHECKPOINT
-    if not (source / "config.json").is_file():
+    given = checkpoint / MODEL_IN_CHECKPOINT
+    if not (given / "config.json").is_file():
         return None
-    target = trial_folder / "model"
+    source, target = local_copy(given), trial_folder / "model"
+    if isinstance(target, UrlPath):
+        with tempfile.TemporaryDirectory() as folder:
+            _write_model(source, Path(folder) / "model")
+            upload(Path(folder) / "model", target)
+    else:
+        _write_model(source, target)
+    return target
+
+
+def _write_model(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     if (source / "adapter_config.json").is_file():
         from rllib_llm.modules.pretrained import merge_folder  # loads transformers
@@ -141,4 +157,3 @@ def export_model(checkpoint: Any, trial_folder: Path) -> Path | None:
     else:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(*RLLIB_FILES))
     make_readable(target)
-    return target

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.console import Console
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.settings.schema import resolve_classes
 from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.data.rollout_store import ROLLOUTS
 from rllib_llm.experiments.algorithms import algorithm_class
 from rllib_llm.experiments.plan import (
     INTERVAL,
@@ -26,6 +26,7 @@ from rllib_llm.experiments.yaml_experiments import Experiment, fill
 from rllib_llm.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
 from rllib_llm.reports.failures import failure_text
 from rllib_llm.reports.live_table import LiveTable
+from rllib_llm.storage import Place, UrlPath
 from rllib_llm.tune import default_callbacks
 from rllib_llm.tune.new_terms import NewTerms
 from rllib_llm.tune.save_on_stop import SaveOnStop
@@ -46,11 +47,12 @@ class StageInterrupted(RuntimeError):
 
 def run_stages(
     experiments: list[Experiment],
-    folder: Path,
+    folder: Place,
     console: Console,
     *,
     resume: bool = False,
     loggers: Callable[[str], list[Any]] = lambda stage: [],
+    told: Sequence[str] = (),
 ) -> list[StageResult]:
     """Run the experiments in order, each with what the earlier ones produced.
 
@@ -58,6 +60,7 @@ def run_stages(
         folder: of the run; each stage's results go to the subfolder of its name.
         resume: keep finished stages that lie there and continue the others.
         loggers: name of a stage -> further callbacks of its Tune run.
+        told: warnings that the user has read already.
 
     Raises:
         StageFailed: a trial ended with an error.
@@ -76,15 +79,22 @@ def run_stages(
             result = None  # it is to go further than before
         if result is None:
             resolved = fill(experiment, lambda ref, where: products[ref])
-            result = run_stage(resolved, folder, console, resume, loggers(experiment.name))
+            further = loggers(experiment.name)
+            result = run_stage(resolved, folder, console, resume, further, told)
         products[f"{experiment.name}.model"] = str(result.model)
         products[f"{experiment.name}.checkpoint"] = str(result.checkpoint)
+        products[f"{experiment.name}.rollouts"] = str(result.best_trial_folder / ROLLOUTS)
         results.append(result)
     return results
 
 
 def run_stage(
-    experiment: Experiment, run_folder: Path, console: Console, resume: bool, loggers: list[Any]
+    experiment: Experiment,
+    run_folder: Place,
+    console: Console,
+    resume: bool,
+    loggers: list[Any],
+    told: Sequence[str] = (),
 ) -> StageResult:
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
@@ -101,6 +111,7 @@ def run_stage(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
+        table.know(told)
         callbacks = [table, *callbacks, *loggers]
         if resume and _can_resume(folder):
             tuner = _restored_tuner(experiment, folder, callbacks, finished)
@@ -115,7 +126,7 @@ def run_stage(
         text = f"{experiment.name} was stopped. It goes on from {last_saved(trials)}."
         raise StageInterrupted(text)
     if grid.num_errors:
-        goes_on_from = f"{last_saved(trials)} of {experiment.name}"
+        goes_on_from = last_saved(trials, of=f" of {experiment.name}")
         raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
     return collect_result(experiment, folder, trials)
 
@@ -130,8 +141,14 @@ def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
         metric=experiment.metric,
         mode=experiment.mode,
     )
+    planned = search_space(experiment).get("planned_iterations")
     callbacks.append(
-        NewTerms(experiment.stop, experiment.max_failures, checkpoint_settings(experiment))
+        NewTerms(
+            experiment.stop,
+            experiment.max_failures,
+            checkpoint_settings(experiment),
+            {} if planned is None else {"planned_iterations": planned},
+        )
     )
     with contextlib.ExitStack() as stack:
         for callback in callbacks:
@@ -140,7 +157,7 @@ def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
         yield callbacks
 
 
-def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> Any:
+def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> Any:
     from ray import tune
 
     algo_class = algorithm_class(experiment.run, experiment.name)
@@ -159,6 +176,8 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
     run_config = tune.RunConfig(
         name=experiment.name,
         storage_path=str(run_folder),
+        # What trials write beside checkpoints lies in their own folder already where that is here.
+        sync_config=tune.SyncConfig(sync_artifacts=isinstance(run_folder, UrlPath)),
         stop=experiment.stop or None,
         verbose=0,
         callbacks=callbacks,
@@ -178,7 +197,7 @@ def _tuner(experiment: Experiment, run_folder: Path, callbacks: list[Any]) -> An
     )
 
 
-def _can_resume(folder: Path) -> bool:
+def _can_resume(folder: Place) -> bool:
     """Whether a Tune run got as far as noting its state in `folder`."""
     from ray import tune
 
@@ -186,7 +205,7 @@ def _can_resume(folder: Path) -> bool:
 
 
 def _restored_tuner(
-    experiment: Experiment, folder: Path, callbacks: list[Any], further: bool
+    experiment: Experiment, folder: Place, callbacks: list[Any], further: bool
 ) -> Any:
     """`further`: trials that have ended go on as well."""
     from ray import tune
@@ -213,18 +232,19 @@ def _trial_folder_name(trial: Any) -> str:
     return f"{trial.trainable_name}_{trial.trial_id}"
 
 
-def last_saved(trials: list[Any]) -> str:
+def last_saved(trials: list[Any], of: str = "") -> str:
     """Return the iterations of the trials' last checkpoints, as what a stage goes on from.
 
     Args:
         trials: `ray.tune.Result` of each trial.
+        of: what stands behind them, to name the stage.
     """
     kept = [[metrics for _, metrics in trial.best_checkpoints or []] for trial in trials]
     saved = [max((metrics["training_iteration"] for metrics in one), default=0) for one in kept]
     if not any(saved):
-        return "the beginning, having no checkpoint"
+        return f"the beginning{of}, since there is no checkpoint"
     plural = "s" if len(saved) > 1 else ""
-    return f"iteration{plural} " + ", ".join(str(one) if one else "none" for one in saved)
+    return f"iteration{plural} {', '.join(str(one) if one else 'none' for one in saved)}{of}"
 
 
 def _failure_text(name: str, trials: list[Any]) -> str:

@@ -12,9 +12,10 @@
         model: ${sft.model}     # the Hugging Face folder that `sft` made
         lr: {grid_search: [1e-5, 1e-4]}
 
-`${name.model}` and `${name.checkpoint}` refer to an earlier experiment, `${vars.name}` to an entry
-of the top-level mapping `vars`, `${here}` to the folder of the file. Relative paths are relative to
-the folder in which the command runs. `include: other.yaml` puts what another file says first.
+`${name.model}`, `${name.checkpoint}` and `${name.rollouts}` refer to an earlier experiment,
+`${vars.name}` to an entry of the top-level mapping `vars`, `${here}` to the folder of the file.
+Relative paths are relative to the folder in which the command runs. `include: other.yaml` puts what
+another file says first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rllib_llm.user_errors import UserError
 
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
 NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
-PRODUCTS = ("model", "checkpoint")
+PRODUCTS = ("model", "checkpoint", "rollouts")
 
 
 def load(
@@ -135,8 +136,8 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
     name, _, product = ref.rpartition(".")
     if name in names and product not in PRODUCTS:
         raise UserError(
-            f"{where}: ${{{ref}}} must be ${{{name}.model}} or ${{{name}.checkpoint}}: "
-            "an experiment leaves these two behind. Change what follows the dot."
+            f"{where}: ${{{ref}}} must be ${{{name}.model}}, ${{{name}.checkpoint}} or "
+            f"${{{name}.rollouts}}: an experiment leaves these behind. Change what follows the dot."
         )
     if name not in names:
         known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from rllib_llm.learners.sharding import (
     gradient_norm,
     shard_module,
 )
+from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.pretrained import resolve_dtype
 from rllib_llm.weights.exporter import WeightsExporter
 
@@ -70,11 +72,26 @@ class LanguageModelLearner(TorchLearner):
         self.means = WeightedMeans()
         self.effective = EffectiveSettings()
         self._sharded: ShardedModule | None = None
+        self._listener = Listener("learner") if self.config.num_learners else None
+        with self._listening():
+            self._build()
+            if self._listener is not None:
+                self._listener.speaker = f"learner {self.rank}"
+
+    def _build(self) -> None:
         super().build()
         self.weights_exporter = WeightsExporter(self.module[DEFAULT_MODULE_ID].unwrapped())
         if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
             self.module[DEFAULT_MODULE_ID].unwrapped().compile(self._torch_compile_cfg)
         self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
+
+    def _listening(self) -> AbstractContextManager[Any]:
+        """Notes what this process says while a block runs, where nobody watches it: in an actor."""
+        return self._listener or nullcontext()
+
+    def take_messages(self) -> list[Message]:
+        """What an actor has said since the last call."""
+        return self._listener.take() if self._listener is not None else []
 
     # --- hooks -------------------------------------------------------------------------------
 
@@ -189,7 +206,12 @@ class LanguageModelLearner(TorchLearner):
     ) -> dict[str, Any]:
         """Takes all optimiser steps for one batch; the same batch goes to every learner."""
         self._check_is_built()
-        timesteps = timesteps or {}
+        with self._listening():
+            return self._update(batch, training_data, batch_refs, timesteps or {})
+
+    def _update(
+        self, batch: Any, training_data: Any, batch_refs: Any, timesteps: dict[str, Any]
+    ) -> dict[str, Any]:
         self.before_gradient_based_update(timesteps=timesteps)
         if training_data is None:
             training_data = TrainingData(batch=batch, batch_refs=batch_refs)

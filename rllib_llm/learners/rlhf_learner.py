@@ -15,6 +15,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+from rllib_llm.learners.off_policy import OffPolicyCorrection
 from rllib_llm.learners.own_reference import own_reference
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
@@ -29,8 +30,10 @@ class RLHFLearner(LanguageModelLearner):
     def build(self) -> None:
         self.ref_kl = _kl_coefficient(self.config)
         self.score_scale = scores.RunningScoreScale()
+        self.last_advantages: torch.Tensor | None = None  # [B, T], where rollouts are kept
         self._num_minibatches = 0  # of the current update, begun so far
         super().build()
+        self.correction = OffPolicyCorrection.from_config(self.config, self.means)
         self.reference = self._make_reference()
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
@@ -74,6 +77,8 @@ class RLHFLearner(LanguageModelLearner):
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
+        if self.config.store_rollouts and self.rank == 0:
+            self.last_advantages = batch[columns.ADVANTAGES].cpu()
         num_valid = int(batch[columns.VALID].sum())
         if measured is not None and num_valid:
             mean_kl = float(kl.sum() / num_valid)
@@ -123,12 +128,14 @@ class RLHFLearner(LanguageModelLearner):
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner.
 
-        They are the sampler's, who had these weights, unless they are to be recomputed. Remote
-        samplers have no critic; with half precision that forward pass gives the log-probs too.
+        They are the sampler's, who had these weights, unless `off_policy` has them recomputed.
+        Remote samplers have no critic; with half precision that forward pass gives the log-probs
+        too.
         """
         has_critic = self.module[DEFAULT_MODULE_ID].unwrapped().has_critic
         exact = self.config.dtype == "float32" and self.config.autocast_dtype is None
-        recomputes = self.config.recompute_old_logprobs or (has_critic and not exact)
+        fresh = self.config.off_policy is None
+        recomputes = self.correction.recomputes or (fresh and has_critic and not exact)
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
         if has_critic and not recomputes and columns.SAMPLER_VALUES in batch:
@@ -185,6 +192,9 @@ class RLHFLearner(LanguageModelLearner):
         self._num_minibatches += 1
         if self._num_minibatches == 1:
             self.means.add_count("sampler/logprob_gap", mask.sum())
+        self.correction.start_minibatch(
+            minibatch, mask, self._version, is_first=self._num_minibatches == 1
+        )
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
 
@@ -195,6 +205,7 @@ class RLHFLearner(LanguageModelLearner):
         logprobs = fwd_out[columns.LOGPROBS]
         weights = batch.get(columns.ROW_WEIGHT)
         use = self.effective.use
+        batch, importance = self.correction.apply(batch, logprobs, mask)
         policy = losses.policy_loss(
             logprobs,
             batch[columns.OLD_LOGPROBS],
@@ -207,7 +218,7 @@ class RLHFLearner(LanguageModelLearner):
                 config.clip_param if config.clip_param_high is None else config.clip_param_high,
             ),
             dual_clip=use("dual_clip", config.dual_clip),
-            weights=self._importance_weights(batch),
+            weights=importance,
         )
         loss = policy_loss = self._reduce(policy.per_token, mask, weights)
         if config.ref_kl_in == "loss" and self.ref_kl.value > 0:
@@ -232,19 +243,10 @@ class RLHFLearner(LanguageModelLearner):
             per_token, mask, self.config.loss_reduction, self.denominators, row_weights
         )
 
-    def _importance_weights(self, batch: Batch) -> torch.Tensor | None:
-        """Correction for the gap between sampler and trainer, where old log-probs are the
-        trainer's own (Yao et al. 2025); None when it is off."""
-        if self.config.importance_sampling is None:
-            return None
-        return losses.truncated_importance_weights(
-            batch[columns.OLD_LOGPROBS],
-            batch[columns.SAMPLER_LOGPROBS],
-            cap=self.config.importance_sampling_cap,
-            mode=self.config.importance_sampling,
-            level=self.config.importance_sampling_level,
-            mask=columns.sampled_mask(batch),
-        )
+    @property
+    def _version(self) -> int:
+        """Of the weights before the current update, as samplers know it."""
+        return self._weights_seq_no - 1
 
     def _loss_kl(
         self,
@@ -354,3 +356,9 @@ def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:
     if config.ref_kl_target is None:
         return FixedKLCoefficient(config.ref_kl_coeff)
     return AdaptiveKLCoefficient(config.ref_kl_coeff, config.ref_kl_target, config.ref_kl_horizon)
+
+
+def take_advantages(learner: RLHFLearner) -> torch.Tensor | None:
+    """The advantages [B, T] of the learner's latest update, once; None of all but the first."""
+    found, learner.last_advantages = learner.last_advantages, None
+    return found

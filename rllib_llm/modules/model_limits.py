@@ -113,11 +113,11 @@ def check_lengths(
     longest = min(max_prompt_len, longest_prompt or max_prompt_len)
     if positions is None or longest + max_new_tokens <= positions:
         return
-    told = f"the longest prompt has {longest_prompt} tokens, " if longest_prompt else ""
+    told = f"the longest prompt has {longest_prompt} tokens, and " if longest_prompt else ""
     room = positions - max_new_tokens
     remedy = f"Set max_prompt_len: {room}" if room > 0 else "Lower max_new_tokens"
     raise ValueError(
         f"env_config.max_prompt_len={max_prompt_len!r} must be at most {max(room, 0)} with "
-        f"max_new_tokens={max_new_tokens}: {told}and {model} reads {positions} tokens, of prompt "
+        f"max_new_tokens={max_new_tokens}: {told}{model} reads {positions} tokens, of prompt "
         f"and completion together. {remedy}, or take a model with more positions."
     )

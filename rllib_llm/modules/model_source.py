@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 
 from rllib_llm.dotted import import_dotted
+from rllib_llm.storage import is_url, local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,10 @@ class ModelSourceError(ValueError):
 
 
 def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, str]:
-    """Returns (kind, value): kind is "folder", "hub" or "dotted"; `~` is expanded.
+    """Returns (kind, value): kind is "folder", "hub" or "dotted"; `~` is expanded, and what a URL
+    names is copied into a folder.
 
-    `name` is the setting to blame in messages. Looks at the file system only.
+    `name` is the setting to blame in messages. A hub is not asked.
 
     Raises:
         ModelSourceError: an empty or mistyped value, a file, a missing folder, or a folder
@@ -58,6 +60,8 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
         reason = "it is empty" if model == "" else f"it is a {type(model).__name__}"
         raise ModelSourceError(model, reason, "Give the name as text", name=name)
     value = os.path.expanduser(os.fspath(model))
+    if is_url(value):
+        value = str(local_copy(value))
     if os.path.isdir(value):
         _check_folder(value, name)
         return FOLDER, value

@@ -157,52 +157,6 @@ def value_loss(
     return per_token, clipped
 
 
-def truncated_importance_weights(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    cap: float = 2.0,
-    mode: str = "truncate",
-    *,
-    level: str = "token",
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Detached weight of each token for what the sampler's numerics or age changed, [batch, T].
-
-    w = exp(trainer_logprobs - sampler_logprobs), both of the policy before the update.
-    "truncate": min(w, cap) (Yao et al. 2025, truncated importance sampling); "mask": w, or 0 above
-    `cap`. At level "sequence" w is that of the whole row, exp of the sum over masked-in tokens,
-    [batch, 1], and needs `mask`.
-    """
-    if not cap > 0:
-        raise ValueError(
-            f"cap={cap!r} must be above 0: it is the largest weight a token may have. Usual is 2."
-        )
-    log_weights = (trainer_logprobs - sampler_logprobs).detach()
-    if mask is not None:
-        log_weights = torch.where(mask, log_weights, torch.zeros_like(log_weights))
-    if level == "sequence":
-        if mask is None:
-            raise ValueError(
-                "mask=None must be given at level='sequence': padding has no weight. "
-                "Pass the completion mask."
-            )
-        log_weights = log_weights.sum(dim=1, keepdim=True)
-    elif level != "token":
-        raise ValueError(
-            f"level={level!r} must be 'token' or 'sequence': a weight belongs to one token or to "
-            "the whole completion. Use 'token' unless sequences are short."
-        )
-    weights = log_weights.exp()
-    if mode == "truncate":
-        return weights.clamp(max=cap)
-    if mode == "mask":
-        return torch.where(weights > cap, torch.zeros_like(weights), weights)
-    raise ValueError(
-        f"mode={mode!r} must be 'truncate' or 'mask': a weight above cap is cut down to it or the "
-        "token is left out. Use 'truncate' unless the two policies are far apart."
-    )
-
-
 def cross_entropy_tokens(logprobs: Tensor, mask: Tensor) -> Tensor:
     """-logp of each target token, nats, 0 where masked out, [batch, length]."""
     return torch.where(mask, -logprobs, torch.zeros_like(logprobs))

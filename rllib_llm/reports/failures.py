@@ -14,10 +14,12 @@ ERROR_LINE = re.compile(r"^(?!\s)(?P<kind>[\w.]+(Error|Exception|Interrupt|Exit|
 FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 # What Ray calls the class of an actor whose constructor failed.
 ACTOR_CLASS = re.compile(r"<?[\w.]*\b_modify_class\.<locals>\.Class( object at 0x[0-9a-f]+>)?")
-DIED = "The actor died"
+# Ray's words for a process that ended by itself, and for a constructor that raised.
+DIED, IN_CONSTRUCTOR = "The actor died", "error raised in its creation task"
+COLOUR = re.compile(r"\x1b\[\d*(;\d+)*m")
 
 
-def failure_text(name: str, traceback: str, folder: str | Path) -> str:
+def failure_text(name: str, traceback: str, folder: str | Path | None = None) -> str:
     """What ended a trial of the stage `name`, from its traceback's text: a mistake that is
     explained is one sentence, for all else the places are shown. `folder`: of the trial."""
     message, frames = last_error(traceback)
@@ -29,16 +31,17 @@ def failure_text(name: str, traceback: str, folder: str | Path) -> str:
     elif frames:
         own = [frame for frame in frames if not is_library(frame["file"])]
         shown = own[-NUM_OWN_FRAMES:] or frames[-NUM_FRAMES:]
-        text += ["", "raised in", *(f"  {place(frame)}" for frame in shown)]
-    return "\n".join([*text, "", f"The whole error: {folder}/error.txt"])
+        text += [f"  raised in {place(frame)}" for frame in shown]
+    return "\n".join([*text, f"The whole error: {folder}/error.txt"] if folder else text)
 
 
 def last_error(traceback: str) -> tuple[str, list[re.Match[str]]]:
     """The message of the last exception in a traceback's text, and the frames before it (groups
     file, line, function)."""
-    text = ACTOR_CLASS.sub("an actor", traceback.strip())
+    text = ACTOR_CLASS.sub("an actor", COLOUR.sub("", traceback).strip())
     lines = text.splitlines()
-    if text.startswith(DIED):  # of itself: a kill, or too little memory
+    # A kill, or too little memory.
+    if text.startswith(DIED) and IN_CONSTRUCTOR not in lines[0]:
         return " ".join(line for line in lines if not line.startswith((" ", "\t"))), []
     starts = [index for index, line in enumerate(lines) if ERROR_LINE.match(line)]
     start = starts[-1] if starts else max(0, len(lines) - NUM_FRAMES)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rllib_llm.tune.messages import TrialEar, same_key
 
 LINE_INTERVAL_S = 10.0
 WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet
+MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 10.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
 BAR_WIDTH = 12
@@ -143,11 +143,18 @@ class LiveTable(Callback):
             if row.ear is None and (folder := _folder(trial)) is not None:
                 row.ear = TrialEar(folder)
         self._hear()
-        waiting = {row.name: text for row in self._rows.values() if (text := row.waits_for())}
-        if waiting and self._live is None and now - self._last_line > WAITING_INTERVAL_S:
+        if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
+            return
+        for line in self._waiting("  "):
             self._last_line = now
-            for name, text in waiting.items():
-                self._console.print(f"{name}  {text}", markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False)
+
+    def _waiting(self, separator: str) -> list[str]:
+        """What trials do that have reported nothing for a while: of many, the first."""
+        rows = self._rows.values()
+        lines = [f"{row.name}{separator}{text}" for row in rows if (text := row.waits_for())]
+        num_more = len(lines) - MAX_WAITING
+        return [*lines[:MAX_WAITING], *([f"and {num_more} further trials"] if num_more > 0 else [])]
 
     def _look(self, row: TrialRow, sign: Sign) -> None:
         """Print a sign that something is wrong, above the table."""
@@ -160,6 +167,10 @@ class LiveTable(Callback):
         for row in self._rows.values():
             for text in row.ear.new_warnings() if row.ear is not None else ():
                 self.warn(text)
+
+    def know(self, warnings: Iterable[str]) -> None:
+        """Takes note of warnings that were told before, which are not told again."""
+        self._told.update(same_key(text) for text in warnings)
 
     def warn(self, text: str) -> None:
         """Print a warning above the table, the same one of several trials once."""
@@ -182,9 +193,7 @@ class LiveTable(Callback):
 
     def view(self) -> Group:
         """Return the table and, below it, what trials do that have not reported for a while."""
-        rows = self._rows.values()
-        waiting = [f"{row.name}: {text}" for row in rows if (text := row.waits_for())]
-        return Group(self.table(), *(Text(line, style="dim") for line in waiting))
+        return Group(self.table(), *(Text(line, style="dim") for line in self._waiting(": ")))
 
     def table(self) -> Table:
         """Return the table as it stands now. It fits 80 columns for a single trial."""
@@ -217,7 +226,12 @@ class LiveTable(Callback):
         """The settings in which trials differ, as this one has them now: schedulers change them."""
         now = flatten(trial.config or {})
         varied = (trial.evaluated_params or {}).items()
-        return ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied) or self._stage
+        settings = ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied)
+        return settings or self.nameless(trial)
+
+    def nameless(self, trial: Any) -> str:
+        """What a trial is called that has no settings of its own."""
+        return self._stage
 
     def _print_line(self, row: TrialRow, force: bool = False) -> None:
         if self._live is not None:
@@ -230,17 +244,6 @@ class LiveTable(Callback):
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
-
-
-class Progress(LiveTable):
-    """The same as plain lines, for a Tuner of one's own, instead of Tune's tables of everything:
-
-    tune.RunConfig(verbose=0, callbacks=[Progress()])
-    """
-
-    def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
-        """`stop`: that of the run, to tell how far a trial is."""
-        super().__init__("trial", stop or {}, Console(width=sys.maxsize, force_terminal=False))
 
 
 def _folder(trial: Any) -> Path | None:

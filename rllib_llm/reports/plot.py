@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.storage import Place
 from rllib_llm.tune.trial_logs import fresh_series, read_results, series
 
 
@@ -37,11 +38,14 @@ STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 COLORS = ("#0b6e99", "#c4540a", "#3f7d20", "#8a3ffc", "#a2191f", "#6f6f6f")
 MAX_COLUMNS = 3
 SMOOTH_FROM = 20  # points
+MARKED_UP_TO = 6
 LEGEND_CHARS = 52  # that fit under a column of plots
 LEGEND_LINE_CHARS = 8  # the space of a line in its colour
 
 
-def plot_stage(title: str, trial_folders: list[Path], labels: list[str], file: Path) -> Path | None:
+def plot_stage(
+    title: str, trial_folders: list[Place], labels: list[str], file: Path
+) -> Path | None:
     """Draw the trials' results into the PNG `file`; None where there is nothing to draw."""
     trials = [read_results(folder) for folder in trial_folders]
     is_ours = any("episode" in result for results in trials for result in results)
@@ -94,8 +98,11 @@ def _draw(
     if len(ys) >= SMOOTH_FROM:
         axis.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
         axis.plot(xs, _running_mean(ys, len(ys) // 10), color=color, linewidth=1.8, label=label)
-    else:
-        axis.plot(xs, ys, color=color, linewidth=1.8, label=label)
+    else:  # a line through two points does not say where they are
+        axis.plot(
+            xs, ys, color=color, linewidth=1.8, label=label,
+            marker="o" if len(ys) <= MARKED_UP_TO else None, markersize=4,
+        )  # fmt: skip
     if not panel.eval_key:
         return
     xs, ys = fresh_series(results, x_key, panel.eval_key)

@@ -33,6 +33,9 @@ class RolloutRecorder(Protocol):
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken: what was recorded later counts as not recorded."""
 
+    def metrics(self) -> dict[str, float]:
+        """What it has written so far, and what that took."""
+
     def stop(self) -> None:
         """Writes what is still to be written, and ends."""
 
@@ -51,6 +54,10 @@ class RecordsNothing:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """As of all recorders."""
+
+    def metrics(self) -> dict[str, float]:
+        """As of all recorders."""
+        return {}
 
     def stop(self) -> None:
         """As of all recorders."""

@@ -51,6 +51,7 @@ class JudgedBatch:
     node: id of the node that made it.
     messages: what was said in the process that made it.
     pad_token_id: what stands in prompts and completions where there is no token.
+    num_replayed: rows at the end that were learnt from before.
     texts: {"prompt": [...], "completion": [...]} when asked for.
     """
 
@@ -64,6 +65,15 @@ class JudgedBatch:
     node: str = ""
     messages: list[Message] = field(default_factory=list)
     pad_token_id: int = 0
+    num_replayed: int = 0
+
+    @property
+    def fresh(self) -> JudgedBatch:
+        """The rows that were not learnt from before."""
+        if not self.num_replayed:
+            return self
+        rows = torch.arange(self.num_rows - self.num_replayed, device=self.rewards.device)
+        return dataclasses.replace(take_rows(self, rows), num_replayed=0)
 
     @property
     def num_rows(self) -> int:
@@ -196,6 +206,18 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         },
         messages=[message for b in batches for message in b.messages],
         pad_token_id=pad,
+    )
+
+
+def take_rows(batch: JudgedBatch, rows: Column) -> JudgedBatch:
+    """The rows [n] of a batch, int64, in this order."""
+    return dataclasses.replace(
+        batch,
+        columns={name: column[rows] for name, column in batch.columns.items()},
+        rewards=batch.rewards[rows],
+        components={name: column[rows] for name, column in batch.components.items()},
+        metrics={name: column[rows] for name, column in batch.metrics.items()},
+        texts={name: [texts[i] for i in rows.tolist()] for name, texts in batch.texts.items()},
     )
 
 

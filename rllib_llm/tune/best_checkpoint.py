@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileSystem, FileType, LocalFileSystem, copy_files
 from ray.tune import Callback
 
 from rllib_llm.tune.flat_results import flatten, number
@@ -28,7 +28,8 @@ HELD_OUT = (
 class KeepBestCheckpoint(Callback):
     """Has `best_checkpoint` in a trial's folder be the checkpoint with the best held-out result,
     and `best_checkpoint.json` say which one that is. It takes no more room than Tune's own as long
-    as that is kept: files are linked. Trials without held-out results have none.
+    as that is kept: files are linked; at a URL they are copied. Trials without held-out results
+    have none.
     """
 
     def __init__(self, metric: str | None = None, mode: str | None = None):
@@ -39,9 +40,12 @@ class KeepBestCheckpoint(Callback):
         self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any
     ) -> None:
         source = Path(checkpoint.path)
-        if not isinstance(checkpoint.filesystem, LocalFileSystem) or not source.is_dir():
-            return
         record = self._record(flatten(trial.last_result or {}), source.name)
+        if not isinstance(checkpoint.filesystem, LocalFileSystem):
+            _keep_elsewhere(checkpoint.filesystem, checkpoint.path, record)
+            return
+        if not source.is_dir():
+            return
         folder = source.parent
         if record is not None and _is_better(record, _read(folder / RECORD)):
             _link(source, folder / BEST_CHECKPOINT)
@@ -56,6 +60,28 @@ class KeepBestCheckpoint(Callback):
                 return {"metric": metric, "mode": mode, "value": value, "checkpoint": name,
                         "training_iteration": iteration}  # fmt: skip
         return None
+
+
+def _keep_elsewhere(
+    filesystem: FileSystem, source: str, record: Mapping[str, Any] | None
+) -> None:
+    """As on a disk, where storage is not one: files are copied. The record is written last, so
+    that without it there is no best checkpoint."""
+    folder = source.rpartition("/")[0]
+    target, file = f"{folder}/{BEST_CHECKPOINT}", f"{folder}/{RECORD}"
+    before = None
+    if filesystem.get_file_info(file).type == FileType.File:
+        with filesystem.open_input_stream(file) as stream:
+            before = json.loads(stream.read())
+    if record is None or not _is_better(record, before):
+        return
+    for path, delete in ((file, filesystem.delete_file), (target, filesystem.delete_dir)):
+        if filesystem.get_file_info(path).type != FileType.NotFound:
+            delete(path)
+    filesystem.create_dir(target, recursive=True)
+    copy_files(source, target, filesystem, filesystem)
+    with filesystem.open_output_stream(file) as stream:
+        stream.write(json.dumps(record, indent=1).encode())
 
 
 def _is_better(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:

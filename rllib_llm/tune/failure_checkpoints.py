@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 from ray.tune import Callback, Checkpoint
 from ray.tune.result import TIME_TOTAL_S
 
-from rllib_llm.checkpoints.folder import CheckpointError, checkpoints_in, read_manifest
+from rllib_llm.checkpoints.folder import (
+    MANIFEST,
+    CheckpointError,
+    checkpoints_in,
+    read_manifest,
+)
 from rllib_llm.ray_compat import training_result
 
 logger = logging.getLogger(__name__)
@@ -30,17 +36,39 @@ class UseFailureCheckpoints(Callback):
 
 def _register(trial: Any) -> None:
     """Gives `trial` the newest checkpoint in its folder, if that is of its last result."""
-    if not isinstance(trial.storage.storage_filesystem, LocalFileSystem):
+    filesystem = trial.storage.storage_filesystem
+    newest = _newest(filesystem, trial.storage.trial_fs_path)
+    known = None if trial.checkpoint is None else trial.checkpoint.path
+    if newest is None or newest == known or not trial.has_reported_at_least_once:
         return
-    found = checkpoints_in(trial.storage.trial_fs_path)
-    known = None if trial.checkpoint is None else Path(trial.checkpoint.path)
-    if not found or found[0] == known or not trial.has_reported_at_least_once:
-        return
-    try:
-        manifest = read_manifest(found[0])
-    except CheckpointError:
-        return  # saving it was interrupted
+    manifest = _manifest(filesystem, newest)
     # A sum of measured times: no other state of this trial has the same.
     if manifest.get(TIME_TOTAL_S) == trial.last_result.get(TIME_TOTAL_S):
-        checkpoint = Checkpoint.from_directory(str(found[0]))
+        checkpoint = Checkpoint(newest, filesystem)
         trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))
+
+
+def _newest(filesystem: FileSystem, folder: str) -> str | None:
+    """The path of a trial's newest checkpoint, usable or not."""
+    if isinstance(filesystem, LocalFileSystem):
+        found = checkpoints_in(folder)
+        return str(found[0]) if found else None
+    infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+    names = [
+        info.base_name for info in infos if info.base_name.removeprefix("checkpoint_").isdigit()
+    ]
+    return f"{folder}/{max(names)}" if names else None
+
+
+def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
+    """What the checkpoint says of itself; nothing where saving it was interrupted."""
+    if isinstance(filesystem, LocalFileSystem):
+        try:
+            return read_manifest(Path(checkpoint))
+        except CheckpointError:
+            return {}
+    file = f"{checkpoint}/{MANIFEST}"
+    if filesystem.get_file_info(file).type != FileType.File:
+        return {}
+    with filesystem.open_input_stream(file) as stream:
+        return json.loads(stream.read())

@@ -12,18 +12,24 @@ from ray.tune import Callback, CheckpointConfig
 
 
 class NewTerms(Callback):
-    """Gives every trial the stop criteria, the number of failures and the checkpoints to keep of
-    this start; a trial that `Tuner.restore` brings back has those of the first.
+    """Gives every trial the stop criteria, the number of failures, the checkpoints to keep and the
+    settings that follow from them of this start; a trial that `Tuner.restore` brings back has those
+    of the first.
 
     Checkpoints beyond the number to keep are deleted at once: a full disk may be why it is lower.
     """
 
     def __init__(
-        self, stop: Mapping[str, Any], max_failures: int, checkpoint_config: CheckpointConfig
+        self,
+        stop: Mapping[str, Any],
+        max_failures: int,
+        checkpoint_config: CheckpointConfig,
+        settings: Mapping[str, Any] | None = None,
     ):
         self._stop = dict(stop)
         self._max_failures = max_failures
         self._checkpoint_config = checkpoint_config
+        self._settings = dict(settings or {})
         self._given: set[str] = set()  # trial ids
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -32,6 +38,8 @@ class NewTerms(Callback):
                 self._given.add(trial.trial_id)
                 trial.stopping_criterion = dict(self._stop)
                 trial.max_failures = self._max_failures
+                if self._settings:
+                    trial.set_config({**trial.config, **self._settings})
                 self._keep(trial)
 
     def _keep(self, trial: Any) -> None:

@@ -7,20 +7,22 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
+from pyarrow.fs import LocalFileSystem
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
 from ray.tune.utils.util import SafeFallbackEncoder
 
+from rllib_llm.storage import fetch_file
 from rllib_llm.tune.json_rows import keep_json_rows
 from rllib_llm.tune.trial_logs import read_results
 
 
-class ResultLog(JsonLoggerCallback, CSVLoggerCallback):
+class ResultLog(JsonLoggerCallback):
     """Writes each result to result.json in the trial's folder, which Tune's `ResultGrid` reads.
 
-    When the trial ends, progress.csv is made from it. The run's storage must be a folder. To Tune
-    it is a JSON logger and a CSV logger, since Tune adds its own where it finds none; of these it
-    takes only what writes params.json and params.pkl.
+    When the trial ends, progress.csv is made from it. To Tune it is a JSON logger, since Tune adds
+    its own where it finds none; of that it takes only what writes params.json and params.pkl.
+    `NoOtherCsv` goes with it.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,17 @@ class ResultLog(JsonLoggerCallback, CSVLoggerCallback):
     def _close(self, trial: Any) -> None:
         if trial in self._files:
             self._files.pop(trial).close()
+
+
+class NoOtherCsv(CSVLoggerCallback):
+    """Writes nothing, and keeps Tune from a CSV logger of its own. (One callback that was a logger
+    of both kinds would count as this one alone.)"""
+
+    def log_trial_start(self, trial: Any) -> None: ...
+
+    def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None: ...
+
+    def log_trial_end(self, trial: Any, failed: bool = False) -> None: ...
 
 
 class _Starts:
@@ -107,9 +120,17 @@ def write_csv(folder: Path) -> None:
 
 
 def _folder_of(trial: Any) -> Path:
-    folder = Path(trial.storage.trial_fs_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """The trial's folder; where that is not on this machine the one that Tune uploads there, with
+    the results that a process before this one wrote."""
+    filesystem, folder = trial.storage.storage_filesystem, trial.storage.trial_fs_path
+    if isinstance(filesystem, LocalFileSystem):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return Path(folder)
+    staged = Path(trial.local_path)
+    staged.mkdir(parents=True, exist_ok=True)
+    source = f"{folder}/{EXPR_RESULT_FILE}"
+    fetch_file(filesystem, source, staged / EXPR_RESULT_FILE)
+    return staged
 
 
 def _other_trials_checkpoint(trial: Any) -> Path | None:

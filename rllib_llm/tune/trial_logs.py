@@ -6,17 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.storage import Place
 from rllib_llm.tune.flat_results import flatten, number
 
 RESULTS = "result.json"
 
 
-def read_results(trial_folder: Path) -> list[dict[str, Any]]:
+def read_results(trial_folder: Place) -> list[dict[str, Any]]:
     """Return the flat results of a trial, one per iteration, empty where there are none."""
     return [flatten(row) for row in read_json_lines(trial_folder / RESULTS)]
 
 
-def read_json_lines(file: Path) -> list[dict[str, Any]]:
+def read_json_lines(file: Place) -> list[dict[str, Any]]:
     """Return the rows of a JSON lines file; a last line that is cut off is left out."""
     if not file.is_file():
         return []

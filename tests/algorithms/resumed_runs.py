@@ -52,7 +52,7 @@ def ppo():
 def exact_ppo():
     """The same with any number of samplers: one in the learner's process gives its values, which
     differ in their last bit from those that the learner computes."""
-    return ppo().training(recompute_old_logprobs=True)
+    return ppo().training(off_policy="decoupled", off_policy_weights=None)
 
 
 def grpo():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import yaml
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
+from rllib_llm.quiet import VERBOSE
 from tests.algorithms import tiny_runs as tiny
 
 CONFIGS = {
@@ -63,8 +66,8 @@ WRONG = [
     ("ppo", {"ref_kl_estimator": "k4"}, "ref_kl_estimator='k4' must be"),
     ("ppo", {"policy_loss": "a2c"}, "policy_loss='a2c' must be one of"),
     ("ppo", {"loss_reduction": "sum"}, "loss_reduction='sum' must be one of"),
-    ("ppo", {"importance_sampling": "clip"}, "importance_sampling='clip' must be one of"),
-    ("ppo", {"importance_sampling_level": "row"}, "importance_sampling_level='row' must be one of"),
+    ("ppo", {"off_policy_weights": "clip"}, "off_policy_weights='clip' must be one of"),
+    ("ppo", {"off_policy_level": "row"}, "off_policy_level='row' must be one of"),
     ("ppo", {"clip_param": "wide"}, "clip_param='wide' must be a number of at least 0"),
     ("ppo", {"clip_param": -0.1}, "clip_param=-0.1 must be a number of at least 0"),
     ("ppo", {"lambda_": 1.5}, r"lambda_=1.5 must be a number of at least 0 and at most 1"),
@@ -76,8 +79,8 @@ WRONG = [
     ("grpo", {"overlong_buffer": 6}, "overlong_buffer=6 must be in 0..max_new_tokens=5"),
     ("grpo", {"dual_clip": 1.0}, "dual_clip=1.0 must be a number above 1"),
     ("grpo", {"dual_clip": 3.0, "policy_loss": "cispo"}, "dual_clip=3.0 must be .* None with pol"),
-    ("grpo", {"importance_sampling_cap": float("nan")},
-     "importance_sampling_cap=nan must be a number abo"),
+    ("grpo", {"off_policy_upper": float("nan")},
+     "off_policy_upper=nan must be a number abo"),
     ("ppo", {"num_completions": 0}, "num_completions=0 must be a whole number of at least 1"),
     ("grpo", {"num_completions": 1}, "num_completions=1 must be at least 2: the baseline is"),
     ("grpo", {"num_completions": 5},
@@ -255,3 +258,15 @@ def test_every_algorithm_is_known_by_name(name):
 def test_an_unknown_algorithm_is_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match="PPOPtx"):
         get_algorithm_class("PPOPTX2")
+
+
+def test_a_mistake_in_a_script_is_told_without_the_places_inside(monkeypatch):
+    monkeypatch.delenv(VERBOSE, raising=False)
+    config = tiny.grpo().sampling(temperature=0.0)
+    with pytest.raises(ValueError, match="temperature=0.0 must be") as short:
+        config.copy().build_algo()
+    assert len(traceback.extract_tb(short.value.__traceback__)) <= 5
+    monkeypatch.setenv(VERBOSE, "1")
+    with pytest.raises(ValueError, match="temperature=0.0 must be") as whole:
+        config.copy().build_algo()
+    assert traceback.extract_tb(whole.value.__traceback__)[-1].name == "require"

@@ -40,8 +40,7 @@ def test_at_learning_rate_0_nothing_changes(config):
 
 
 def test_log_probs_recomputed_are_exactly_the_policy_s():
-    config = tiny.rloo(minibatch_size=None, num_epochs=1, recompute_old_logprobs=True,
-                       importance_sampling="truncate")  # fmt: skip
+    config = tiny.rloo(minibatch_size=None, num_epochs=1, off_policy="decoupled")
     with tiny.built(config) as algorithm:
         result = algorithm.train()
     assert result["val"]["ratio"] == 1.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import ray
 
 from rllib_llm.algorithms.grpo import GRPO
+from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.tune.messages import ACTIVITY_FILE, MESSAGES_FILE
 from tests.algorithms import tiny_runs as tiny
 
@@ -53,3 +56,23 @@ def test_warnings_and_prints_of_a_trial_stand_in_its_folder(num_env_runners):
     assert result["train"]["truncated_share"] == 0.0
     assert list(result)[:3] == ["reward", "kl", "length"]
     assert result["reward"] == result["objective"]["scores"]
+
+
+class OutspokenLearner(GRPOLearner):
+    """Warns in every update, and prints."""
+
+    def prepare(self, batch):
+        warnings.warn("the learner has something to say", stacklevel=1)
+        print("an update")
+        return super().prepare(batch)
+
+
+def test_a_learner_in_a_process_of_its_own_is_heard():
+    config = tiny.grpo(learner_class=OutspokenLearner).learners(num_learners=1)
+    trial = ray.remote(num_cpus=1)(Trial).remote(config)
+    _, said, _ = ray.get(trial.trained.remote())
+    ray.get(trial.stop.remote())
+    ray.kill(trial)
+    lines = said.splitlines()
+    assert lines.count("[1 learner 0] warning: the learner has something to say") == 1
+    assert lines.count("[1 learner 0] an update") == 1

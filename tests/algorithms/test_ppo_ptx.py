@@ -40,7 +40,8 @@ def test_at_learning_rate_0_nothing_changes(critic):
 
 def test_the_first_update_is_exactly_on_policy():
     # The sampler's own log-probs differ from the learner's in their last bit.
-    config = tiny.ppo(minibatch_size=None, num_epochs=1, recompute_old_logprobs=True)
+    config = tiny.ppo(minibatch_size=None, num_epochs=1, off_policy="decoupled",
+                      off_policy_weights=None)  # fmt: skip
     with tiny.built(config) as algorithm:
         for metrics in tiny.train(algorithm, 2):
             assert metrics["val"]["ratio"] == 1.0

@@ -7,8 +7,11 @@ import ray
 import torch
 
 from rllib_llm import columns
+from rllib_llm.rollouts.errors import BrokenSamplerError
 from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
+from tests.engines.test_decode_probe import STATEFUL, spread_out
+from tests.engines.tiny_generations import seeded
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 ITERATIONS = 3
@@ -34,7 +37,23 @@ def undisturbed():
 def exact_ppo():
     """The learner computes the old values: those of a sampler that has the learner's own module, as
     the driver's has, differ in their last bit."""
-    return tiny.ppo(recompute_old_logprobs=True)
+    return tiny.ppo(off_policy="decoupled", off_policy_weights=None)
+
+
+def build_mamba():
+    """A model whose state our decode loop does not keep."""
+    _, tokenizer = tiny.build_model()
+    model = seeded("mamba", vocab_size=len(tokenizer), **STATEFUL["mamba"])
+    return spread_out(model), tokenizer
+
+
+@pytest.mark.parametrize("num_env_runners", [0, 1])
+def test_a_model_that_cannot_be_decoded_is_refused_before_anything_is_sampled(num_env_runners):
+    config = tiny.grpo().language_model(model=f"{__name__}.build_mamba")
+    config.env_runners(num_env_runners=num_env_runners)
+    with pytest.raises(Exception, match="must give the same logits with a cache") as raised:
+        config.build_algo()
+    assert isinstance(raised.value, (ValueError, BrokenSamplerError))
 
 
 def test_two_samplers_learn_what_none_learns(undisturbed):

@@ -4,6 +4,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.envs.registry import ENVIRONMENTS
+from rllib_llm.envs.rlhf import COMMON_DEFAULTS, build_bandit, policy_tokenizer, with_defaults
 from tests.cli.said import said
 
 
@@ -20,6 +21,24 @@ def test_a_good_environment_keeps_the_contract():
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "rllib_llm/Arithmetic-v0 keeps the contract." in said(result.output)
+
+
+def of_a_policy(env_config: dict):
+    """An environment of one's own, whose prompts are token ids of the policy."""
+    settings = with_defaults(env_config, COMMON_DEFAULTS, env_id="of_a_policy")
+    return build_bandit(
+        settings, tokenizer=policy_tokenizer(settings), prompts=[{"prompt": "1+1="}] * 4,
+        rewards=[{"function": lambda completions: [0.0] * len(completions), "name": "none"}],
+    )  # fmt: skip
+
+
+def test_an_environment_that_needs_the_policy_is_given_it():
+    arguments = ["env", "check", f"{__name__}.of_a_policy"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and "rllib env check: --model" in said(result.output)
+    model = "rllib_llm.envs.toys.arithmetic.build_model"
+    result = CliRunner().invoke(app, [*arguments, "--model", model])
+    assert result.exit_code == 0, result.output
 
 
 def broken_environment(env_config: dict):

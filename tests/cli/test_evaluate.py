@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.cli.session import LOGGERS
 from rllib_llm.experiments.stage_result import StageResult
+from rllib_llm.quiet import VERBOSE, is_verbose
 from tests.cli.said import said
 from tests.scripted_server import serving
 
@@ -85,6 +88,24 @@ def test_a_supervised_stage_is_judged_by_its_held_out_loss(run_folder, tmp_path)
     result = CliRunner().invoke(app, ["evaluate", str(checkpoint), "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert 0.0 < json.loads(out.read_text())["loss"] < 10.0
+
+
+def test_v_shows_the_traceback_and_lets_the_libraries_speak(monkeypatch):
+    monkeypatch.setenv(VERBOSE, "0")
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        result = CliRunner().invoke(app, ["evaluate", "/nowhere", "-v"])
+        assert result.exit_code == 2
+        assert "Traceback" in result.output and "find_checkpoint" in result.output
+        assert "must be a checkpoint folder: there is none" in said(result.output)
+        assert is_verbose()
+        assert {logger.level for logger in loggers} == {logging.INFO}
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    quiet = CliRunner().invoke(app, ["evaluate", "/nowhere"])
+    assert "Traceback" not in quiet.output
 
 
 @pytest.mark.parametrize(

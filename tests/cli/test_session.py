@@ -16,6 +16,7 @@ from rllib_llm.cli.session import (
     _object_store_bytes,
     check_address,
     prepare,
+    ray_session,
     weights_in_store,
 )
 from rllib_llm.experiments.yaml_experiments import Experiment
@@ -119,3 +120,14 @@ def test_what_was_named_goes_to_rays_processes(monkeypatch):
     assert arguments["runtime_env"]["env_vars"] == {IMPORTS: "my_names"}
     monkeypatch.delenv(IMPORTS)
     assert "runtime_env" not in _init_arguments(RayOptions(), needed_cpus=1)
+
+
+def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(monkeypatch):
+    def slow(**arguments):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", slow)
+    said = "must come up on this machine, and did not: The current"
+    with pytest.raises(UserError, match=said), ray_session(RayOptions()):
+        pass

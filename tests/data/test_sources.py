@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -190,5 +191,6 @@ def test_an_unreachable_hub_id_is_explained(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataSourceError, match="'nobody/nothing' must be .*no network"):
+    with pytest.raises(DataSourceError, match="'nobody/nothing' must be .*no network") as raised:
         load_rows("nobody/nothing", name="prompts")
+    assert f"(looked in {str(Path.cwd())!r})" in str(raised.value)

@@ -95,3 +95,15 @@ def test_the_cache_of_transformers_moves_rows_too():
     cache.move_rows(torch.tensor([3]), torch.tensor([0]), num_rows=2)
 
     assert cache.layers[0].keys.flatten().tolist() == [3.0, 1.0]
+
+
+def test_room_made_at_the_front_holds_numbers():
+    """A longer prompt comes to short rows: what lies before these was never written."""
+    layer = SharedPromptLayer(num_completions=1, capacity=16)
+    layer.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
+    for buffer in (layer.keys, layer.values):
+        buffer[:, :, 3:] = torch.nan  # as memory may be that nobody has written to
+    layer.shift(-8)
+    assert layer.length == 11
+    for buffer in (layer.keys, layer.values):
+        assert buffer[:, :, :8].eq(0).all() and buffer[:, :, 8:11].eq(1).all()

@@ -149,7 +149,7 @@ def test_sampling_follows_the_model(engine, model):
 
 
 def test_a_run_learns_with_it(ray_session):
-    config = tiny.grpo(recompute_old_logprobs=True, importance_sampling="truncate")
+    config = tiny.grpo(off_policy="decoupled")
     config.language_model(model=MODEL)
     config.env_runners(num_env_runners=1)
     config.sampling(engine="vllm", engine_settings=SETTINGS, stop_token_ids=list(STOPS))

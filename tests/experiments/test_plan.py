@@ -222,3 +222,21 @@ def test_types_of_settings_are_told_before_anything_runs():
         check_experiments(
             [Experiment("a", "SFT", config={"model": model, "lora": {"rank": 4}, "data": ["x"]})]
         )
+
+
+@pytest.mark.parametrize(
+    ("stop", "config", "planned"),
+    [
+        ({"training_iteration": 7}, {}, 7),
+        ({"episode": 100}, {"train_batch_size_per_learner": 16}, 7),  # 100 / 16, rounded up
+        ({"episode": 100}, {"train_batch_size_per_learner": 16, "num_learners": 2}, 4),
+        ({"episode": 100}, {"train_batch_size_per_learner": {"choice": [16, 32]}}, None),
+        ({"training_iteration": 3, "episode": 10_000}, {}, 3),
+        ({"objective/scores": 2.0}, {}, None),
+        ({"training_iteration": 7}, {"planned_iterations": 9}, 9),
+    ],
+)
+def test_reward_functions_are_told_how_long_a_run_is_to_be(stop, config, planned):
+    experiment = Experiment("rl", "GRPO", stop=stop, config=config)
+    assert search_space(experiment).get("planned_iterations") == planned
+    assert "planned_iterations" not in search_space(Experiment("sft", "SFT", stop=stop))

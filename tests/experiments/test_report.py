@@ -100,3 +100,29 @@ def test_a_kl_that_nobody_measured_is_not_shown(tmp_path):
         del row["objective"]["kl"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "KL" not in reported(result, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("made_at", "row"),
+    [((0, 0, 0), "1.000 –"), ((0, 0, 2), "1.000 3.000"), ((None, 2, 2), "– 2.000")],
+)
+def test_a_held_out_result_stands_at_the_end_at_which_it_was_made(tmp_path, made_at, row):
+    """One from before training is not what training led to."""
+    result = finished_stage(tmp_path, [0.5, 1.0, 2.0], "LlamaForCausalLM")
+    file = result.best_trial_folder / "result.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, made in zip(rows, made_at, strict=True):
+        if made is not None:
+            scores = 1.0 + made_at.index(made) if made else 1.0
+            line["eval"] = {"scores": scores, "iteration": made}
+    file.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    assert f"held out {row}" in reported(result, tmp_path)[1]
+
+
+def test_paths_are_whole_in_a_narrow_terminal(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    result.checkpoint = result.best_trial_folder / "a_folder" / "checkpoint_000000"
+    console = Console(file=io.StringIO(), width=40)
+    report([result], [Experiment("rl", "PPOPtx")], tmp_path, console)
+    lines = console.file.getvalue().splitlines()
+    assert any(line.endswith("  rl/PPOPtx_0/a_folder/checkpoint_000000") for line in lines)

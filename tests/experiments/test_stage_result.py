@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.experiments.stage_result import (
@@ -56,7 +55,7 @@ def test_an_exported_model_is_readable_and_holds_nothing_of_rllib(tmp_path):
         (source / name).write_text("{}", encoding="utf-8")
     (source / "model.safetensors").chmod(0o600)  # as safetensors writes its files
     (tmp_path / "any").touch()
-    model = export_model(SimpleNamespace(path=str(tmp_path / "checkpoint")), tmp_path)
+    model = export_model(tmp_path / "checkpoint", tmp_path)
     assert model == tmp_path / "model"
     assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors"]
     modes = {path.stat().st_mode for path in model.iterdir()}

@@ -18,7 +18,8 @@ CONFIGS = {
         ptx_data=[{"text": text} for text in ("1+2=3", "5", "17-1=16")], ptx_coeff=0.5,
         ptx_batch_size=3, entropy_coeff=0.01, num_epochs=1, minibatch_size=None,
     ),
-    "grpo": tiny_runs.grpo(num_epochs=1, minibatch_size=None, recompute_old_logprobs=True),
+    "grpo": tiny_runs.grpo(num_epochs=1, minibatch_size=None, off_policy="decoupled",
+                           off_policy_weights=None),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from tests.algorithms.tiny_runs import TEXTS, assert_same_weights, ppo
 from tests.learners import tiny_learners as tiny
 
 ONE_STEP = {"minibatch_size": None, "num_epochs": 1, "grad_clip": None, "ptx_data": TEXTS}
+RECOMPUTED = {"off_policy": "decoupled", "off_policy_weights": None}
 
 
 def text_loss(learner, texts):
@@ -125,7 +126,7 @@ def test_the_first_step_takes_the_samplers_log_probs_as_the_old_ones():
     batch[columns.VALID][:] = True
     prepared = learner.prepare(dict(batch))
     assert torch.equal(prepared[columns.OLD_LOGPROBS], batch[columns.SAMPLER_LOGPROBS])
-    again = tiny.build(ppo(**ONE_STEP, recompute_old_logprobs=True)).prepare(dict(batch))
+    again = tiny.build(ppo(**ONE_STEP, **RECOMPUTED)).prepare(dict(batch))
     mask = batch[columns.COMPLETION_MASK]
     change = (again[columns.OLD_LOGPROBS] - batch[columns.SAMPLER_LOGPROBS])[mask]
     torch.testing.assert_close(change, torch.full_like(change, 0.1), atol=1e-5, rtol=0)
@@ -140,5 +141,5 @@ def test_values_of_the_sampler_are_the_old_ones_unless_recomputed():
     batch[columns.SAMPLER_VALUES] = torch.full(mask.shape, 0.25)
     prepared = learner.prepare(dict(batch))
     assert torch.equal(prepared[columns.OLD_VALUES], 0.25 * mask)
-    again = tiny.build(ppo(**ONE_STEP, recompute_old_logprobs=True)).prepare(dict(batch))
+    again = tiny.build(ppo(**ONE_STEP, **RECOMPUTED)).prepare(dict(batch))
     assert not again[columns.OLD_VALUES].any()  # the head's own, which start at 0

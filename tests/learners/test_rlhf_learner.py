@@ -128,11 +128,14 @@ def test_a_penalty_on_a_reference_that_is_not_there_is_refused():
         (grpo, {"policy_loss": "gspo", "clip_param": 3e-4, "clip_param_high": 4e-4}),
         (grpo, {"policy_loss": "cispo", "clip_param": 1.0, "clip_param_high": 4.0}),
         (grpo, {"dual_clip": 3.0}),
-        (grpo, {"recompute_old_logprobs": True, "importance_sampling": "truncate"}),
+        (grpo, {"off_policy": "decoupled"}),
+        (grpo, {"off_policy": "decoupled_loglinear"}),
+        (grpo, {"off_policy": "bypass"}),
         (grpo, {"lora": {"r": 4}}),
     ],
     ids=["ppo", "ppo-ptx", "reinforce++", "rloo", "rloo-completions", "grpo", "dr_grpo", "dapo",
-         "gspo", "cispo", "dual clip", "recomputed", "lora"],
+         "gspo", "cispo", "dual clip", "recomputed", "loglinear", "bypass",
+         "lora"],
 )  # fmt: skip
 def test_the_first_mini_batch_is_exactly_on_policy(config, settings):
     lora = settings.get("lora")
@@ -151,12 +154,12 @@ def test_the_first_mini_batch_is_exactly_on_policy(config, settings):
     assert metrics["sampler/logprob_gap"] == 0.0
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_gap_to_the_sampler_is_measured_whoever_gives_the_old_log_probs(recompute):
+@pytest.mark.parametrize("off_policy", [None, "decoupled"])
+def test_the_gap_to_the_sampler_is_measured_whoever_gives_the_old_log_probs(off_policy):
     """A sampler 0.25 nats off at every other token: the gap is that of the first mini-batch, not
     what later steps add."""
     config = grpo(minibatch_size=None, num_epochs=3, lr=0.05, micro_batch_size=2,
-                  recompute_old_logprobs=recompute)  # fmt: skip
+                  off_policy=off_policy, off_policy_weights=None)  # fmt: skip
     learner = tiny.build(config)
     batch = tiny.judged(learner)
     mask = batch[columns.COMPLETION_MASK]
@@ -176,15 +179,15 @@ def test_the_gap_to_the_sampler_is_measured_whoever_gives_the_old_log_probs(reco
     ("sequence", "mask", [0.0, 0.0, 0.0]),
 ])  # fmt: skip
 def test_importance_weights_of_tokens_and_completions(level, mode, weights):
-    config = grpo(recompute_old_logprobs=True, importance_sampling=mode,
-                  importance_sampling_level=level)  # fmt: skip
+    config = grpo(off_policy="decoupled", off_policy_weights=mode, off_policy_level=level)
     batch = {
         columns.OLD_LOGPROBS: torch.tensor([[-1.0, -3.0, -2.0, 9.0]]),
         columns.SAMPLER_LOGPROBS: torch.tensor([[-2.8, -3.0 + 0.6931472, -2.0, 0.0]]),
         columns.COMPLETION_MASK: torch.tensor([[True, True, True, False]]),
     }
-    found = tiny.build(config)._importance_weights(batch).expand(1, 4)[0, :3]
-    assert found.tolist() == pytest.approx(weights)
+    logprobs, mask = torch.zeros(1, 4), batch[columns.COMPLETION_MASK]
+    _, found = tiny.build(config).correction.apply(batch, logprobs, mask)
+    assert found[0, :3].tolist() == pytest.approx(weights)
 
 
 def test_a_batch_that_is_not_finite_leaves_running_numbers_finite(tmp_path):

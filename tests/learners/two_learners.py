@@ -53,7 +53,8 @@ def grpo(**training: Any):
         "micro_batch_size": 2,
         "grad_clip": 0.05,
         "adam_epsilon": 1e-3,
-        "recompute_old_logprobs": True,
+        "off_policy": "decoupled",
+        "off_policy_weights": None,
         **training,
     }
     return tiny_runs.grpo(**settings).language_model(model=MODEL)

@@ -19,9 +19,9 @@ from rllib_llm.numerics.losses import (
     policy_loss,
     preference_loss,
     reduce_loss,
-    truncated_importance_weights,
     value_loss,
 )
+from rllib_llm.numerics.off_policy import importance_weights, log_ratio
 
 # The tensors on which TRL's numbers below were recorded: GRPOTrainer._compute_loss of TRL 1.16.0
 # (torch 2.13.0), one process, no accumulation, max_completion_length = 8.
@@ -32,6 +32,7 @@ SAMPLER = torch.tensor([[-1.2, -1.9, -2.1, -0.3], [-0.2, -1.5, -0.3, 0.0], [-2.2
 ADVANTAGES = torch.tensor([1.5, -0.5, -1.0])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]).bool()
 MAX_COMPLETION_LEN = 8
+TRUNCATED = importance_weights(log_ratio(OLD, SAMPLER, MASK), MASK, upper=2.0).weights
 
 
 def loss_and_grad(reduction: str, kl_coeff=0.0, unbiased_kl=False, **settings_):
@@ -117,7 +118,7 @@ TRL = {
     ),
     # TRL's vllm_importance_sampling_mode "token_truncate" with clip_max 2.
     "truncated importance sampling": (
-        {"reduction": "dapo", "weights": truncated_importance_weights(OLD, SAMPLER, cap=2.0)},
+        {"reduction": "dapo", "weights": TRUNCATED},
         -0.2797626,
         [
             [0, -0.27291, -0.184195, -0.091469],
@@ -290,24 +291,6 @@ def test_value_loss_without_clip_is_half_the_squared_error():
 # --- importance weights, cross-entropy, preferences ----------------------------------------------
 
 
-def test_importance_weights_equal_trl():
-    # exp(OLD - SAMPLER): e^1.2 = 3.32 is over the cap of 2, e^-0.7 = 0.4966 is not touched.
-    truncated = [[1.0, 2.0, 1.0, 0.9048374], [0.4965853, 1, 1, 1], [1.0, 1.1051709, 1, 1]]
-    masked = [[1.0, 0.0, 1.0, 0.9048374], [0.4965853, 1, 1, 1], [1.0, 1.1051709, 1, 1]]
-    torch.testing.assert_close(truncated_importance_weights(OLD, SAMPLER), torch.tensor(truncated))
-    torch.testing.assert_close(
-        truncated_importance_weights(OLD, SAMPLER, mode="mask"), torch.tensor(masked)
-    )
-    # Row sums of OLD - SAMPLER: 1.1, -0.7, 0.1.
-    sequence = truncated_importance_weights(OLD, SAMPLER, cap=10.0, level="sequence", mask=MASK)
-    torch.testing.assert_close(sequence, torch.tensor([[1.1], [-0.7], [0.1]]).exp())
-
-
-def test_importance_weights_pass_no_gradient():
-    trainer_logprobs = OLD.clone().requires_grad_()
-    assert not truncated_importance_weights(trainer_logprobs, SAMPLER).requires_grad
-
-
 def test_cross_entropy_counts_targets_only():
     per_token = cross_entropy_tokens(
         torch.tensor([[-0.5, -2.0, -9.0]]), torch.tensor([[True, True, False]])
@@ -432,13 +415,5 @@ def test_senseless_policy_loss_settings_are_refused(settings_, message):
 def test_other_senseless_settings_are_refused():
     with pytest.raises(ValueError, match="level='row' must be"):
         importance_ratio(NEW, OLD, MASK, "row")
-    with pytest.raises(ValueError, match="cap=0 must be above 0"):
-        truncated_importance_weights(OLD, SAMPLER, cap=0)
-    with pytest.raises(ValueError, match="mode='drop' must be"):
-        truncated_importance_weights(OLD, SAMPLER, mode="drop")
-    with pytest.raises(ValueError, match="level='row' must be"):
-        truncated_importance_weights(OLD, SAMPLER, level="row")
-    with pytest.raises(ValueError, match="mask=None must be given"):
-        truncated_importance_weights(OLD, SAMPLER, level="sequence")
     with pytest.raises(ValueError, match="reduction='mean' must be one of"):
         reduce_loss(NEW, MASK, "mean", LossDenominators.count(MASK))

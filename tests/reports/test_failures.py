@@ -37,6 +37,22 @@ repr=<rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x
   File "/home/me/env.py", line 3, in create
 KeyError: 'prompts' in <rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x1>
 """
+IN_CREATION = """The actor died because of an error raised in its creation task, \
+\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)
+  File "/venv/lib/site-packages/datasets/load.py", line 9, in load
+ConnectionError: Couldn't reach 'data/mine' on the Hub
+
+The above exception was the direct cause of the following exception:
+
+\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)
+  File "/venv/lib/site-packages/rllib_llm/data/sources.py", line 200, in _read
+rllib_llm.data.rows.DataSourceError: prompts='data/mine' must be a file: there is none.
+"""
+
+
+def test_what_a_constructor_raised_is_no_death():
+    said = "rf: prompts='data/mine' must be a file: there is none."
+    assert failure_text("rf", IN_CREATION) == said
 
 
 def test_the_last_error_of_a_traceback_with_its_places():
@@ -57,14 +73,13 @@ def test_a_text_that_is_no_traceback_is_shown_by_its_end():
 def test_a_mistake_that_is_explained_is_one_sentence_without_frames():
     assert failure_text("rl", REWARD, "/runs/a").splitlines() == [
         "rl: reward function 'boom' must judge.",
-        "",
         "The whole error: /runs/a/error.txt",
     ]
 
 
 def test_of_other_errors_the_users_own_places_are_shown():
     text = failure_text("rl", TRACEBACK, "/runs/a")
-    assert "  /home/me/bad.py:5 in training_step" in text and "trainable.py" not in text
+    assert "  raised in /home/me/bad.py:5 in training_step" in text and "trainable.py" not in text
     inside = TRACEBACK.replace("/home/me/bad.py", "/venv/lib/site-packages/torch/nn.py")
     assert "torch/nn.py:5 in training_step" in failure_text("rl", inside, "/runs/a")
 

@@ -9,7 +9,7 @@ from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
 from rllib_llm.listening import Message
-from rllib_llm.reports.live_table import SILENT_S, LiveTable, Progress, TrialRow
+from rllib_llm.reports.live_table import SILENT_S, LiveTable, TrialRow
 from rllib_llm.tune.messages import MessageLog
 
 
@@ -156,13 +156,24 @@ def test_a_sign_that_something_is_wrong_is_told_once():
     assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
 
 
-def test_a_tuner_of_ones_own_has_it_as_a_callback(capsys):
-    progress = Progress({"training_iteration": 2})
-    progress.on_trial_start(0, [], trial("a", lr=0.1))
-    progress.on_trial_result(1, [], trial("a", lr=0.1), result(1, objective={"scores": 1.5}))
-    progress.on_trial_complete(2, [], trial("a", lr=0.1))
-    assert capsys.readouterr().out.splitlines() == [
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  ETA …",
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  done",
-    ]
-    assert isinstance(pickle.loads(pickle.dumps(progress)), Progress)
+def test_of_many_trials_that_wait_the_first_are_told():
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        trials = [trial(f"t{index}", lr=index) for index in range(9)]
+        for one in trials:
+            table.on_trial_start(0, trials, one)
+            table._rows[one.trial_id]._started -= SILENT_S + 1
+        table._last_line = table._last_poll = -1000.0
+        table.on_step_end(1, trials)
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("lr=0  waiting for its process, for 0:1")
+    assert lines[3] == "and 6 further trials"
+
+
+def test_a_warning_that_was_told_before_is_not_told_again():
+    out = console(terminal=False)
+    table = LiveTable("rl · GRPO", {}, out)
+    table.know(["The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead."])
+    table.warn("The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead.")
+    table.warn("another")
+    assert out.file.getvalue() == "warning: another\n"

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 
+import matplotlib.figure
 import matplotlib.image
 import numpy as np
+import pytest
 
-from rllib_llm.reports.plot import PANELS, _running_mean, plot_stage
+from rllib_llm.reports.plot import PANELS, _draw, _running_mean, plot_stage
 
 
 def write_results(folder, rows):
@@ -64,3 +66,12 @@ def test_a_long_legend_is_whole(tmp_path):
     file = plot_stage("pbt · PPOPtx", folders, labels, tmp_path / "curves.png")
     edge = matplotlib.image.imread(file)[:, -3:, :3]
     assert (edge > 0.99).all()
+
+
+@pytest.mark.parametrize(("num", "marker"), [(2, "o"), (7, None)])
+def test_a_curve_of_few_points_shows_where_they_are(num, marker):
+    axis = matplotlib.figure.Figure().add_subplot()
+    rows = [{"episode": 8 * i, "objective/kl": 0.1 * i} for i in range(num)]
+    kl = next(panel for panel in PANELS if panel.key == "objective/kl")
+    _draw(axis, rows, kl, "episode", "black", "")
+    assert axis.lines[0].get_marker() == (marker or "None")

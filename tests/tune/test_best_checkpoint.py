@@ -16,6 +16,8 @@ from rllib_llm.tune.best_checkpoint import BEST_CHECKPOINT, KeepBestCheckpoint
 class Trial:
     """Saves checkpoints as Tune does, of which it keeps the newest alone."""
 
+    filesystem: pyarrow.fs.FileSystem = pyarrow.fs.LocalFileSystem()
+
     def __init__(self, folder: Path, callback: KeepBestCheckpoint) -> None:
         self.folder, self.callback, self.number = folder, callback, 0
         self.last_result: dict = {}
@@ -28,8 +30,7 @@ class Trial:
         (path / "sub").mkdir(parents=True)
         (path / "sub" / "weights").write_text(str(self.number), encoding="utf-8")
         self.last_result = {"training_iteration": 10 * self.number, **result}
-        local = pyarrow.fs.LocalFileSystem()
-        checkpoint = SimpleNamespace(path=str(path), filesystem=local)
+        checkpoint = SimpleNamespace(path=str(path), filesystem=self.filesystem)
         self.callback.on_checkpoint(0, [self], self, checkpoint)
 
     def best(self) -> int | None:
@@ -77,3 +78,12 @@ def test_another_result_may_decide(tmp_path):
     trial.save(eval={"scores": 1.0}, objective={"kl": 2.0})
     trial.save(eval={"scores": 0.0}, objective={"kl": 1.0})
     assert trial.best() == 2
+
+
+def test_the_best_stays_where_storage_is_no_disk(trial):
+    trial.filesystem = pyarrow.fs.SubTreeFileSystem("/", pyarrow.fs.LocalFileSystem())
+    for value in (1.0, 3.0, 2.0):
+        trial.save(eval={"scores": value})
+        assert trial.best() == min(trial.number, 2)
+    record = json.loads((trial.folder / "best_checkpoint.json").read_text(encoding="utf-8"))
+    assert record["value"] == 3.0 and record["checkpoint"] == "checkpoint_000002"

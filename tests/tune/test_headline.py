@@ -41,3 +41,19 @@ def test_other_stages_show_their_losses():
     ]
     assert list(with_headline({"loss": {"sft": 2.0}}))[:1] == ["sft_loss"]
     assert all(len(name) <= 20 for name in HEADLINE)  # what a column of Tune has room for
+
+
+def test_no_column_is_left_to_a_counter():
+    """Stages without held-out rows, and a policy without a reference."""
+    common = {"num_training_step_calls_per_iteration": 1, "lr": 1e-5, "episode": 64}
+    speed = {"throughput": {"tokens_per_s": 100.0}}
+    stages = (
+        {"loss": {"sft": 2.0}},
+        {"loss": {"reward_model": 0.6}, "train": {"accuracy": 0.7}},
+        {"loss": {"dpo": 0.6}, "train": {"accuracy": 0.7}},
+        {"objective": {"scores": 1.0}, "train": {"output_length": 9.0}},
+    )
+    for stage in stages:
+        result = with_headline({**common, **stage, **speed})
+        columns = _infer_user_metrics([SimpleNamespace(last_result=result)])
+        assert len(columns) == 4 and set(columns) <= {*HEADLINE}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from ray.train._internal.checkpoint_manager import _CheckpointManager
 from ray.train._internal.session import _TrainingResult
 from ray.tune import Checkpoint, CheckpointConfig
+from ray.tune.experiment import Trial
 
 from rllib_llm.tune.new_terms import NewTerms
 
@@ -53,3 +54,11 @@ def test_stop_failures_and_checkpoints_to_keep(tmp_path):
     trial.max_failures = 1  # somebody else's doing
     callback.on_step_begin(1, [trial])
     assert trial.max_failures == 1
+
+
+def test_settings_that_follow_from_the_terms(tmp_path):
+    settings = {"lr": 1.0, "planned_iterations": 3}
+    trial = Trial("counter", config=settings, stub=True)
+    trial.storage = SimpleNamespace(trial_fs_path=str(tmp_path))
+    NewTerms({}, 0, CheckpointConfig(), {"planned_iterations": 9}).on_step_begin(0, [trial])
+    assert trial.config == {"lr": 1.0, "planned_iterations": 9}

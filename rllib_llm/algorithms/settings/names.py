@@ -9,6 +9,7 @@ from rllib_llm.algorithms.settings.lookup import (
     known_names,
     other_names,
     section_names,
+    section_rows,
     sections_of,
     table,
 )
@@ -33,6 +34,8 @@ ELSEWHERE = {
     "bf16": "It is autocast_dtype='bfloat16' here",
     "fp16": "Losses are not scaled for float16: use autocast_dtype='bfloat16'",
     "use_vllm": "It is engine='vllm' here",
+    "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
+    "completion's); of the weights that correct older data it is called 'off_policy_level' here",
 }
 
 
@@ -41,20 +44,25 @@ class UnknownSettingError(ValueError):
 
 
 def unknown_settings(
-    config_class: ConfigClass, names: Iterable[str], where: str
+    config_class: ConfigClass, names: Iterable[str], where: str, section: str = ""
 ) -> UnknownSettingError:
     """Return the error for all of `names` at once.
 
     Args:
         where: how the message names the place, e.g. "ppo.config" or "PPOPtxConfig.training".
+        section: the section that they were given in.
     """
-    said = (f"unknown key {name!r}. {hint(config_class, str(name))}" for name in names)
+    said = (f"unknown key {name!r}. {hint(config_class, str(name), section)}" for name in names)
     return UnknownSettingError(f"{where}: {' Also '.join(said)}")
 
 
-def hint(config_class: ConfigClass, name: str) -> str:
-    """Return a sentence on what to write instead of `name`."""
+def hint(config_class: ConfigClass, name: str, section: str = "") -> str:
+    """Return a sentence on what to write instead of `name`, which was given in a section."""
     known = known_names(config_class)
+    for row in section_rows(config_class, section).values():
+        if name in row.keys:
+            inner = f"{row.in_section}={{'model': ..., {name!r}: ...}}"
+            return f"It belongs to the model: write .{section}({inner}), in YAML the same mapping."
     if name in RETIRED and RETIRED[name] in known:
         return f"It is {RETIRED[name]!r} now."
     if name in INSTEAD:

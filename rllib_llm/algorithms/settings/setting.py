@@ -52,6 +52,7 @@ class Setting:
         choices: the values that are allowed, None aside.
         or_dotted: whether a dotted path, to something of one's own, is allowed beside them.
         acts: when it has an effect; always, if empty.
+        keys: what a mapping in its place may have beside its first key.
         short: its name inside its section, where that is shorter.
         place: the config itself, or its `env_config`.
         attribute: where the config keeps it, if not under `name`.
@@ -72,6 +73,7 @@ class Setting:
     choices: tuple[Any, ...] = ()
     or_dotted: bool = False
     acts: tuple[Condition, ...] = ()
+    keys: tuple[str, ...] = ()
     short: str = ""
     place: str = IN_CONFIG
     attribute: str = ""

@@ -80,7 +80,7 @@ class TabledConfig(AlgorithmConfig):
                 unknown.append(name)
         if unknown:
             where = f"{type(self).__name__}.{section}(...)"
-            raise unknown_settings(type(self), unknown, where)
+            raise unknown_settings(type(self), unknown, where, section)
         if args or theirs:
             getattr(AlgorithmConfig, section)(self, *args, **theirs)
         for name, value in {**self.implied(ours), **ours}.items():
@@ -213,7 +213,7 @@ def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[st
             else:
                 _add(env if row.place == IN_ENV else flat, row.name, item, f"{key}.{name}")
         if unknown:
-            raise unknown_settings(config_class, unknown, key)
+            raise unknown_settings(config_class, unknown, key, key)
     if env:
         for name, value in (flat.get("env_config") or {}).items():
             _add(env, name, value, f"env_config.{name}")

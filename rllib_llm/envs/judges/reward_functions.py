@@ -31,7 +31,8 @@ class RewardBatch:
     once for all functions, special tokens left out), of a conversation the assistant's last turn;
     `completion_messages` are B lists of all its messages behind the first prompt; `columns` hold
     the data set's other columns, B values each; `global_step` is the number of updates before this
-    batch, `epoch` how often the data set was gone through.
+    batch, `max_steps` that of the whole run (0: nobody knows), `epoch` how often the data set was
+    gone through.
     """
 
     prompt_ids: torch.Tensor
@@ -40,10 +41,11 @@ class RewardBatch:
     completion_mask: torch.Tensor
     prompts: Sequence[str] = ()
     completions: Sequence[str] = ()
-    completion_messages: Sequence[Any] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     global_step: int = 0
     epoch: float = 0.0
+    max_steps: int = 0
+    completion_messages: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
@@ -78,13 +80,13 @@ class RewardTerm:
     Prompts and completions are texts, or, where the prompts are chats, lists of messages, so that a
     completion's text is `completion[0]["content"]`; with a parameter `messages`, which gets the
     chats, or an attribute `wants_texts = True` they are texts then, too. A parameter
-    `trainer_state` gets transformers.TrainerState with global_step and epoch. Where the function
-    has an attribute `wants_tokens = True` it is called as `function(prompt_ids, prompt_mask,
-    completion_ids, completion_mask)` with tensors. It may be a coroutine function. It returns B
-    numbers (list, NumPy array or tensor [B]; None in a list: not judged by this function), or a
-    pair of them and {metric name: B numbers}. (The convention of trl.GRPOTrainer's reward
-    functions, extended.) Function objects may have methods: `metrics()`, numbers by name, and
-    `missing_reason()`, why rows of the last batch have no score.
+    `trainer_state` gets transformers.TrainerState with global_step, epoch and max_steps. Where the
+    function has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
+    prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
+    returns B numbers (list, NumPy array or tensor [B]; None in a list: not judged by this
+    function), or a pair of them and {metric name: B numbers}. (The convention of
+    trl.GRPOTrainer's reward functions, extended.) Function objects may have methods: `metrics()`,
+    numbers by name, and `missing_reason()`, why rows of the last batch have no score.
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
@@ -151,7 +153,9 @@ class RewardTerm:
         if _STATE in self._names.named:
             from transformers import TrainerState  # takes seconds, and few ask for it
 
-            taken[_STATE] = TrainerState(global_step=batch.global_step, epoch=batch.epoch)
+            taken[_STATE] = TrainerState(
+                global_step=batch.global_step, epoch=batch.epoch, max_steps=batch.max_steps
+            )
         return self.function(**taken)
 
     def metrics(self) -> dict[str, float]:

@@ -121,8 +121,8 @@ def sft_rows(
 
 def build_model(
     seed: int = 0,
-    hidden_size: int = 96,
-    num_layers: int = 3,
+    hidden_size: int = 64,
+    num_layers: int = 2,
     num_heads: int = 4,
     max_len: int = 128,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

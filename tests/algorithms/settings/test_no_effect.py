@@ -12,9 +12,11 @@ from tests.algorithms import tiny_runs
 @pytest.mark.parametrize(
     "make, settings, name",
     [
-        (tiny_runs.grpo, {"importance_sampling": "truncate"}, "importance_sampling"),
-        (tiny_runs.ppo, {"importance_sampling_cap": 5.0}, "importance_sampling_cap"),
-        (tiny_runs.ppo, {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        (tiny_runs.grpo, {"off_policy_weights": "mask"}, "off_policy_weights"),
+        (tiny_runs.ppo, {"off_policy_upper": 5.0}, "off_policy_upper"),
+        (tiny_runs.ppo, {"off_policy_level": "sequence"}, "off_policy_level"),
+        (tiny_runs.ppo, {"rejection": "k3", "rejection_upper": 0.1}, "rejection"),
+        (tiny_runs.ppo, {"off_policy": "bypass", "off_policy_upper": 5.0}, "off_policy_upper"),
         (tiny_runs.ppo, {"ref_kl_in": "loss", "ref_kl_unbiased": False}, "ref_kl_in"),
         (
             tiny_runs.grpo,
@@ -49,9 +51,9 @@ def test_shards_of_one_learner_warn():
         (
             tiny_runs.ppo,
             {
-                "importance_sampling": "truncate",
-                "importance_sampling_cap": 5.0,
-                "recompute_old_logprobs": True,
+                "off_policy": "decoupled",
+                "off_policy_weights": "mask",
+                "off_policy_upper": 5.0,
             },
         ),
         (tiny_runs.ppo, {"ref_kl_target": 6.0, "ref_kl_horizon": 500.0}),

@@ -62,7 +62,7 @@ def test_help_has_real_defaults_units_and_ranges():
     assert "num_epochs: int = 4" in text and "minibatch_size: int | None = 32" in text
     assert "num_epochs: int = 1" in pydoc.render_doc(GRPOConfig.training)
     assert "ptx_max_length: What is kept of each pretraining text (at least 2 tokens)." in text
-    assert "ref_kl_coeff" in text and "Acts where importance_sampling is set." in text
+    assert "ref_kl_coeff" in text and "off_policy_weights is set." in text
     # What an algorithm does not use is not shown.
     assert "vf_clip_param" in text
     assert "vf_clip_param" not in pydoc.render_doc(GRPOConfig.training)
@@ -122,6 +122,24 @@ def test_a_setting_of_another_section_names_its_method():
         PPOPtxConfig().training(temperature=0.5)
     with pytest.raises(ValueError, match=r"'prompts'.*\.prompts\(data=\.\.\.\)"):
         PPOPtxConfig().training(prompts="p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "said"),
+    [
+        (
+            "reference",
+            "quantization",
+            r"\.reference\(model=\{'model': ..., 'quantization': ...\}\)",
+        ),
+        ("rewards", "weight", r"\.rewards\(model=\{'model': ..., 'weight': ...\}\)"),
+    ],
+)
+def test_what_belongs_into_a_model_s_mapping_is_told_so(section, name, said):
+    with pytest.raises(ValueError, match=said):
+        getattr(GRPOConfig(), section)(**{name: "int8"})
+    with pytest.raises(ValueError, match=said):
+        GRPOConfig().update_from_dict({section: {name: "int8"}})
 
 
 def test_a_model_among_rllib_s_own_settings_is_told_where_it_belongs():

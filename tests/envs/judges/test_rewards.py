@@ -337,14 +337,15 @@ def test_functions_written_for_trl_run_unchanged():
         return [1.0 if t == "math" else None for t in task]
 
     def curriculum(completions, completion_ids, trainer_state, **kwargs):
-        return [trainer_state.global_step * len(ids) for ids in completion_ids]
+        progress = trainer_state.global_step / trainer_state.max_steps
+        return [progress * len(ids) for ids in completion_ids]
 
     chats = [[{"role": "user", "content": "2+2?"}], [{"role": "user", "content": "Hello"}]]
     columns = {"ground_truth": ["4", "x"], "task": ["math", "talk"], "messages": chats}
-    batch = dataclasses.replace(batch_of("4", "hi you", **columns), global_step=7)
+    batch = dataclasses.replace(batch_of("4", "hi you", **columns), global_step=7, max_steps=14)
     out = RewardSum([reward_func, math_reward_func, curriculum])(batch)
     assert out.components["reward_func"].tolist() == [1.0, 0.0]
-    assert out.scores.tolist() == [1.0 + 1.0 + 7.0, 14.0]
+    assert out.scores.tolist() == [1.0 + 1.0 + 0.5, 1.0]  # half of the run; 1 and 2 tokens
 
 
 def test_who_asks_for_the_chats_gets_texts_beside_them():

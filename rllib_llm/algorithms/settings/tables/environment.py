@@ -80,6 +80,7 @@ REWARDS = Section(
             type=Any,
             default=None,
             meaning="a sequence classifier, or {model, quantization, weight, name, ...}",
+            keys=("quantization", "dtype", "device", "weight", "name"),
             also=("reward_model_path", "reward_pretrain", "rm", "reward_model_name"),
         ),
         Setting(
@@ -139,6 +140,16 @@ REWARDS = Section(
             "off",
             trl=("soft_overlong_punishment",),
             also=("overlong_buffer_len",),
+        ),
+        Setting(
+            name="planned_iterations",
+            type=int | None,
+            default=None,
+            least=1,
+            meaning="how many iterations the run is to have, told to functions that take "
+            "trainer_state, as its max_steps; a file's `stop` says it, where it can",
+            reason="functions may go by how far a run is",
+            remedy="None: not known",
         ),
     ),
 )

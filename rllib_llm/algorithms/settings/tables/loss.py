@@ -16,18 +16,6 @@ SEPARATE = Condition(
     "with critic={config.critic!r}",
     "Use critic='separate'",
 )
-CORRECTED = Condition(
-    "importance_sampling is set",
-    lambda c: c.importance_sampling is not None,
-    "with importance_sampling=None",
-    "Choose 'truncate'",
-)
-RECOMPUTED = Condition(
-    "old log-probs are computed again (recompute_old_logprobs, or half precision with a critic)",
-    lambda c: c.recompute_old_logprobs or (not _exact(c) and c.critic != "none"),
-    "where the sampler's log-probs are the old ones: every weight is 1",
-    "Set recompute_old_logprobs=True",
-)
 PENALISED = Condition(
     "ref_kl_coeff is above 0",
     lambda c: bool(c.ref_kl_coeff),
@@ -58,11 +46,6 @@ SAMPLED_KL = Condition(
     lambda c: c.ref_kl_estimator != "full",
     "with ref_kl_estimator='full': nothing is sampled",
 )
-
-
-def _exact(config: Any) -> bool:
-    """Whether the sampler's log-probs are the learner's to the last bit."""
-    return config.dtype == "float32" and config.autocast_dtype is None
 
 
 LOSS = Section(
@@ -224,48 +207,6 @@ LOSS = Section(
             meaning="whether token rewards get variance 1 over the batch of all learners",
         ),
         Setting(
-            name="recompute_old_logprobs",
-            type=bool,
-            default=False,
-            meaning="whether the learner computes old log-probs again instead of taking the "
-            "sampler's",
-            note="In float32 these are the same and cost nothing; so with the values of a shared "
-            "critic, which a sampler in the learner's process gives too. With a critic half "
-            "precision recomputes both in any case.",
-        ),
-        Setting(
-            name="importance_sampling",
-            type=str | None,
-            default=None,
-            choices=("truncate", "mask"),
-            meaning="how the gap between sampler and trainer is corrected where old log-probs are "
-            "recomputed; None: not",
-            acts=(RECOMPUTED,),
-            trl=("vllm_importance_sampling_correction",),
-        ),
-        Setting(
-            name="importance_sampling_cap",
-            type=float,
-            default=2.0,
-            above=0,
-            meaning="the largest weight (Yao et al. 2025: 2)",
-            reason="it is the largest weight",
-            remedy="Use 2",
-            acts=(CORRECTED,),
-            trl=("vllm_importance_sampling_cap",),
-            also=("tis_imp_ratio_cap",),
-        ),
-        Setting(
-            name="importance_sampling_level",
-            type=str,
-            default="token",
-            choices=("token", "sequence"),
-            meaning="what one weight is of",
-            note='"sequence": a whole completion; unbiased, but far from 1 for long ones.',
-            acts=(CORRECTED,),
-            trl=("vllm_importance_sampling_mode",),
-        ),
-        Setting(
             name="scale_by_std",
             type=bool,
             default=True,
@@ -279,7 +220,7 @@ LOSS = Section(
             type=bool,
             default=False,
             meaning="whether groups with equal scores stay out of the loss",
-            also=("dynamic_sampling", "filter_groups"),
+            note="filters=['reward_spread'] has other prompts sampled in their place.",
         ),
     ),
     also=("reference", "rewards"),
@@ -296,6 +237,7 @@ REFERENCE = Section(
             type=Any,
             default=None,
             meaning="the frozen model, or {model, quantization, dtype, device}",
+            keys=("quantization", "dtype", "device"),
             note="Without a model it is the policy's own start.",
             trl=("ref_model",),
             also=("reference_model", "ref_model_path", "sft_model_path", "ref_policy"),

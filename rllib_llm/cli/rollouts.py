@@ -1,0 +1,131 @@
+"""`rllib rollouts`: what a run sampled, chosen by a condition, to be read or exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from rllib_llm.user_errors import UserError, user_errors
+
+NUM_SHOWN = 5
+
+
+def rollouts(
+    run: Annotated[
+        str, typer.Argument(help="Folder or URL of a run, a stage, a trial or its rollouts.")
+    ],
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where", "-w", help="SQL condition: \"status = 'trained' AND score > 0.5\"."
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", "-s", help="A column, highest first, or 'COLUMN asc'."),
+    ] = None,
+    show: Annotated[
+        int, typer.Option("--show", "-n", min=0, help="How many completions are printed.")
+    ] = NUM_SHOWN,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export", help="FILE.jsonl, or a FOLDER that Hugging Face's load_dataset reads."
+        ),
+    ] = None,
+    columns: Annotated[
+        bool, typer.Option("--columns", help="List the columns and their types.")
+    ] = False,
+) -> None:
+    """Look at the completions that a run sampled: trained, rejected, failed and held-out ones.
+
+    Conditions are SQL where DuckDB is installed, else comparisons joined by AND, OR and NOT.
+    """
+    console = Console(highlight=False)
+    with user_errors():
+        from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
+
+        found = open_rollouts(rollout_folders(run))
+        if columns:
+            for field in found.schema:
+                console.print(f"{field.name:16} {field.type}", markup=False)
+            return
+        if export is not None:
+            table = query(found, where=where, sort=sort)
+            console.print(_export(table, export), soft_wrap=True)
+            return
+        _print_summary(console, found)
+        rows = query(found, where=where, sort=sort, limit=show).to_pylist() if show else []
+    for row in rows:
+        _print_row(console, row)
+
+
+def _print_summary(console: Console, found: Any) -> None:
+    from rllib_llm.data.rollouts import reasons, summary
+
+    for status, counted in summary(found).items():
+        score = "" if counted["score"] is None else f", mean score {counted['score']:.4g}"
+        console.print(
+            f"{status}: {counted['completions']:.0f} completions, {counted['tokens']:.0f} tokens"
+            f"{score}"
+        )
+    why = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons(found).items()))
+    if why:
+        console.print(f"reasons: {why}")
+
+
+def _print_row(console: Console, row: dict[str, Any]) -> None:
+    reason = f" ({row['reason']})" if row["reason"] else ""
+    parts = [
+        f"iteration {row['iteration']}",
+        f"prompt {row['position']}.{row['sample']}",
+        f"{row['status']}{reason}",
+        *(f"{name} {row[name]:.4g}" for name in ("score", "reward") if row[name] is not None),
+        *(f"{name} {value:.4g}" for name, value in row["rewards"] or ()),
+        f"{row['tokens']} tokens, {row['finish_reason']}",
+    ]
+    console.print(f"\n[bold]{escape(' · '.join(parts))}[/bold]", soft_wrap=True)
+    if row["prompt"] is None:
+        console.print(f"prompt ids {row['prompt_ids']}\ncompletion ids {row['completion_ids']}")
+        return
+    console.print(row["prompt"], style="dim", markup=False, end="", soft_wrap=True)
+    console.print(row["completion"], markup=False, soft_wrap=True)
+
+
+def _export(table: Any, target: str) -> str:
+    """Write the rows of `table`, and say where they are."""
+    from rllib_llm.data.rollouts import exportable
+
+    if table.num_rows == 0:
+        raise UserError(
+            "--where must leave at least one row: there is none to export. Loosen the condition."
+        )
+    rows = exportable(table)
+    path = Path(target).expanduser()
+    if path.suffix in (".jsonl", ".ndjson", ".json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for batch in rows.to_batches(max_chunksize=1024):
+                for row in batch.to_pylist():
+                    file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
+        return f"{table.num_rows} completions in {path}"
+    if path.suffix or path.is_file():
+        raise UserError(
+            f"--export={target!r} must end in .jsonl, or be a folder: {path.suffix or 'a file'} is "
+            "neither. Rename it."
+        )
+    import pyarrow.parquet as pq
+
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(
+            f"--export={target!r} must be new or empty: other files lie there, and a data set is "
+            "all that is in its folder. Choose another."
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    pq.write_table(rows, path / "train-00000-of-00001.parquet", compression="zstd")
+    return f"{table.num_rows} completions in {path}: datasets.load_dataset({str(path)!r})"

@@ -1,0 +1,293 @@
+"""Rollouts of a run, read: found, chosen by a condition, paired, as rows to learn from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from pyarrow.fs import LocalFileSystem
+
+from rllib_llm.data.conditions import ConditionError, parse_condition
+from rllib_llm.data.rollout_schema import SCHEMA, check_version
+from rllib_llm.data.rollout_store import STORE_FILE
+from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.storage import Place, UrlPath, place
+
+ITERATION = pa.field("iteration", pa.int32())
+READ_SCHEMA = SCHEMA.insert(0, ITERATION)
+IN_ORDER = ("iteration", "position", "sample")
+# What a later stage learns from, unless its condition speaks of these itself.
+LEARNABLE = "status IN ('trained', 'rejected') AND valid"
+_GROUP_COLUMNS = ("run", "iteration", "group")
+_LEARNT_COLUMNS = (
+    "iteration", "run", "position", "group", "sample", "status", "score", "reward", "prompt",
+    "completion", "messages", "prompt_ids", "completion_ids", "loss_mask", "tokenizer",
+)  # fmt: skip
+
+
+class NoRolloutsError(ValueError):
+    """A folder without rollouts."""
+
+
+def is_rollout_folder(folder: str | Path) -> bool:
+    """Whether `folder` is the `rollouts` folder of a run."""
+    return (Path(folder) / STORE_FILE).is_file()
+
+
+def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
+    """The `rollouts` folders of a run, stage, trial, or the one that `run` is.
+
+    Raises:
+        NoRolloutsError: there is none.
+    """
+    root = place(run)
+    if (root / STORE_FILE).is_file():
+        return [root]
+    found = sorted((file.parent for file in root.glob(f"**/{STORE_FILE}")), key=str)
+    if not found:
+        raise NoRolloutsError(
+            f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
+            f"no {STORE_FILE} lies in it. Check the path, and that store_rollouts is on."
+        )
+    return found
+
+
+def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
+    """All rows of the folders, unread, with `iteration` as the first column.
+
+    Raises:
+        NoRolloutsError: no file in them. RolloutSchemaError: of another version.
+    """
+    parts = []
+    for folder in folders:
+        files = sorted(_paths(folder))
+        if not files:
+            continue
+        filesystem = folder.filesystem if isinstance(folder, UrlPath) else LocalFileSystem()
+        fragments = ds.dataset(files[:1], filesystem=filesystem, format="parquet")
+        check_version(fragments.schema, str(folder))
+        partitioning = ds.partitioning(pa.schema([ITERATION]), flavor="hive")
+        parts.append(
+            ds.dataset(
+                files, schema=READ_SCHEMA, filesystem=filesystem, format="parquet",
+                partitioning=partitioning,
+            )
+        )  # fmt: skip
+    if not parts:
+        raise NoRolloutsError(
+            f"{', '.join(map(str, folders))} must hold rollouts: nothing was written yet. Wait "
+            "for the first iteration to end."
+        )
+    return parts[0] if len(parts) == 1 else ds.dataset(parts)
+
+
+def _paths(folder: Place) -> Iterator[str]:
+    for file in folder.glob("*/*.parquet"):
+        if file.parent.name.startswith("iteration=") and not file.name.startswith("."):
+            yield file.path if isinstance(file, UrlPath) else str(file)
+
+
+def has_duckdb() -> bool:
+    """Whether any SQL can be answered."""
+    return importlib.util.find_spec("duckdb") is not None
+
+
+def query(
+    rollouts: ds.Dataset,
+    *,
+    where: str | None = None,
+    sort: str | None = None,
+    limit: int | None = None,
+    columns: Sequence[str] | None = None,
+    use_duckdb: bool | None = None,
+) -> pa.Table:
+    """The rows for which `where`, an SQL condition, holds.
+
+    Args:
+        sort: a column, numbers from the highest on, or "column asc"; None: as they were sampled.
+        limit: the first rows only.
+        use_duckdb: None: where it is installed. Without it conditions are simple ones.
+
+    Raises:
+        ConditionError: `where` or `sort` cannot be read.
+    """
+    column, ascending = _sort_key(sort)
+    if column is not None and column not in rollouts.schema.names:
+        raise ConditionError(
+            f"sort={sort!r} must be a column, or one followed by asc or desc: there are "
+            f"{', '.join(rollouts.schema.names)}. Choose one."
+        )
+    if has_duckdb() if use_duckdb is None else use_duckdb:
+        return _query_duckdb(rollouts, where, column, ascending, limit, columns)
+    condition = None if where is None else parse_condition(where, rollouts.schema)
+    found = rollouts.to_table(filter=condition)
+    keys = [(name, "ascending") for name in IN_ORDER]
+    if column is not None:
+        keys.insert(0, (column, "ascending" if ascending else "descending"))
+    found = found.sort_by(keys)
+    found = found if limit is None else found.slice(0, limit)
+    return found if columns is None else found.select(list(columns))
+
+
+def _sort_key(sort: str | None) -> tuple[str | None, bool]:
+    if sort is None:
+        return None, True
+    match = re.fullmatch(r"\s*(\S+?)(?:\s+(asc|desc))?\s*", sort, re.IGNORECASE)
+    if match is None:
+        return sort, True
+    return match[1], (match[2] or "desc").lower() == "asc"
+
+
+def _query_duckdb(
+    rollouts: ds.Dataset,
+    where: str | None,
+    column: str | None,
+    ascending: bool,
+    limit: int | None,
+    columns: Sequence[str] | None,
+) -> pa.Table:
+    import duckdb
+
+    chosen = "*" if columns is None else ", ".join(f'"{name}"' for name in columns)
+    order = ", ".join(IN_ORDER)
+    if column is not None:
+        order = f'"{column}" {"ASC" if ascending else "DESC"} NULLS LAST, {order}'
+    text = f"SELECT {chosen} FROM rollouts"
+    text += f" WHERE {where}" if where else ""
+    text += f" ORDER BY {order}" + (f" LIMIT {int(limit)}" if limit is not None else "")
+    with duckdb.connect() as connection:
+        connection.register("rollouts", rollouts)
+        try:
+            return connection.sql(text).to_arrow_table()
+        except duckdb.Error as error:
+            first = str(error).splitlines()[0]
+            raise ConditionError(
+                f"where={where!r} must be an SQL condition on the columns "
+                f"{', '.join(rollouts.schema.names)}: {first}. Correct it."
+            ) from error
+
+
+def load_rollouts(
+    folder: str, where: str | None = None, best_of_group: int | None = None, name: str = "data"
+) -> Rows:
+    """Rows {"prompt", "completion", ...} of a rollouts folder for a later stage to learn from.
+
+    Held-out rows and those without a score are left out, unless `where` speaks of `status` or
+    `valid` itself.
+
+    Args:
+        where: an SQL condition on the columns.
+        best_of_group: how many completions of each group, those of the highest score.
+
+    Raises:
+        DataSourceError: a condition that cannot be read, or no rows.
+    """
+    if best_of_group is not None and best_of_group < 1:
+        raise DataSourceError(
+            f"{name}['best_of_group']={best_of_group!r} must be at least 1: it counts completions. "
+            "Leave it out for all."
+        )
+    condition = where or ""
+    if not re.search(r"\b(status|valid)\b", condition):
+        condition = f"({where}) AND {LEARNABLE}" if where else LEARNABLE
+    try:
+        rollouts = open_rollouts([Path(folder)])
+        table = query(rollouts, where=condition, columns=_LEARNT_COLUMNS)
+    except ValueError as error:
+        raise DataSourceError(f"{name}: {error}") from error
+    if best_of_group is not None:
+        ranked = _ranked_groups(Rows(table, folder))
+        table = table.take([index for group in ranked for index in group[:best_of_group]])
+    description = f"{folder}{f' where {where}' if where else ''}"
+    if table.column("messages").null_count == table.num_rows:
+        return Rows(table.drop_columns("messages"), description)
+    return Rows([_with_turns(row) for row in table.to_pylist()], description)
+
+
+def _with_turns(row: dict[str, Any]) -> dict[str, Any]:
+    return row if row["messages"] is None else {**row, "messages": json.loads(row["messages"])}
+
+
+def _ranked_groups(rows: Rows) -> list[list[int]]:
+    """Indices of the rows of each group, those of the highest score first: of the same prompt,
+    sampled in the same iteration of the same run."""
+    groups: dict[Any, list[int]] = {}
+    keys = zip(*(rows.column(name) for name in _GROUP_COLUMNS), strict=True)
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    scores, samples = rows.column("score"), rows.column("sample")
+    return [
+        sorted(group, key=lambda index: (-scores[index], samples[index]))
+        for group in groups.values()
+    ]
+
+
+def pairs_of_rollouts(rows: Rows) -> Rows:
+    """Rows {"prompt", "chosen", "rejected"} of rollouts: the best and the worst completion of each
+    group whose scores differ. Other rows are given back as they are.
+
+    Raises:
+        DataSourceError: no group has two scores.
+    """
+    needed = {*_GROUP_COLUMNS, "score", "sample", "prompt", "completion"}
+    if "chosen" in rows.columns or not needed <= set(rows.columns):
+        return rows
+    scores, prompts, completions = map(rows.column, ("score", "prompt", "completion"))
+    pairs = []
+    for best, *others in _ranked_groups(rows):
+        worst = others[-1] if others else best
+        if scores[best] > scores[worst]:
+            pairs.append({
+                "prompt": prompts[best],
+                "chosen": completions[best],
+                "rejected": completions[worst],
+            })  # fmt: skip
+    if not pairs:
+        raise DataSourceError(
+            f"{rows.description} must hold a group with two scores: the best and the worst of a "
+            "group become a pair. Sample more completions of each prompt."
+        )
+    return Rows(pairs, f"pairs of {rows.description}")
+
+
+def exportable(table: pa.Table) -> pa.Table:
+    """`table` with maps as texts of JSON, which every reader of data sets knows."""
+    for number, field in enumerate(table.schema):
+        if pa.types.is_map(field.type):
+            texts = [
+                None if entries is None else json.dumps(dict(entries))
+                for entries in table.column(number).to_pylist()
+            ]
+            table = table.set_column(number, field.name, pa.array(texts, pa.string()))
+    return table
+
+
+def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
+    """Of each status: completions, tokens and mean score."""
+    table = rollouts.to_table(columns=["status", "tokens", "score"])
+    counted = table.group_by("status").aggregate(
+        [("tokens", "sum"), ("score", "mean"), ("status", "count")]
+    )
+    found = {
+        row["status"]: {
+            "completions": row["status_count"],
+            "tokens": row["tokens_sum"] or 0,
+            "score": row["score_mean"],
+        }
+        for row in counted.to_pylist()
+    }
+    return dict(sorted(found.items()))
+
+
+def reasons(rollouts: ds.Dataset) -> dict[str, int]:
+    """How many completions were rejected or failed for which reason."""
+    table = rollouts.to_table(columns=["reason"], filter=pc.field("reason") != "")
+    counted = pc.value_counts(table.column("reason")).to_pylist()
+    return {entry["values"]: entry["counts"] for entry in counted}

@@ -1,0 +1,148 @@
+"""What a learner does about tokens that older weights sampled; the formulas are in
+`numerics/off_policy.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rllib_llm import columns
+from rllib_llm.learners.metrics import WeightedMeans
+from rllib_llm.numerics import off_policy
+
+Batch = dict[str, Tensor]
+NUM_LAGS = 5  # the last is of all that are older
+
+
+class OffPolicyCorrection:
+    """Gives each micro-batch the proximal policy's log-probs and its tokens their weights, and
+    notes how far the sampler's policy was.
+
+    Args:
+        mode: "bypass", "decoupled", "decoupled_loglinear" or None, which leaves all as it is.
+        weights: arguments of `importance_weights`; None: all weigh 1.
+        rejection: arguments of `kept_tokens`; None: nothing is rejected.
+        means: takes the metrics `off_policy/...`, means over the tokens before rejection.
+    """
+
+    def __init__(
+        self,
+        mode: str | None,
+        *,
+        weights: dict[str, Any] | None,
+        rejection: dict[str, Any] | None,
+        means: WeightedMeans,
+    ) -> None:
+        self._mode = mode
+        self._weights = weights if mode != "bypass" else None
+        self._rejection = rejection
+        self._means = means
+        self._is_first = False
+        self._version = 0
+
+    @classmethod
+    def from_config(cls, config: Any, means: WeightedMeans) -> OffPolicyCorrection:
+        """The correction that an RLHF config asks for."""
+        bounds = {
+            "mode": config.off_policy_weights,
+            "level": config.off_policy_level,
+            "lower": config.off_policy_lower,
+            "upper": config.off_policy_upper,
+        }
+        rejection = {
+            "estimator": config.rejection,
+            "level": config.rejection_level,
+            "lower": config.rejection_lower,
+            "upper": config.rejection_upper,
+        }
+        return cls(
+            config.off_policy,
+            weights=None if config.off_policy_weights is None else bounds,
+            rejection=None if config.rejection is None else rejection,
+            means=means,
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether old log-probs are the learner's own, of the policy before the update."""
+        return self._mode == "decoupled"
+
+    def start_minibatch(
+        self, minibatch: Batch, mask: Tensor, version: int, *, is_first: bool
+    ) -> None:
+        """Counts the tokens of a whole mini-batch, `mask` [B, T], before any is rejected.
+
+        version: of the weights before the update. is_first: the policy is still that one.
+        """
+        if self._mode is None:
+            return
+        self._version, self._is_first = version, is_first
+        names = ["rejected_share"]
+        if self._weights is not None:
+            names += ["weight", "weight_square", "bounded_share"]
+        if is_first:
+            names += ["k1", "k3"]
+            for lag, of_lag in self._by_lag(minibatch, mask):
+                for name in (f"k1_lag_{lag}", f"k3_lag_{lag}"):
+                    self._means.add_count(f"off_policy/{name}", of_lag.sum())
+        for name in names:
+            self._means.add_count(f"off_policy/{name}", mask.sum())
+
+    def apply(self, batch: Batch, logprobs: Tensor, mask: Tensor) -> tuple[Batch, Tensor | None]:
+        """The micro-batch with `old_logprobs` of the proximal policy, and the weight of each of
+        its tokens, [B, T], 0 where it is rejected; None: all weigh 1."""
+        if self._mode is None:
+            return batch, None
+        behaviour = batch[columns.SAMPLER_LOGPROBS]
+        if self._mode == "decoupled_loglinear":
+            age = off_policy.ages(batch[columns.WEIGHTS_VERSION], self._version)
+            proximal = off_policy.loglinear_proximal(logprobs, behaviour, age)
+            batch = {**batch, columns.OLD_LOGPROBS: proximal.where(mask, 0.0)}
+        if self._is_first:
+            self._log_mismatch(batch, off_policy.log_ratio(logprobs, behaviour, mask), mask)
+        # Without a proximal policy it is the present one that the sampler's is compared with.
+        proximal = logprobs if self._mode == "bypass" else batch[columns.OLD_LOGPROBS]
+        log_ratios = off_policy.log_ratio(proximal, behaviour, mask)
+        weights = self._bounded_weights(log_ratios, mask)
+        if self._rejection is None:
+            return batch, weights
+        kept = off_policy.kept_tokens(log_ratios, mask, **self._rejection)
+        self._means.add_total("off_policy/rejected_share", (mask & ~kept).sum())
+        return batch, kept.float() if weights is None else weights * kept
+
+    def _bounded_weights(self, log_ratios: Tensor, mask: Tensor) -> Tensor | None:
+        if self._weights is None:
+            return None
+        found = off_policy.importance_weights(log_ratios, mask, **self._weights)
+        counted = found.weights.where(mask, 0.0)
+        self._means.add_total("off_policy/weight", counted.sum())
+        self._means.add_total("off_policy/weight_square", counted.square().sum())
+        self._means.add_total("off_policy/bounded_share", found.bounded.sum())
+        return found.weights
+
+    def _log_mismatch(self, batch: Batch, log_ratios: Tensor, mask: Tensor) -> None:
+        for name in ("k1", "k3"):
+            value = off_policy.mismatch(log_ratios, name)
+            self._means.add_total(f"off_policy/{name}", value.where(mask, 0.0).sum())
+            for lag, of_lag in self._by_lag(batch, mask):
+                total = value.where(of_lag, 0.0).sum()
+                self._means.add_total(f"off_policy/{name}_lag_{lag}", total)
+
+    def _by_lag(self, batch: Batch, mask: Tensor) -> list[tuple[int, Tensor]]:
+        """(age, the tokens of that age [B, T]), where the batch says who sampled them."""
+        if columns.WEIGHTS_VERSION not in batch:
+            return []
+        age = off_policy.ages(batch[columns.WEIGHTS_VERSION], self._version)
+        age = age.clamp(max=NUM_LAGS - 1)
+        return [(lag, mask & (age == lag)) for lag in range(NUM_LAGS)]
+
+
+def with_effective_sample_size(group: dict[str, float]) -> dict[str, float]:
+    """The metrics `off_policy/...` of an update with `ess_share`, (Σw)²/(n Σw²), in the place of
+    the mean square weight: the share of the tokens that would say as much, weighted alike."""
+    group = dict(group)
+    square = group.pop("weight_square", None)
+    if square is not None:
+        group["ess_share"] = group["weight"] ** 2 / square if square else 0.0
+    return group

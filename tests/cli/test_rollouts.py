@@ -1,0 +1,77 @@
+"""`rllib rollouts` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rllib_llm.cli.main import app
+from rllib_llm.data.rollout_store import RolloutStore
+from tests.cli.said import said
+from tests.data.tiny_rollouts import group, put
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    store = RolloutStore(root / "grpo" / "GRPO_1" / "rollouts")
+    put(store, 1, *group(1, [0.0, 1.0]))
+    put(store, 2, *group(2, [0.5, 0.5], status="rejected"), reason="spread")
+    store.stop()
+    return root
+
+
+def rollouts(*arguments: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["rollouts", *map(str, arguments)])
+    assert result.exit_code == exit_code, result.output
+    return said(result.output)
+
+
+def test_the_best_are_shown_first(run):
+    text = rollouts(run, "--sort", "score", "--show", "1")
+    assert "rejected: 2 completions, 6 tokens, mean score 0.5" in text
+    assert "trained: 2 completions, 6 tokens, mean score 0.5" in text
+    assert "iteration 1 · prompt 1.1 · trained · score 1 · reward 1 · correct 1" in text
+    assert "1+1= 1" in text and "1+1= 0" not in text
+
+
+def test_a_condition_chooses(run):
+    text = rollouts(run, "--where", "status = 'rejected' AND sample = 0")
+    assert "prompt 2.0 · rejected (spread)" in text and "prompt 1" not in text
+
+
+def test_columns_are_listed(run):
+    text = rollouts(run, "--columns")
+    assert "iteration" in text and "version_spans" in text
+
+
+def test_rows_become_json_lines(run, tmp_path):
+    file = tmp_path / "out" / "best.jsonl"
+    assert "1 completions in" in rollouts(run, "-w", "score = 1", "--export", file)
+    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert row["completion"] == " 1" and json.loads(row["rewards"]) == {"correct": 1.0}
+
+
+def test_rows_become_a_hugging_face_data_set(run, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    rollouts(run, "--export", folder)
+    loaded = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded.num_rows == 4 and loaded["completion"][:2] == [" 0", " 1"]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--where", "colour = 1"], "where='colour = 1' must be"),
+    (["--sort", "colour"], "sort='colour' must be a column"),
+    (["--where", "score > 9", "--export", "x.jsonl"], "must leave at least one row"),
+    (["--export", "x.csv"], "must end in .jsonl, or be a folder"),
+])  # fmt: skip
+def test_mistakes_are_said(run, arguments, message):
+    assert message in rollouts(run, *arguments, exit_code=2)
+
+
+def test_a_folder_without_rollouts(tmp_path):
+    assert "kept its rollouts" in rollouts(tmp_path, exit_code=2)

@@ -1,0 +1,115 @@
+"""The bundled tools: what they answer, and what they are held to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rllib_llm.conversations.tool_calls import ToolCall
+from rllib_llm.envs.tools.calculator import calculator
+from rllib_llm.envs.tools.python_tool import PythonTool
+from rllib_llm.envs.tools.search import SearchTool
+from rllib_llm.envs.tools.toolbox import Toolbox, ToolError
+from rllib_llm.envs.toys.twenty_questions import TwentyQuestions
+from tests.conversations.scripted import roll
+from tests.conversations.templates import family_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("347*2958", "1026426"),
+        ("-(2 + 3) ** 2", "-25"),
+        ("7 / 2", "3.5"),
+        ("6/3", "2"),
+        ("7%4", "3"),
+    ],
+)
+def test_the_calculator(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("__import__('os')", "only numbers"),
+        ("2 ** 2 ** 9", "powers must be at most 64"),
+        ("9" * 201, "at most 200 characters"),
+        ("(-8) ** 0.5", "no real number"),
+        ("1 +", "no arithmetic expression"),
+    ],
+)
+def test_what_the_calculator_does_not_do(expression, message):
+    with pytest.raises(ValueError, match=message):
+        calculator(expression)
+
+
+def python(code, **limits):
+    asked = ToolCall("python", {"code": code}, "", "ok")
+    return asyncio.run(Toolbox([PythonTool(**limits)]).run(asked))
+
+
+def test_python_says_what_a_program_prints():
+    assert python("print(sum(range(10)))").text == "45"
+    assert python("pass").text == "[no output]"
+    failed = python("1 / 0").text
+    assert "ZeroDivisionError" in failed and failed.endswith("[exit code 1]")
+
+
+def test_programs_are_held_to_their_limits():
+    start = time.monotonic()
+    assert python("while True: pass", timeout_s=0.5).failure == "timeout"
+    assert python("import time; time.sleep(60)", timeout_s=0.5).failure == "timeout"
+    assert time.monotonic() - start < 15
+    assert "MemoryError" in python("x = bytearray(2**31)", memory_mb=512).text
+    assert len(python("while True: print('x' * 999)", max_output=5000).text) < 6000
+
+
+def test_search_ranks_passages_by_rare_words():
+    texts = {
+        "rivers": "The Rhine is long.\n\nThe Aare flows through Bern.",
+        "cities": "Bern is old.",
+    }
+    tool = SearchTool(texts, num_results=2)
+    assert [title for title, _ in tool.search("Where does the Aare flow?")][0] == "rivers"
+    assert tool.search("Aare")[0][1] == "The Aare flows through Bern."
+    assert asyncio.run(tool.run({"query": "zebra"})) == "Nothing found."
+    with pytest.raises(ValueError, match="there is nothing to search"):
+        SearchTool({})
+
+
+def test_search_reads_a_folder(tmp_path):
+    (tmp_path / "a.md").write_text("Apples are red.")
+    (tmp_path / "b.bin").write_bytes(b"\x00")
+    assert SearchTool(tmp_path).search("apples") == [("a", "Apples are red.")]
+
+
+def untyped(x):
+    """Says x."""
+
+
+def test_functions_that_can_be_no_tools_are_refused():
+    with pytest.raises(ToolError, match="tool 'untyped' must have type hints and a Google-style"):
+        Toolbox([untyped])
+    with pytest.raises(ToolError, match="must have names of their own"):
+        Toolbox([calculator, calculator])
+    with pytest.raises(ToolError, match="must be functions, their dotted paths"):
+        Toolbox([3])
+
+
+def test_twenty_questions():
+    env = TwentyQuestions(
+        {"tokenizer": family_tokenizer("chatml"), "shuffle": False, "highest": 10}
+    )
+    try:
+        secret = env.tasks.rows(0, 1)[0].columns["secret"]
+        says = ["11", "0", "what?", str(secret)]
+        attempts, judged, _ = roll(env, *says, num_prompts=1, num_completions=1)
+    finally:
+        env.close()
+    said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "user"]
+    assert said[1:] == ["Lower.", "Higher.", "Say a number.", "Right."]
+    # 1 for the number and 0.02 for each of three questions before.
+    assert judged.columns["scores"].tolist() == pytest.approx([0.94])

@@ -1,0 +1,123 @@
+"""Rollouts that are read: conditions, order, and what a later stage learns from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.data.conditions import ConditionError
+from rllib_llm.data.preferences import PreferenceSource
+from rllib_llm.data.rollout_store import RolloutStore
+from rllib_llm.data.rollouts import (
+    NoRolloutsError,
+    has_duckdb,
+    open_rollouts,
+    query,
+    rollout_folders,
+)
+from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.sources import load_rows
+from tests.data.tiny_rollouts import group, put
+from tests.tiny_models import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three iterations of one group of three; the second was rejected; one held-out row."""
+    root = tmp_path_factory.mktemp("run")
+    store = RolloutStore(root / "trial" / "rollouts")
+    put(store, 0, *group(0, [9.0], status="evaluated"))
+    put(store, 1, *group(1, [0.0, 1.0, 0.5]))
+    put(store, 2, *group(2, [0.25, 0.25, 0.25], status="rejected"), reason="spread")
+    put(store, 3, *group(3, [0.75, 0.0, 1.0], prompt="2+2="))
+    store.stop()
+    return root / "trial" / "rollouts"
+
+
+READERS = [
+    False,
+    pytest.param(True, marks=pytest.mark.skipif(not has_duckdb(), reason="duckdb is absent")),
+]
+
+
+@pytest.mark.parametrize("use_duckdb", READERS)
+@pytest.mark.parametrize("where, scores", [
+    (None, [9.0, 0.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.75, 0.0, 1.0]),
+    ("status = 'trained' AND score > 0.5", [1.0, 0.75, 1.0]),
+    ("iteration BETWEEN 1 AND 2 AND NOT status = 'rejected'", [0.0, 1.0, 0.5]),
+    ("prompt LIKE '2+%' OR (position IN (0, 7) AND score >= 9)", [9.0, 0.75, 0.0, 1.0]),
+    ("status <> 'trained' AND reason IS NULL", []),
+    ("valid AND score = 0", [0.0, 0.0]),
+])  # fmt: skip
+def test_conditions(folder, where, scores, use_duckdb):
+    found = query(open_rollouts([folder]), where=where, use_duckdb=use_duckdb)
+    assert found.column("score").to_pylist() == scores
+
+
+@pytest.mark.parametrize("use_duckdb", READERS)
+def test_order_and_number(folder, use_duckdb):
+    rollouts = open_rollouts([folder])
+    best = query(rollouts, sort="score", limit=3, use_duckdb=use_duckdb)
+    assert [(r["iteration"], r["score"]) for r in best.to_pylist()] == [(0, 9), (1, 1), (3, 1)]
+    worst = query(rollouts, sort="score asc", limit=1, columns=["score"], use_duckdb=use_duckdb)
+    assert worst.to_pylist() == [{"score": 0.0}]
+
+
+@pytest.mark.parametrize("use_duckdb", READERS)
+@pytest.mark.parametrize("where", ["score >", "colour = 'red'", "score > 1 )", "DROP TABLE x"])
+def test_what_cannot_be_read_is_said(folder, where, use_duckdb):
+    with pytest.raises(ConditionError, match="where=.* must be"):
+        query(open_rollouts([folder]), where=where, use_duckdb=use_duckdb)
+
+
+def test_an_unknown_column_to_sort_by(folder):
+    with pytest.raises(ConditionError, match="sort='colour' must be a column"):
+        query(open_rollouts([folder]), sort="colour")
+
+
+def test_a_run_holds_the_rollouts_of_its_trials(folder, tmp_path):
+    assert rollout_folders(folder.parents[1]) == [folder] == rollout_folders(folder)
+    with pytest.raises(NoRolloutsError, match="kept its rollouts"):
+        rollout_folders(tmp_path)
+
+
+def test_a_later_stage_learns_from_them(folder):
+    rows = load_rows(str(folder))
+    assert len(rows) == 9  # the held-out one is not learnt from
+    assert rows[0]["prompt"] == "1+1=" and rows[0]["completion"] == " 0"
+    best = load_rows({"path": str(folder), "best_of_group": 1, "where": "status = 'trained'"})
+    assert [row["completion"] for row in best] == [" 1", " 1"]
+    good = load_rows({"path": str(folder), "where": "score >= 0.5"})
+    assert sorted(row["score"] for row in good) == [0.5, 0.75, 1.0, 1.0]
+
+
+def test_best_and_worst_of_a_group_are_a_pair(folder, tokenizer):
+    pairs = PreferenceSource(str(folder), tokenizer=tokenizer, max_length=16, shuffle=False)
+    assert len(pairs) == 2  # the rejected group has one score
+    assert pairs._rows[1] == {"prompt": "2+2=", "chosen": " 1", "rejected": " 0"}
+    with pytest.raises(DataSourceError, match="a group with two scores"):
+        PreferenceSource(
+            {"path": str(folder), "where": "status = 'rejected'"}, tokenizer=tokenizer,
+            max_length=16,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"where": "colour = 1"}, "data: where=.* must be"),
+    ({"best_of_group": 0}, r"data\['best_of_group'\]=0 must be at least 1"),
+    ({"where": "score > 99"}, "must hold at least one row"),
+])  # fmt: skip
+def test_options_that_cannot_be(folder, options, message):
+    with pytest.raises(DataSourceError, match=message):
+        load_rows({"path": str(folder), **options})
+
+
+def test_a_condition_on_other_data_is_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(DataSourceError, match="holds no rollouts of a run"):
+        load_rows({"path": str(file), "where": "text = 'a'"})
