@@ -34,7 +34,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["rllib_llm", "rllib_llm.*"]),
-    package_data={"rllib_llm.reports": ["page/*"]},
+    package_data={
+        "rllib_llm.reports": ["page/*"],
+        "rllib_llm.serving": ["page.html", "dashboard.json"],
+    },
     cmdclass={"build_py": BuildWithExamples},
     install_requires=[
         "ray[rllib]>=2.60,<2.61",
@@ -42,6 +45,7 @@ setup(
         "transformers>=5",
         "gymnasium>=1.2",
         "numpy>=1.26",
+        "packaging>=24",
         "safetensors>=0.5",
         "tokenizers>=0.21",
         "accelerate>=1.0",

@@ -278,6 +278,25 @@ class RLHF(LanguageModelAlgorithm):
         )
         return {worker: names for worker, names in found if names}
 
+    def serve(self, **settings: Any) -> Any:
+        """Starts a server of the policy on this cluster, which follows its weights from now on:
+        `serving.deployment.serve`, whose `settings` these are. Close what is returned.
+
+        Raises:
+            ValueError: the run has no name for its weights.
+        """
+        # Here, since few runs need it, and it needs the extra `serve`.
+        from rllib_llm.serving.deployment import serve
+
+        config = self.config
+        if config.weights_name is None:
+            raise ValueError(
+                "weights_name=None must be a name: a server finds the run's weights by it. Set "
+                "weights_name."
+            )
+        given = {"weights_name": config.weights_name, "chat_template": config.chat_template}
+        return serve(config.pretrained_model, **{**given, **settings})
+
     def held_out_losses(self) -> dict[str, float]:
         """What an evaluation reports beside the judged completions, for the weights as they are."""
         return {}

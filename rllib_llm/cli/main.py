@@ -13,6 +13,7 @@ from rllib_llm.cli import (
     generate,
     report,
     rollouts,
+    serve,
     status,
     train,
 )
@@ -29,6 +30,7 @@ app.add_typer(train.app, name="train")
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("rollouts")(rollouts.rollouts)
+app.command("serve")(serve.serve)
 app.command("config")(config.show_config)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
