@@ -55,7 +55,7 @@ def short_failure(record: logging.LogRecord) -> bool:
     by what a person can act on; the whole stands in the trial's error.txt. A filter of a logger."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and "rllib_llm" in str(error):
-        from rllib_llm.reports.failures import failure_text  # few processes have a failure to tell
+        from rllib_llm.failures import failure_text  # few processes have a failure to tell
 
         record.msg = failure_text(record.getMessage(), str(error))
         record.args, record.exc_info, record.exc_text = None, None, None

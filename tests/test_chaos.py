@@ -29,11 +29,23 @@ def updated(version, rows):
 def test_prompts_of_a_run_that_went_back_once():
     # 2 prompts of 3 completions an iteration. The driver died while the second batch was learnt
     # from, and again after its update; each time a new one began with the first checkpoint.
-    events = [handed_out(), completed(range(6)), updated(1, range(6)),
-              handed_out(), completed(range(6, 12)),
-              handed_out(), completed(range(6, 12)), updated(2, range(6, 12)),
-              handed_out(), completed(range(6, 12)), updated(2, [11, 10, 9, 8, 7, 6]),
-              handed_out(), completed(range(12, 18)), updated(3, range(12, 18)), handed_out()]
+    events = [
+        handed_out(),
+        completed(range(6)),
+        updated(1, range(6)),
+        handed_out(),
+        completed(range(6, 12)),
+        handed_out(),
+        completed(range(6, 12)),
+        updated(2, range(6, 12)),
+        handed_out(),
+        completed(range(6, 12)),
+        updated(2, [11, 10, 9, 8, 7, 6]),
+        handed_out(),
+        completed(range(12, 18)),
+        updated(3, range(12, 18)),
+        handed_out(),
+    ]
     assert prompt_account(events, 3, num_prompts=2, num_completions=3) == {
         "handed_out": 12, "completed": 10, "trained": 8, "kept": 6, "returned": 6,
         "violations": [],
@@ -60,8 +72,11 @@ def test_time_lost_is_shared_by_kills_at_once():
 
     events = [step(10, 1), step(12, 2), step(14, 3), step(30, 4), step(32, 5), step(50, 5, pid=2),
               step(52, 6, pid=2), step(54, 7, pid=2)]  # fmt: skip
-    kills = [kill(15, 3, "sampler killed"),  # 4 comes at 30
-             kill(33, 5, "driver killed"), kill(40, 5, "sampler killed")]  # 6 comes at 52
+    kills = [
+        kill(15, 3, "sampler killed"),  # 4 comes at 30
+        kill(33, 5, "driver killed"),
+        kill(40, 5, "sampler killed"),
+    ]  # 6 comes at 52
     found = kill_account(events, kills)
     # Usually 2 s: lost are 30 - 15 - 2 = 13, and 52 - 33 - 2 = 17 for two.
     assert found == {

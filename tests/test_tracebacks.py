@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.envs.judges.reward_functions import RewardError, RewardTerm
-from rllib_llm.reports.failures import failure_text
+from rllib_llm.failures import failure_text
 from rllib_llm.tracebacks import explains_itself, is_library, raised, short_traceback
 
 

@@ -23,9 +23,9 @@ from rllib_llm.experiments.plan import (
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
 from rllib_llm.experiments.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.experiments.yaml_experiments import Experiment, fill
+from rllib_llm.failures import failure_text
 from rllib_llm.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
 from rllib_llm.reports.environment import write_environment
-from rllib_llm.reports.failures import failure_text
 from rllib_llm.reports.live_table import LiveTable
 from rllib_llm.reports.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.storage import Place, UrlPath

@@ -62,9 +62,7 @@ class KeepBestCheckpoint(Callback):
         return None
 
 
-def _keep_elsewhere(
-    filesystem: FileSystem, source: str, record: Mapping[str, Any] | None
-) -> None:
+def _keep_elsewhere(filesystem: FileSystem, source: str, record: Mapping[str, Any] | None) -> None:
     """As on a disk, where storage is not one: files are copied. The record is written last, so
     that without it there is no best checkpoint."""
     folder = source.rpartition("/")[0]

@@ -58,9 +58,7 @@ def test_rloo_compares_with_the_mean_of_the_others():
 
 
 def test_rloo_takes_the_kl_into_the_score_first():
-    rows = per_row(
-        *prepared(rloo(ref_kl_coeff=0.2), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0], ref_gap=0.5)
-    )
+    rows = per_row(*prepared(rloo(ref_kl_coeff=0.2), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0], ref_gap=0.5))
     # KL is 0.5 a token, 0.1 of score: lengths 1, 2, 1, 2, 1, 3 give 0.9, 1.8, 5.9, -0.2, -0.1, 2.7.
     expected = [0.9 - 3.85, 1.8 - 3.4, 5.9 - 1.35, -0.2 - 1.3, -0.1 - 1.25, 2.7 + 0.15]
     assert rows == pytest.approx(expected, rel=1e-4)
@@ -75,8 +73,10 @@ def test_rows_not_judged_stay_out_of_their_group():
 
 
 def test_reinforce_pp_whitens_the_reward_to_go_of_all_tokens():
-    config = ReinforcePPConfig().language_model(model=MODEL).training(
-        ref_kl_coeff=0.2, gamma=1.0, train_batch_size_per_learner=2
+    config = (
+        ReinforcePPConfig()
+        .language_model(model=MODEL)
+        .training(ref_kl_coeff=0.2, gamma=1.0, train_batch_size_per_learner=2)
     )
     advantages, mask = prepared(config, [1.0, 2.0], ref_gap=0.5, lengths=(1, 2))
     # Token rewards: 1 - 0.1; and -0.1, 2 - 0.1. To go: 0.9; 1.8, 1.9. Mean 23/15.
@@ -86,8 +86,12 @@ def test_reinforce_pp_whitens_the_reward_to_go_of_all_tokens():
 
 
 def test_reinforce_without_whitening_is_the_reward_to_go():
-    config = ReinforcePPConfig().language_model(model=MODEL).training(
-        ref_kl_coeff=0.2, gamma=0.5, whiten_advantages=False, train_batch_size_per_learner=2
+    config = (
+        ReinforcePPConfig()
+        .language_model(model=MODEL)
+        .training(
+            ref_kl_coeff=0.2, gamma=0.5, whiten_advantages=False, train_batch_size_per_learner=2
+        )
     )
     advantages, mask = prepared(config, [1.0, 2.0], ref_gap=0.5, lengths=(1, 2))
     # Token rewards 0.9; and -0.1, 1.9: to go 0.9; -0.1 + 0.5 * 1.9 = 0.85, 1.9.

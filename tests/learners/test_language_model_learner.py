@@ -187,9 +187,7 @@ def test_optimiser_settings_follow_the_config_after_a_restore():
     old = tiny.build(ppo(lr=1e-3))
     batch = tiny.judged(old)
     tiny.update(old, batch)
-    new = tiny.build(
-        ppo(lr=5e-4, adam_betas=(0.8, 0.9), adam_epsilon=1e-6, weight_decay=0.25)
-    )
+    new = tiny.build(ppo(lr=5e-4, adam_betas=(0.8, 0.9), adam_epsilon=1e-6, weight_decay=0.25))
     new.set_state(old.get_state())
     (optimizer,) = new._named_optimizers.values()
     assert_same_weights(tiny.parameters(new), tiny.parameters(old))

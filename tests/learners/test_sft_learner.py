@@ -21,11 +21,15 @@ def texts(count=4, **settings):
 
 def transformers_loss(learner, batch):
     labels = batch[columns.INPUT_IDS].masked_fill(~batch[columns.LOSS_MASK], -100)
-    return tiny.module_of(learner).model(
-        input_ids=batch[columns.INPUT_IDS],
-        attention_mask=batch[columns.ATTENTION_MASK],
-        labels=labels,
-    ).loss
+    return (
+        tiny.module_of(learner)
+        .model(
+            input_ids=batch[columns.INPUT_IDS],
+            attention_mask=batch[columns.ATTENTION_MASK],
+            labels=labels,
+        )
+        .loss
+    )
 
 
 @pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 1}, {"micro_batch_size": 3}])

@@ -24,8 +24,12 @@ def grpo():
         .environment("rllib_llm/Arithmetic-v0")
         .language_model(model=f"{SUMS}.build_model")
         .sampling(max_new_tokens=4)
-        .training(train_batch_size_per_learner=16, off_policy="decoupled", rejection="k3",
-                  rejection_upper=1.0)
+        .training(
+            train_batch_size_per_learner=16,
+            off_policy="decoupled",
+            rejection="k3",
+            rejection_upper=1.0,
+        )
         .evaluation(evaluation_interval=1, evaluation_duration=8)
     )
 

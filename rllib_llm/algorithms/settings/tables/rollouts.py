@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
 
-STORED = Condition(
-    "store_rollouts is on", lambda c: c.store_rollouts, "with store_rollouts=False"
-)
+STORED = Condition("store_rollouts is on", lambda c: c.store_rollouts, "with store_rollouts=False")
 
 ROLLOUTS = Section(
     "rollouts",
