@@ -34,6 +34,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["rllib_llm", "rllib_llm.*"]),
+    package_data={"rllib_llm.serving": ["page.html", "dashboard.json"]},
     cmdclass={"build_py": BuildWithExamples},
     install_requires=[
         "ray[rllib]>=2.60,<2.61",

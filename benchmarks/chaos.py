@@ -3,6 +3,10 @@ accounts for every prompt; at the end the weights are compared with those of an 
 
     python -m benchmarks.chaos --kills 100 --seed 0 --out chaos.json
     python -m benchmarks.chaos --kills 10 --nodes 2 --victims node
+    python -m benchmarks.chaos --kills 100 --staleness 1 --schedule free
+
+With `--staleness` above 0 groups stream, and the ledger is among the victims; every token is
+accounted for. With `--schedule free` the weights depend on time, and are not compared.
 
 With `--nodes` the run is on a cluster of a head and so many other nodes, all of them processes of
 this machine; a node dies with its raylet, and a new one takes its place.
@@ -20,19 +24,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from benchmarks import chaos_run
-from benchmarks.chaos_account import kill_account, prompt_account
+from benchmarks.chaos_account import kill_account, prompt_account, token_account
 from benchmarks.chaos_cluster import Nodes
 from rllib_llm.weights.coordinator import NAMESPACE, CoordinatorClient
 
 # How often each is the victim.
 WEIGHTS = {
     "sampler": 5, "evaluation": 2, "learner": 2, "driver": 1, "coordinator": 1, "node": 1,
+    "ledger": 2,
 }  # fmt: skip
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 STOP = "stop"  # file among the ledgers that ends the run
@@ -151,7 +157,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
+def train(folder: Path, killer: Killer, timeout_s: float, streaming: Mapping[str, Any]) -> Any:
     """The result of the disturbed run, in `folder`."""
     from ray import tune
 
@@ -161,7 +167,7 @@ def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
     killer.start()
     (result,) = tune.Tuner(
         chaos_run.AccountedGRPO,
-        param_space=chaos_run.make_config(timeout_s, chaos_run.WEIGHTS_NAME),
+        param_space=chaos_run.make_config(timeout_s, chaos_run.WEIGHTS_NAME, streaming),
         run_config=tune.RunConfig(
             name="run", storage_path=str(folder), verbose=0,
             stop=lambda trial_id, result: os.path.exists(stop),
@@ -176,7 +182,9 @@ def train(folder: Path, killer: Killer, timeout_s: float) -> Any:
     return result
 
 
-def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> bool:
+def same_as_undisturbed(
+    checkpoint: Path, num_iterations: int, folder: Path, streaming: Mapping[str, Any]
+) -> bool:
     """Whether the same training, undisturbed, comes to the same weights, bit for bit."""
     import torch
     from safetensors.torch import load_file
@@ -184,7 +192,7 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
     from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 
     # Evaluation changes nothing; the number of samplers or of a learner's threads, round-off.
-    config = chaos_run.make_config(timeout_s=None).evaluation(
+    config = chaos_run.make_config(timeout_s=None, streaming=streaming).evaluation(
         evaluation_interval=None, evaluation_num_env_runners=0
     )
     algorithm = config.build_algo()
@@ -199,7 +207,13 @@ def same_as_undisturbed(checkpoint: Path, num_iterations: int, folder: Path) -> 
 
 
 def run(
-    num_kills: int, seed: int, timeout_s: float, folder: Path, victims: list[str], num_nodes: int
+    num_kills: int,
+    seed: int,
+    timeout_s: float,
+    folder: Path,
+    victims: list[str],
+    num_nodes: int,
+    streaming: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The whole account of a run with `num_kills` kills."""
     ledger = folder / "ledger"
@@ -215,10 +229,13 @@ def run(
     print(f"To end it early: touch {ledger / ENOUGH}", flush=True)
     killer, start = Killer(ledger, num_kills, seed, victims, nodes), time.time()
     try:
-        result = train(folder, killer, timeout_s)
+        result = train(folder, killer, timeout_s, streaming)
         seconds, events = time.time() - start, chaos_run.read_ledgers(ledger)
         num_iterations = result.metrics["weights"]["version"]
-        same = same_as_undisturbed(Path(result.checkpoint.path), num_iterations, folder)
+        same = None
+        if streaming.get("schedule") != "free":
+            checkpoint = Path(result.checkpoint.path)
+            same = same_as_undisturbed(checkpoint, num_iterations, folder, streaming)
     finally:
         ray.shutdown()
         if nodes is not None:
@@ -229,6 +246,7 @@ def run(
     return {
         "seed": seed, "kills": len(killer.kills), "error": killer.error or str(result.error or ""),
         "iterations": num_iterations, "seconds": round(seconds), "prompts": prompts,
+        "tokens": token_account(events),
         "same_weights_as_undisturbed": same, "time_lost": kill_account(events, killer.kills),
         "processes_started": Counter(e["kind"] for e in events if e["event"] == "process"),
         "faults_mended": _total_faults(events),
@@ -251,12 +269,17 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=20.0, help="of an answer, in seconds")
     parser.add_argument("--nodes", type=int, default=0, help="beside the head; 0: a local Ray")
     parser.add_argument("--victims", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--staleness", type=int, default=0, help="updates; above 0 groups stream")
+    parser.add_argument("--schedule", choices=("lockstep", "free"), default="lockstep")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    streaming = {}
+    if arguments.staleness:
+        streaming = {"max_staleness": arguments.staleness, "schedule": arguments.schedule}
     with tempfile.TemporaryDirectory() as folder:
         account = run(
             arguments.kills, arguments.seed, arguments.timeout, Path(folder), arguments.victims,
-            arguments.nodes,
+            arguments.nodes, streaming,
         )  # fmt: skip
     text = json.dumps(account, indent=2)
     print(text)

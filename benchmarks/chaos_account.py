@@ -48,6 +48,21 @@ def prompt_account(
     }  # fmt: skip
 
 
+def token_account(events: Iterable[Event]) -> dict[str, Any]:
+    """Tokens of the last iteration by what became of them, and each iteration in which they do not
+    add up: generated = trained + rejected + carried. {} where groups do not stream."""
+    told = [event for event in events if event["event"] == "tokens"]
+    if not told:
+        return {}
+    names = ("tokens_trained", "tokens_rejected", "tokens_carried")
+    wrong = [
+        event["time"] for event in told
+        if event["tokens_generated"] != sum(event[name] for name in names)
+    ]  # fmt: skip
+    last = {name: told[-1][name] for name in ("tokens_generated", *names)}
+    return {**last, "violations": wrong}
+
+
 def kill_account(events: Sequence[Event], kills: Sequence[Event]) -> dict[str, Any]:
     """By kind of kill: how many, and the seconds lost, median and largest.
 

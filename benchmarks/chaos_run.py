@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rllib_llm import columns
@@ -22,6 +24,7 @@ NUM_PROMPTS, NUM_COMPLETIONS = 8, 3  # of one iteration, and of each prompt
 PROMPTS = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
 JUDGE_SECONDS = 0.3  # so that a signal often finds samplers at work
 CHECKPOINT_EVERY = 4  # iterations
+TOKENS = ("tokens_generated", "tokens_trained", "tokens_rejected", "tokens_carried")
 
 
 def note(event: str, **what: Any) -> None:
@@ -76,6 +79,10 @@ class AccountedGRPO(GRPO):
 
     def step(self) -> dict[str, Any]:
         results = super().step()
+        if self.config.streams and self.config.num_env_runners:
+            note("process", kind="ledger", pid=self.rollouts.look()["pid"])
+        if "rollouts" in results:
+            note("tokens", **{name: results["rollouts"][name] for name in TOKENS})
         note("iteration", version=self.weights_version, faults=results["faults"])
         return results
 
@@ -117,8 +124,13 @@ def note_sampler(*, env_runner: Any, **_: Any) -> None:
         note("process", kind="evaluation" if env_runner.config.in_evaluation else "sampler")
 
 
-def make_config(timeout_s: float | None, weights_name: str | None = None) -> GRPOConfig:
-    """Two samplers, one evaluation sampler, one learner; `timeout_s` of an answer, None: none."""
+def make_config(
+    timeout_s: float | None,
+    weights_name: str | None = None,
+    streaming: Mapping[str, Any] = MappingProxyType({}),
+) -> GRPOConfig:
+    """Two samplers, one evaluation sampler, one learner; `timeout_s` of an answer, None: none.
+    `streaming`: settings of that section."""
     config = (
         GRPOConfig(algo_class=AccountedGRPO)
         .language_model(model=f"{HERE}.build_model")
@@ -128,9 +140,12 @@ def make_config(timeout_s: float | None, weights_name: str | None = None) -> GRP
                         "reward_functions": f"{HERE}.judge", "max_prompt_len": 8},
         )
         .sampling(max_new_tokens=5, num_completions=NUM_COMPLETIONS, log_samples_every=0)
+        .streaming(**streaming)
         .training(train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=1e-3,
                   minibatch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2)
     )  # fmt: skip
+    if streaming:
+        config.training(off_policy="bypass")
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)

@@ -32,6 +32,7 @@ _PUBLIC = {
     "check_env": "rllib_llm.envs.checks.check_env",
     "Progress": "rllib_llm.reports.progress",
     "default_callbacks": "rllib_llm.tune",
+    "serve": "rllib_llm.serving.deployment",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -32,7 +32,7 @@ _MOVED = {
             "vllm_engine"
         ),
         "rollouts": (
-            "ahead collect env_runner errors faults generation=policy request samplers=sampler_pool"
+            "collect env_runner errors faults generation=policy request samplers=sampler_pool"
         ),
     },
     "envs": {

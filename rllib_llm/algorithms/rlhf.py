@@ -3,9 +3,9 @@
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
 `RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
-business of the rollout source (`rollouts/on_policy.py`): with `pipeline_depth=1` samplers make the
-next batch while the learners learn from this one. The settings are in `rlhf_config.py`; what an
-algorithm adds is in its learner class.
+business of the rollout source (`rollouts/on_policy.py`): with `max_staleness` above 0 samplers make
+the next batches while the learners learn from this one (`rollouts/streaming/`). The settings are in
+`rlhf_config.py`; what an algorithm adds is in its learner class.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ray.rllib.utils.metrics import (
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.learners.off_policy import with_effective_sample_size
@@ -43,11 +44,12 @@ from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
-from rllib_llm.rollouts.replayed import Replayed, replayed
+from rllib_llm.rollouts.replayed import replayed
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.source import RolloutSource
+from rllib_llm.rollouts.streaming.opening import open_stream
 from rllib_llm.tune.samples import SampleLog
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
@@ -62,8 +64,8 @@ PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 class RLHF(LanguageModelAlgorithm):
     """Samples, learns, publishes.
 
-    Its own state is the prompt position, the weight version and, with `pipeline_depth=1`, the batch
-    sampled ahead: saving waits for it, and a restored run learns from that very batch.
+    Its own state is the weight version and that of the rollout source: the prompt position, and
+    what is on its way where groups stream.
     """
 
     config: RLHFConfig
@@ -74,6 +76,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
+        self._calls: OneAfterAnother | None = None  # of a loop of the user's own
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
@@ -106,12 +109,21 @@ class RLHF(LanguageModelAlgorithm):
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
-        config = self.config
+        config, collector = self.config, self._collectors[self.env_runner_group]
+        if config.streams:
+            return open_stream(
+                collector,
+                config.stream_rules(),
+                config.serving_settings(),
+                folder=self.trial_folder / "ledger",
+                recorder=self.recorder,
+                keeps_rejected=not isinstance(self.recorder, RecordsNothing),
+                publish_again=self._publish_again,
+            )
         return OnPolicy(
-            self._collectors[self.env_runner_group],
+            collector,
             num_prompts=config.num_prompts_per_iteration,
             num_completions=config.num_completions,
-            is_ahead=bool(config.pipeline_depth and config.num_env_runners),
             texts_every=config.log_samples_every,
             publish_again=self._publish_again,
         )
@@ -144,11 +156,7 @@ class RLHF(LanguageModelAlgorithm):
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions")
-        self.update_learners(sampled.columns, sampled.num_rows)
-        self._record_trained(sampled)
-        publish_start = time.perf_counter()
-        self.weights_version += 1
-        self._publish()
+        publish_start = self._learn(sampled)
         end = time.perf_counter()
         self._log_ages(sampled)
         self._log(
@@ -160,6 +168,34 @@ class RLHF(LanguageModelAlgorithm):
                 "publish": end - publish_start,
             },
         )
+
+    def _learn(self, sampled: JudgedBatch) -> float:
+        """Updates the learners and publishes their weights; when it began to publish."""
+        self.update_learners(sampled.columns, sampled.num_rows)
+        self._record_trained(sampled)
+        start = time.perf_counter()
+        self.weights_version += 1
+        self._publish()
+        return start
+
+    def next_batch(self) -> UnderWay[JudgedBatch]:
+        """The batch to be learnt from next, for a loop of one's own (`own_loop.py`)."""
+        return self._own_loop().begin(self.rollouts.next)
+
+    def submit(self, batch: JudgedBatch) -> UnderWay[dict[str, dict[str, float]]]:
+        """Learns from a batch and publishes the weights, for a loop of one's own; the learners'
+        metrics by group."""
+
+        def learn() -> dict[str, dict[str, float]]:
+            self._learn(batch)
+            return self.learner_metrics()
+
+        return self._own_loop().begin(learn)
+
+    def _own_loop(self) -> OneAfterAnother:
+        if self._calls is None:
+            self._calls = OneAfterAnother()
+        return self._calls
 
     def _record_trained(self, sampled: JudgedBatch) -> None:
         """Has the batch kept, with the advantages that the first learner found."""
@@ -174,7 +210,7 @@ class RLHF(LanguageModelAlgorithm):
 
     @property
     def position(self) -> int:
-        """Prompt groups handed out so far."""
+        """Prompt groups learnt from so far."""
         return self.rollouts.position
 
     @property
@@ -231,6 +267,25 @@ class RLHF(LanguageModelAlgorithm):
         )
         return {worker: names for worker, names in found if names}
 
+    def serve(self, **settings: Any) -> Any:
+        """Starts a server of the policy on this cluster, which follows its weights from now on:
+        `serving.deployment.serve`, whose `settings` these are. Close what is returned.
+
+        Raises:
+            ValueError: the run has no name for its weights.
+        """
+        # Here, since few runs need it, and it needs the extra `serve`.
+        from rllib_llm.serving.deployment import serve
+
+        config = self.config
+        if config.weights_name is None:
+            raise ValueError(
+                "weights_name=None must be a name: a server finds the run's weights by it. Set "
+                "weights_name."
+            )
+        given = {"weights_name": config.weights_name, "chat_template": config.chat_template}
+        return serve(config.pretrained_model, **{**given, **settings})
+
     def held_out_losses(self) -> dict[str, float]:
         """What an evaluation reports beside the judged completions, for the weights as they are."""
         return {}
@@ -262,8 +317,7 @@ class RLHF(LanguageModelAlgorithm):
             groups["off_policy"] = self._ages | with_effective_sample_size(
                 groups.get("off_policy", {})
             )
-        if isinstance(self.rollouts, Replayed):
-            groups["replay"] = self.rollouts.metrics()
+        groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
         groups["env"] = sampled.env_metrics()
         groups["weights"] = {
@@ -333,6 +387,8 @@ class RLHF(LanguageModelAlgorithm):
         return self._collectors[env_runner_group].pool.pop_revived()
 
     def cleanup(self) -> None:
+        if self._calls is not None:
+            self._calls.stop()
         self.rollouts.stop()
         self.recorder.stop()
         self._publisher.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
-from rllib_llm.algorithms.settings.engine_checks import check_engine, check_pipeline
+from rllib_llm.algorithms.settings.engine_checks import check_engine
 from rllib_llm.algorithms.settings.lookup import defaults
 from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy, check_replay
 from rllib_llm.algorithms.settings.rlhf_checks import (
@@ -21,6 +22,7 @@ from rllib_llm.algorithms.settings.rlhf_checks import (
 )
 from rllib_llm.algorithms.settings.section_method import SectionMethod
 from rllib_llm.algorithms.settings.setting import Section
+from rllib_llm.algorithms.settings.streaming_checks import check_streaming
 from rllib_llm.algorithms.settings.tables import rllib
 from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
 from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
@@ -29,8 +31,11 @@ from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
 from rllib_llm.algorithms.settings.tables.replay import REPLAY
 from rllib_llm.algorithms.settings.tables.rollouts import ROLLOUTS
 from rllib_llm.algorithms.settings.tables.sampling import SAMPLING
+from rllib_llm.algorithms.settings.tables.streaming import STREAMING
 from rllib_llm.algorithms.settings.tables.weights import WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.serving import ServingSettings
 
 
 class RLHFConfig(LanguageModelConfig):
@@ -39,6 +44,7 @@ class RLHFConfig(LanguageModelConfig):
     sections: tuple[Section, ...] = (
         *LanguageModelConfig.sections,
         SAMPLING,
+        STREAMING,
         ROLLOUTS,
         REPLAY,
         PROMPTS,
@@ -52,6 +58,7 @@ class RLHFConfig(LanguageModelConfig):
     rllib_sections: tuple[Section, ...] = (*rllib.COMMON, *rllib.ONLINE)
 
     sampling = SectionMethod()
+    streaming = SectionMethod()
     rollouts = SectionMethod()
     replay = SectionMethod()
     prompts = SectionMethod()
@@ -116,6 +123,54 @@ class RLHFConfig(LanguageModelConfig):
         """Prompt groups that one iteration samples."""
         return self.total_train_batch_size // self.num_completions
 
+    @property
+    def streams(self) -> bool:
+        """Whether groups stream: a batch is more than consecutive prompts sampled on demand."""
+        return bool(self.max_staleness or self.filters or self.oversample > 1)
+
+    @property
+    def makes_stale(self) -> bool:
+        """Whether groups may be learnt from with newer weights than sampled them."""
+        return bool(self.max_staleness or self.oversample > 1)
+
+    def stream_rules(self) -> StreamRules:
+        """How far samplers may be ahead, where groups stream."""
+        num_groups = self.num_prompts_per_iteration
+        is_lockstep = self.schedule == "lockstep"
+        return StreamRules(
+            num_groups=num_groups,
+            max_staleness=self.max_staleness,
+            schedule=self.schedule,
+            window=self.window if is_lockstep else max(self.window, self.num_extra_groups + 1),
+            num_extra=self.num_extra_groups,
+            on_stale=self.on_stale,
+            groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
+            max_rejected=int(self.max_resampling * num_groups),
+            texts_every=self.log_samples_every,
+            timeout_s=self.sampler_timeout_s,
+        )
+
+    @property
+    def num_extra_groups(self) -> int:
+        """Groups begun beyond those that are needed."""
+        return math.ceil(round((self.oversample - 1) * self.num_prompts_per_iteration, 6))
+
+    def serving_settings(self) -> ServingSettings:
+        """What every sampler goes by, where groups stream."""
+        rules = self.stream_rules()
+        return ServingSettings(
+            num_completions=self.num_completions,
+            groups_per_lease=rules.groups_per_lease,
+            min_valid=min(2, self.num_completions),
+            filters=tuple(self.filters or ()),
+            by_row=self.schedule == "free"
+            and self.engine == "torch"
+            and self.generate_function is None,
+            max_groups=-(-rules.capacity // max(1, self.num_env_runners)),
+            in_flight=self.in_flight,
+            masks_stale_prefix=self.mask_stale_prefix,
+        )
+
     def validate(self) -> None:
         super().validate()
         check_loss(self)
@@ -125,7 +180,7 @@ class RLHFConfig(LanguageModelConfig):
         check_engine(self)
         check_off_policy(self)
         check_replay(self)
-        check_pipeline(self)
+        check_streaming(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rllib_llm.cli import config, env, evaluate, examples, generate, rollouts, train
+from rllib_llm.cli import config, env, evaluate, examples, generate, rollouts, serve, train
 
 app = typer.Typer(
     name="rllib",
@@ -18,6 +18,7 @@ app.add_typer(train.app, name="train")
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("rollouts")(rollouts.rollouts)
+app.command("serve")(serve.serve)
 app.command("config")(config.show_config)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")

@@ -23,6 +23,9 @@ from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
 
+_CLOSED = (
+    "EngineLoop must be open: it was closed, or its engine raised an error. Make a new engine."
+)
 OnTokens = Callable[[Tokens], None]
 Result = TypeVar("Result")
 
@@ -193,6 +196,11 @@ class EngineLoop:
         """
         self.do(lambda: self._engine.load(weights, version, in_flight)).result()
 
+    def check_open(self) -> None:
+        """Raises RuntimeError if it is closed, or has ended with an error."""
+        if self._is_closing:
+            raise RuntimeError(_CLOSED) from self._error
+
     def pause(self) -> None:
         """Samples nothing from now on; what is asked for waits."""
         self._set_paused(True)
@@ -226,11 +234,7 @@ class EngineLoop:
         """Has the thread do something before its next step; if it ends first, the futures get the
         error."""
         with self._turn:
-            if self._is_closing:
-                raise RuntimeError(
-                    "EngineLoop must be open: it was closed, or its engine raised an error. Make a "
-                    "new engine."
-                ) from self._error
+            self.check_open()
             self._waiting.update(futures)
             self._todo.append(task)
             self._turn.notify()

@@ -149,6 +149,22 @@ GROUPS = (
         ("weights/<name>", "its own", "of the background publisher: snapshots, announcements"),
     ),
     _group(
+        "Groups that stream (`max_staleness` above 0, `filters` or `oversample`)",
+        ("rollouts/tokens_generated", "tokens", "that samplers handed in so far"),
+        ("rollouts/tokens_trained", "tokens", "of them, learnt from"),
+        ("rollouts/tokens_rejected", "tokens", "of them, not to be learnt from"),
+        ("rollouts/tokens_carried", "tokens", "of them, waiting for their turn"),
+        ("rollouts/groups_trained", "groups", "learnt from so far"),
+        ("rollouts/groups_rejected", "groups", "not to be learnt from, so far"),
+        ("rollouts/rejected/<reason>", "groups", "rejected so far, by a filter's reason, as "
+         "`too_few`, `stale` or `late`"),
+        ("rollouts/groups_<state>", "groups", "waiting, leased, partial, judged or ready now"),
+        ("rollouts/leases_expired", "leases", "that their sampler did not answer in time"),
+        ("rollouts/age_mean", "updates", "of the batch's groups, by their oldest token"),
+        ("rollouts/age_max", "updates", "of the oldest group"),
+        ("rollouts/wait_seconds", "s", "that the learner waited for the batch"),
+    ),
+    _group(
         "Replayed groups, where `replay_groups` is set",
         ("replay/groups", "groups", "in the buffer"),
         ("replay/occupancy", "share", "of its capacity"),

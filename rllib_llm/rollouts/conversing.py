@@ -25,6 +25,8 @@ from rllib_llm.rollouts.sampler import Sampler
 class ConversationSampler(Sampler):
     """As every sampler, of an environment that answers; what is asked of it is the same."""
 
+    takes_rows = False
+
     def sample(self, request: SampleRequest) -> JudgedBatch:
         """Judged conversations: a batch of all their rows, those of a group adjacent.
 
@@ -43,7 +45,7 @@ class ConversationSampler(Sampler):
                 env.tasks.rows(request.position, request.num_prompts),
                 first_position=request.position,
                 num_completions=request.num_completions,
-                complete=_completer(loop, params, self._seed),
+                complete=_completer(loop, params, self.seed),
                 max_new_tokens=params.max_new_tokens,
             )
         over = time.perf_counter()

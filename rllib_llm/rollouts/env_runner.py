@@ -7,6 +7,8 @@ completions for the same request and weights.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,6 +30,7 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.typing import StateDict
 
+from rllib_llm.dotted import import_dotted
 from rllib_llm.engines.external_engine import open_engine
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
@@ -36,6 +39,7 @@ from rllib_llm.envs.registry import make
 from rllib_llm.listening import Listener
 from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.own_generation import FunctionPolicy
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
     EnginePolicy,
@@ -44,6 +48,7 @@ from rllib_llm.rollouts.policy import (
 )
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 
@@ -59,6 +64,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
         self._position = 0  # of plain `sample()` calls only
+        self.streamer: Streamer | None = None  # while groups stream
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
@@ -135,7 +141,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         )
         if engine is not None:
             return EnginePolicy(engine)
-        policy = ModulePolicy(
+        make_policy: Callable[..., ModulePolicy] = ModulePolicy
+        if config.generate_function is not None:
+            function = import_dotted(config.generate_function, name="generate_function")
+            make_policy = functools.partial(FunctionPolicy, function)
+        policy = make_policy(
             self._make_module,
             alias=bool(self.worker_index),  # the learner's own may be written to
             max_rows=config.sampling_batch_size,
@@ -307,4 +317,5 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
+        stop_streaming(self)
         self.sampler.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -20,6 +20,7 @@ from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
 
+LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
 
 
@@ -59,9 +60,15 @@ class SamplingPolicy(Protocol):
     ) -> dict[str, torch.Tensor]:
         """The columns of the completions, B rows, on the prompts' device."""
 
-    def open_engine(self, version: int) -> Engine:
-        """An engine with the weights as they are, which are called `version`, for turns of
-        conversations; whoever asked closes it before there are new weights.
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        """An engine that rows are added to one by one.
+
+        Args:
+            version: of the weights as they are; None where it has to be given some first.
+            load_weights: what the engine's `load` does. Without it whoever asked closes the engine
+                before there are new weights.
 
         Raises:
             ValueError: what generates here cannot be asked turn by turn.
@@ -169,12 +176,14 @@ class ModulePolicy:
         device = prompts[columns.PROMPT_IDS].device
         return {name: column.to(device) for name, column in made.items()}
 
-    def open_engine(self, version: int) -> Engine:
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
         """As of all policies."""
         module = self.build()
         return TorchEngine(
             module.model, version=version, max_rows=self._max_rows, context=module.autocast,
-            cuda_graphs=self._cuda_graphs,
+            cuda_graphs=self._cuda_graphs, load_weights=load_weights,
         )  # fmt: skip
 
     def load(self, weights: FlatBuffer) -> None:
@@ -241,7 +250,9 @@ class EnginePolicy:
         )  # fmt: skip
         return completions.columns(prompts[columns.PROMPT_IDS].device)
 
-    def open_engine(self, version: int) -> Engine:
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
         """As of all policies."""
         raise ValueError(
             f"engine={type(self.engine).__name__!r} must be 'torch' for conversations: it is asked "

@@ -52,9 +52,9 @@ class Replayed:
         """As of all sources."""
         self.source.publish(weights)
 
-    def metrics(self) -> dict[str, float]:
-        """As the buffer's."""
-        return self.buffer.metrics(self._iteration)
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """As of all sources, the buffer's beside the source's."""
+        return {"replay": self.buffer.metrics(self._iteration), **self.source.metrics()}
 
     def state(self) -> dict[str, Any]:
         """As of all sources, the buffer with it."""

@@ -35,6 +35,8 @@ class Sampler:
         name: for messages.
     """
 
+    takes_rows = True  # whether its completions are independent rows of an engine
+
     def __init__(
         self,
         environment: SamplingEnvironment,
@@ -47,7 +49,7 @@ class Sampler:
         self.environment = environment
         self.policy = policy
         self.weights = WeightsReceiver()
-        self._params, self._seed, self._name = params, seed, name
+        self._params, self.seed, self.name = params, seed, name
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """Judged completions made with the published weights.
@@ -92,11 +94,15 @@ class Sampler:
             pad_token_id=self.policy.pad_token_id,
         )
 
+    def params(self, *, explore: bool) -> SamplingParams:
+        """How to sample."""
+        return self._params(explore)
+
     def require_weights(self) -> None:
         """Raises RuntimeError where the policy was never given weights."""
         if not self.policy.has_weights:
             raise RuntimeError(
-                f"weights_version={self.weights.version} of {self._name} must be that of weights "
+                f"weights_version={self.weights.version} of {self.name} must be that of weights "
                 "it was given: what it started from is not the policy that is trained. Call "
                 "serve() with published weights, or set_state(), first."
             )
@@ -106,7 +112,7 @@ class Sampler:
     ) -> dict[str, torch.Tensor]:
         """The columns of completions for the prompts in `rows`."""
         n = request.num_completions
-        asked = Generation(self._params(request.explore), n, self._seed, rows[columns.ROW_ID].cpu())
+        asked = Generation(self._params(request.explore), n, self.seed, rows[columns.ROW_ID].cpu())
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return self.policy.generate(prompts, asked)
 

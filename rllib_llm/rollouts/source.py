@@ -13,7 +13,7 @@ class RolloutSource(Protocol):
 
     @property
     def position(self) -> int:
-        """Prompt groups handed out so far."""
+        """Prompt groups learnt from so far, those of the batch handed out last among them."""
 
     def next(self) -> JudgedBatch:
         """The batch to be learnt from next.
@@ -25,11 +25,15 @@ class RolloutSource(Protocol):
     def publish(self, weights: PublishedWeights) -> None:
         """Says what to sample with from now on; called before the first `next`."""
 
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """What is reported of it once per iteration, by group of metrics."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, such that another source goes on where this one is."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Goes on where `state` was taken, by this source or by another. `state` also has
+        `weights_version`, the updates done until then."""
 
     def stop(self) -> None:
         """Waits for what is on its way, not for ever."""

@@ -8,7 +8,7 @@ from rllib_llm.tune.best_checkpoint import KeepBestCheckpoint
 from rllib_llm.tune.broken_trials import EndBrokenTrials
 from rllib_llm.tune.failure_checkpoints import UseFailureCheckpoints
 from rllib_llm.tune.hung_trials import RestartHungTrials
-from rllib_llm.tune.result_log import ResultLog
+from rllib_llm.tune.result_log import NoOtherCsv, ResultLog
 from rllib_llm.tune.save_on_stop import SaveOnStop
 from rllib_llm.tune.timed_checkpoints import TimedCheckpoints
 
@@ -33,7 +33,7 @@ def default_callbacks(
         metric, mode: the result that `best_checkpoint` goes by; see `KeepBestCheckpoint`.
         wandb_project: a Weights & Biases project for results and tables of sampled texts.
     """
-    callbacks: list[Callback] = [ResultLog()]
+    callbacks: list[Callback] = [ResultLog(), NoOtherCsv()]
     if checkpoint_interval_s is not None:
         callbacks.append(TimedCheckpoints(checkpoint_interval_s))
     callbacks += [KeepBestCheckpoint(metric, mode), UseFailureCheckpoints(), SaveOnStop()]

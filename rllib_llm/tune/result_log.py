@@ -17,12 +17,12 @@ from rllib_llm.tune.json_rows import keep_json_rows
 from rllib_llm.tune.trial_logs import read_results
 
 
-class ResultLog(JsonLoggerCallback, CSVLoggerCallback):
+class ResultLog(JsonLoggerCallback):
     """Writes each result to result.json in the trial's folder, which Tune's `ResultGrid` reads.
 
-    When the trial ends, progress.csv is made from it. To Tune it is a JSON logger and a CSV logger,
-    since Tune adds its own where it finds none; of these it takes only what writes params.json and
-    params.pkl.
+    When the trial ends, progress.csv is made from it. To Tune it is a JSON logger, since Tune adds
+    its own where it finds none; of that it takes only what writes params.json and params.pkl.
+    `NoOtherCsv` goes with it.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,17 @@ class ResultLog(JsonLoggerCallback, CSVLoggerCallback):
     def _close(self, trial: Any) -> None:
         if trial in self._files:
             self._files.pop(trial).close()
+
+
+class NoOtherCsv(CSVLoggerCallback):
+    """Writes nothing, and keeps Tune from a CSV logger of its own. (One callback that was a logger
+    of both kinds would count as this one alone.)"""
+
+    def log_trial_start(self, trial: Any) -> None: ...
+
+    def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None: ...
+
+    def log_trial_end(self, trial: Any, failed: bool = False) -> None: ...
 
 
 class _Starts:

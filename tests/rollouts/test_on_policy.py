@@ -29,9 +29,9 @@ class ScriptedCollector:
         return JudgedBatch(held, rewards=torch.zeros(1))
 
 
-def source(collector, *, is_ahead=False, texts_every=0, publish_again=None):
+def source(collector, *, texts_every=0, publish_again=None):
     made = OnPolicy(
-        collector, num_prompts=4, num_completions=2, is_ahead=is_ahead, texts_every=texts_every,
+        collector, num_prompts=4, num_completions=2, texts_every=texts_every,
         publish_again=publish_again,
     )  # fmt: skip
     made.publish(publication(0))
@@ -49,45 +49,26 @@ def learn(made, num_updates):
     return seen
 
 
-def test_each_batch_has_the_newest_weights_or_those_before():
-    assert learn(source(ScriptedCollector()), 3) == [(0, 0), (4, 1), (8, 2)]
-    ahead = source(ScriptedCollector(), is_ahead=True)
-    assert learn(ahead, 4) == [(0, 0), (4, 0), (8, 1), (12, 2)]
-    assert ahead.position == 16
+def test_each_batch_has_the_newest_weights():
+    made = source(ScriptedCollector())
+    assert learn(made, 3) == [(0, 0), (4, 1), (8, 2)]
+    assert made.position == 12
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_texts_come_with_every_second_batch(is_ahead):
+def test_texts_come_with_every_second_batch():
     collector = ScriptedCollector()
-    made = source(collector, is_ahead=is_ahead, texts_every=2)
-    learn(made, 4)
-    made.stop()
+    learn(source(collector, texts_every=2), 4)
     wanted = {position: texts for position, _, texts in collector.requests}
     assert [wanted[position] for position in (0, 4, 8, 12)] == [True, False, True, False]
 
 
-def test_a_restored_source_hands_out_the_batch_that_was_waiting():
-    made = source(ScriptedCollector(), is_ahead=True)
+def test_a_restored_source_goes_on_behind_what_was_learnt_from():
+    made = source(ScriptedCollector())
     learn(made, 2)
-    state = made.state()
-    assert state["position"] == state["in_flight"]["position"] == 8
-    expected = learn(made, 2)
-    collector = ScriptedCollector()
-    other = source(collector, is_ahead=True)
-    other.set_state(state)
+    other = source(ScriptedCollector())
+    other.set_state({**made.state(), "weights_version": 2})
     other.publish(publication(2))
-    assert learn(other, 2) == expected == [(8, 1), (12, 2)]
-    assert collector.requests[0][0] == 12  # nobody was asked for the other again
-
-
-def test_a_waiting_batch_of_an_older_format_is_sampled_again(caplog):
-    made = source(ScriptedCollector(), is_ahead=True)
-    learn(made, 1)
-    state = made.state()
-    del state["in_flight"]["batch"]["columns"][columns.GROUP]
-    made.set_state(state)
-    assert "of an older format: it is sampled again" in caplog.text
-    assert learn(made, 1) == [(4, 1)]
+    assert learn(other, 2) == learn(made, 2) == [(8, 2), (12, 3)]
 
 
 def test_lost_weights_are_published_again_and_the_same_prompts_sampled():
@@ -104,13 +85,10 @@ def test_lost_weights_are_published_again_and_the_same_prompts_sampled():
     assert lost == ["gone with its owner"] and len(collector.requests) == 2
 
 
-def test_a_failure_ahead_is_raised_where_its_batch_is_wanted_and_not_twice():
+def test_a_failure_is_raised_and_the_same_prompts_are_sampled_next():
     collector = ScriptedCollector()
-    made = source(collector, is_ahead=True)
-    made.next()
-    made.stop()
+    made = source(collector)
     collector.fails.append(BrokenSamplerError("no judge"))
-    assert int(made.next().columns[columns.GROUP]) == 4  # sampled before
     with pytest.raises(BrokenSamplerError, match="no judge"):
         made.next()
-    assert int(made.next().columns[columns.GROUP]) == 8
+    assert learn(made, 1) == [(0, 0)]

@@ -6,6 +6,8 @@ import csv
 import json
 
 from ray import tune
+from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
+from ray.tune.utils.callback import _create_default_callbacks
 
 import rllib_llm
 from rllib_llm.tune import default_callbacks
@@ -46,3 +48,10 @@ def test_a_tuner_that_restarts_its_trial(tmp_path, ray_session):
         assert [int(row["training_iteration"]) for row in csv.DictReader(lines)] == rows
     assert read_json_lines(trial / RESULTS)[3]["iterations_since_restore"] == 1
     assert json.loads((trial / "best_checkpoint" / "count.json").read_text()) == 6
+
+
+def test_tune_adds_no_writer_of_results():
+    """Its own would write rows that are computed anew a second time."""
+    callbacks = _create_default_callbacks(default_callbacks(), air_verbosity=None)
+    kinds = {type(callback) for callback in callbacks}
+    assert not kinds & {JsonLoggerCallback, CSVLoggerCallback}

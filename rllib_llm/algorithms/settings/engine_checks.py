@@ -1,4 +1,4 @@
-"""Settings of engines and of overlapped sampling, checked before anything starts."""
+"""Settings of engines, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import importlib.util
 from typing import Any
 
 from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.dotted import import_dotted
 
 
 def check_engine(config: Any) -> None:
     """Raises ValueError for an engine that cannot serve this config."""
+    if config.generate_function is not None:
+        import_dotted(config.generate_function, name="generate_function")
     if config.engine == "openai":
         _check_openai(config)
     if config.engine == "vllm" and config.num_env_runners:
@@ -41,16 +44,3 @@ def _check_vllm(config: Any) -> None:
         "adapters alone are published, and vLLM is given whole weights", "Use engine='torch'",
     )  # fmt: skip
     check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
-
-
-def check_pipeline(config: Any) -> None:
-    """Raises ValueError for older batches that are not corrected for."""
-    exact = config.dtype == "float32" and config.autocast_dtype is None
-    require(
-        not config.pipeline_depth or config.off_policy is not None
-        or config.critic == "none" or exact,
-        "off_policy", config.off_policy,
-        "set with pipeline_depth=1 and a critic in half precision, which has log-probs recomputed",
-        "the batch was sampled by an older policy than the one they are taken from",
-        "Set off_policy='decoupled'",
-    )  # fmt: skip

@@ -26,13 +26,15 @@ def check_off_policy(config: Any) -> None:
             lower is None or upper is None or lower < upper, "rejection_lower", lower,
             f"below rejection_upper={upper!r}", "what lies between them is kept", "Leave one out",
         )  # fmt: skip
-    staleness = getattr(config, "max_staleness", 0)
-    require(
-        not staleness or config.off_policy is not None, "off_policy", config.off_policy,
-        f"set with max_staleness={staleness!r}",
-        "tokens of older weights bias the plain loss, and training may collapse",
-        "Set off_policy='decoupled', or 'bypass' to clip the ratio to the sampler's log-probs",
-    )  # fmt: skip
+    for name, is_older in (
+        ("max_staleness", config.max_staleness > 0), ("oversample", config.oversample > 1),
+    ):  # fmt: skip
+        require(
+            not is_older or config.off_policy is not None, "off_policy", config.off_policy,
+            f"set with {name}={getattr(config, name)!r}",
+            "tokens of older weights bias the plain loss, and training may collapse",
+            "Set off_policy='decoupled', or 'bypass' to clip the ratio to the sampler's log-probs",
+        )  # fmt: skip
 
 
 def check_replay(config: Any) -> None:

@@ -220,7 +220,7 @@ LOSS = Section(
             type=bool,
             default=False,
             meaning="whether groups with equal scores stay out of the loss",
-            also=("dynamic_sampling", "filter_groups"),
+            note="filters=['reward_spread'] has other prompts sampled in their place.",
         ),
     ),
     also=("reference", "rewards"),

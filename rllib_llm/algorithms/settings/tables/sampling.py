@@ -18,18 +18,17 @@ TORCH_SAMPLES = Condition(
     lambda c: c.engine == "torch" or not (c.in_evaluation or c.num_env_runners),
     "with engine={config.engine!r}",
 )
-IN_TURN = "with num_env_runners=0: the driver's process samples and learns in turn"
-REMOTE_SAMPLERS = Condition(
-    "num_env_runners is 1 or more",
-    lambda c: bool(c.in_evaluation or c.num_env_runners),
-    IN_TURN,
-    "Use 1 or more",
-)
 OWN_MODULE = Condition(
     "num_env_runners is 1 or more, or engine is 'torch'",
     lambda c: c.engine != "vllm" or bool(c.in_evaluation or c.num_env_runners),
     "with num_env_runners=0: sampler and learner share one module",
     "Use 1 or more",
+)
+TORCH_GENERATES = Condition(
+    "engine is 'torch'",
+    lambda c: c.engine == "torch",
+    "with engine={config.engine!r}",
+    "Use engine='torch'",
 )
 COUNTS = "it counts completions"
 
@@ -141,19 +140,6 @@ SAMPLING = Section(
             also=("enforce_eager",),
         ),
         Setting(
-            name="pipeline_depth",
-            type=int,
-            default=0,
-            choices=(0, 1),
-            meaning="how many updates ahead of the learner remote samplers work",
-            note="1: they make the next batch while this one is learnt from, with weights one "
-            "update older (`train/staleness`); 0: they wait.",
-            reason="batches older than one update are not offered",
-            remedy="Use 1 to overlap, 0 to wait",
-            acts=(REMOTE_SAMPLERS,),
-            also=("async_rollout", "max_staleness"),
-        ),
-        Setting(
             name="engine",
             type=str,
             default="torch",
@@ -175,6 +161,18 @@ SAMPLING = Section(
             remedy="Write it as {name: value}",
             acts=(ENGINE_OF_ITS_OWN,),
             also=("vllm_kwargs", "engine_kwargs"),
+        ),
+        Setting(
+            name="generate_function",
+            type=str | None,
+            default=None,
+            meaning="the dotted path of a function that makes the completions of a prompt, in the "
+            "place of plain sampling",
+            note="It may be async; see `rllib_llm.rollouts.own_generation`. It can ask the policy, "
+            "and what it returns is checked.",
+            remedy="Write 'my_module.my_function'",
+            acts=(TORCH_GENERATES,),
+            also=("rollout_function", "rollout_func", "custom_generate_function_path"),
         ),
         Setting(
             name="pass_at",

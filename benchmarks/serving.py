@@ -1,0 +1,238 @@
+"""What the server adds to its engine: time to first token, tokens per second, at some connections.
+
+    python benchmarks/serving.py --modes direct uvicorn ray haproxy --connections 1 16 32
+
+All modes sample the same random 5 M model with one thread and the same prompts, in a process of
+their own, one mode after the other in each round; the client is this process. `direct` asks the
+engine's loop without HTTP; `uvicorn` is `rllib serve --local`; `ray` is Ray Serve with its Python
+proxy and `haproxy` with HAProxy. Each line is one JSON object: medians over all requests, and what
+each mode adds to `direct`. `batch_over_single` is tokens per second at most connections over those
+at one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODES = ("direct", "uvicorn", "ray", "haproxy")
+KEY = "benchmark"
+
+
+def make_model(folder: Path) -> None:
+    """Saves the model, with a tokenizer of as many words."""
+    import torch
+    from generation_cases import CASES, build_model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    case = CASES["5m_full"]
+    words = {f" w{i}": i for i in range(case.vocab)}
+    backend = Tokenizer(models.WordLevel(words, unk_token=" w1"))
+    backend.pre_tokenizer = pre_tokenizers.Split(" w", "merged_with_next")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token=" w1", pad_token=" w0", eos_token=" w2"
+    )
+    build_model(case, "cpu", torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# --- the processes that are measured -----------------------------------------------------------
+
+
+def serve(mode: str, folder: str, port: int) -> None:
+    """Serves until it is killed; says "ready"."""
+    from rllib_llm.serving import deployment
+    from rllib_llm.serving.http_server import HttpServer
+    from rllib_llm.serving.opening import open_service
+    from rllib_llm.serving.settings import ServeSettings
+
+    settings = ServeSettings(
+        model=folder, name="m", port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy"
+    )
+    if mode == "uvicorn":
+        server = HttpServer(open_service(settings))
+        server.on_start = lambda: print("ready", flush=True)
+        server.serve_here()
+        return
+    deployment.start(settings)
+    print("ready", flush=True)
+    time.sleep(86_400)
+
+
+def direct(folder: str, plan: dict[str, Any]) -> None:
+    """Asks the engine's loop from an event loop; prints what `ask_all` gives."""
+    import torch
+
+    from rllib_llm.engines.engine_loop import EngineLoop
+    from rllib_llm.engines.params import SamplingParams
+    from rllib_llm.engines.torch_engine import TorchEngine
+    from rllib_llm.modules.pretrained import load_causal_lm
+
+    torch.set_num_threads(1)
+    loop = EngineLoop(TorchEngine(load_causal_lm(folder), version=0, max_rows=64))
+    params = SamplingParams(0, (), max_new_tokens=plan["tokens"])
+
+    async def one(number: int) -> tuple[float, float, int]:
+        start, first = time.perf_counter(), []
+        ended = await loop.complete_async(
+            prompt_of(number), params, seed=number,
+            on_tokens=lambda tokens: first.append(time.perf_counter()),
+        )  # fmt: skip
+        return first[0] - start, time.perf_counter() - start, ended.num_tokens
+
+    print(json.dumps(asyncio.run(ask_all(one, plan))))
+    loop.close()
+
+
+# --- the client --------------------------------------------------------------------------------
+
+
+def prompt_of(number: int) -> list[int]:
+    """32 tokens, of which the first differ."""
+    return [3 + number % 2000, *range(10, 41)]
+
+
+async def ask_all(one: Any, plan: dict[str, Any]) -> dict[str, Any]:
+    """Requests over so many connections, each its next when it has an answer."""
+    taken = iter(range(plan["warm_up"] + plan["requests"]))
+    results: list[tuple[float, float, int]] = []
+    started = 0.0
+
+    async def connection() -> None:
+        nonlocal started
+        for number in taken:
+            if number == plan["warm_up"]:
+                started = time.perf_counter()
+            result = await one(number)
+            if number >= plan["warm_up"]:
+                results.append(result)
+
+    await asyncio.gather(*(connection() for _ in range(plan["connections"])))
+    seconds = time.perf_counter() - started
+    firsts = sorted(first for first, _, _ in results)
+    return {
+        "first_token_ms": round(1000 * statistics.median(firsts), 2),
+        "first_token_p95_ms": round(1000 * firsts[int(0.95 * (len(firsts) - 1))], 2),
+        "tokens_per_s": round(sum(count for _, _, count in results) / seconds, 1),
+    }
+
+
+async def over_http(port: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """As `ask_all`, streamed over connections that stay open."""
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def one(number: int) -> tuple[float, float, int]:
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps(
+            {"prompt": prompt_of(number), "max_tokens": plan["tokens"], "stream": True,
+             "ignore_eos": True, "seed": number}
+        )  # fmt: skip
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer {KEY}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        start, first, text = time.perf_counter(), 0.0, []
+        writer.write((head + body).encode())
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                first = first or time.perf_counter()
+                text.append(json.loads(line[6:])["choices"][0]["text"])
+            elif line.startswith(b"data: [DONE]"):
+                break
+        while (await reader.readline()).strip() != b"0":  # the end of the chunks
+            pass
+        await reader.readline()
+        idle.append((reader, writer))
+        return first - start, time.perf_counter() - start, "".join(text).count("w")
+
+    return await ask_all(one, plan)
+
+
+def measure(mode: str, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """One mode at one number of connections."""
+    command = [sys.executable, __file__, "--folder", folder, "--plan", json.dumps(plan)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if mode == "direct":
+        done = subprocess.run(
+            [*command, "--run", mode], stdout=subprocess.PIPE, text=True, check=True,
+            env=environment,
+        )  # fmt: skip
+        return json.loads(done.stdout.splitlines()[-1])
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    process = subprocess.Popen(
+        [*command, "--run", mode, "--port", str(port)], stdout=subprocess.PIPE, text=True,
+        env=environment,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "ready":
+            assert process.poll() is None, "the server has ended"
+        return asyncio.run(over_http(port, plan))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["direct", "uvicorn"])
+    parser.add_argument("--connections", nargs="+", type=int, default=[1, 16, 32])
+    parser.add_argument("--requests", type=int, default=320, help="of each measurement")
+    parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--run", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run == "direct":
+        direct(args.folder, args.plan)
+        return
+    if args.run is not None:
+        serve(args.run, args.folder, args.port)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        for connections in args.connections:
+            print(json.dumps(compare(args, folder, connections)), flush=True)
+
+
+def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str, Any]:
+    """The modes at a number of connections, medians over rounds."""
+    plan = {
+        "connections": connections, "tokens": args.tokens, "warm_up": 2 * connections,
+        "requests": max(connections, args.requests if connections > 1 else args.requests // 8),
+    }  # fmt: skip
+    rounds = [
+        {mode: measure(mode, folder, plan) for mode in args.modes} for _ in range(args.rounds)
+    ]
+    line: dict[str, Any] = {"connections": connections, "rounds": args.rounds}
+    for mode in args.modes:
+        line[mode] = {
+            name: statistics.median(each[mode][name] for each in rounds) for name in rounds[0][mode]
+        }
+    if "direct" in line:
+        for mode in args.modes:
+            if mode != "direct":
+                added = line[mode]["first_token_ms"] - line["direct"]["first_token_ms"]
+                share = line[mode]["tokens_per_s"] / line["direct"]["tokens_per_s"]
+                line[f"{mode}_adds_ms"] = round(added, 2)
+                line[f"{mode}_share_of_tokens_per_s"] = round(share, 3)
+    return line
+
+
+if __name__ == "__main__":
+    main()

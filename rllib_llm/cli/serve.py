@@ -1,0 +1,145 @@
+"""`rllib serve`: a model behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rllib_llm.cli.session import prepare
+from rllib_llm.user_errors import UserError, user_errors
+
+MISSING = (
+    "`rllib serve` must find the packages of the extra `serve`: {error}. Install them: "
+    "pip install 'rllib-llm[serve]'."
+)
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint, trial folder, Hugging Face folder or hub id."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file with settings by name.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the model in answers.")] = None,
+    weights_name: Annotated[
+        str | None, typer.Option(help="Follow the weights of the run of this name.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Cluster to serve on, which a followed run is on.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="In this process, without Ray Serve.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting: NAME=VALUE; as often as needed."),
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Show all settings with their values, and end.")
+    ] = False,
+) -> None:
+    """Serve a model with OpenAI's HTTP interface, on Ray Serve.
+
+    Settings come from --config, from the environment (RLLIB_SERVE_<NAME>) and from flags, of which
+    later ones win. Keys come from a file or the environment only.
+    """
+    prepare()
+    with user_errors():
+        try:
+            from rllib_llm.serving.settings import read_settings
+        except ImportError as error:
+            raise UserError(MISSING.format(error=error)) from error
+        given: dict[str, Any] = {
+            "model": model, "host": host, "port": port, "name": name, "weights_name": weights_name,
+        }  # fmt: skip
+        settings = read_settings({**_named(set_ or ()), **_without_none(given)}, config)
+        if show_config:
+            _show(settings)
+            return
+        try:
+            if local:
+                _serve_here(settings, ray_address)
+            else:
+                _serve_on_ray(settings, ray_address)
+        except ModuleNotFoundError as error:
+            raise UserError(MISSING.format(error=error)) from error
+
+
+def _without_none(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _named(pairs: Any) -> dict[str, Any]:
+    import yaml
+
+    found = {}
+    for pair in pairs:
+        name, is_given, value = pair.partition("=")
+        if not is_given:
+            raise UserError(f"--set={pair!r} must be NAME=VALUE. Give the setting a value.")
+        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    return found
+
+
+def _show(settings: Any) -> None:
+    import yaml
+
+    print(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), end="")
+
+
+def _serve_here(settings: Any, ray_address: str | None) -> None:
+    from rllib_llm.serving.clients import read_clients
+    from rllib_llm.serving.deployment import follow
+    from rllib_llm.serving.http_server import HttpServer
+    from rllib_llm.serving.opening import open_service, show_log
+
+    clients = read_clients(settings)
+    settings.check_exposure(bool(clients.clients))
+    if settings.weights_name is not None:
+        import ray
+
+        ray.init(address=ray_address or "auto", log_to_driver=False)
+    show_log()
+    service = open_service(settings)
+    server = HttpServer(service, clients)
+
+    def started() -> None:
+        follow(service)
+        _told(settings, server.port)
+
+    server.on_start = started
+    server.serve_here()
+
+
+def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
+    from rllib_llm.serving import deployment
+
+    deployment.prepare(settings)
+    import ray
+
+    if ray_address is not None:
+        ray.init(address=ray_address, log_to_driver=False)
+    server = deployment.start(settings)
+    _told(settings, settings.port)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    server.close()
+    if ray_address is None:
+        ray.shutdown()
+
+
+def _told(settings: Any, port: int) -> None:
+    url = f"http://{settings.host}:{port}"
+    text = f"{settings.served_name} answers at {url}/v1 (a page to chat at {url}/)"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)

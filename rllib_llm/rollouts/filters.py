@@ -1,0 +1,159 @@
+"""Which prompt groups are worth learning from: each filter says so, and why not.
+
+A filter is a function of one group, `keep, reason = filter(group)`: one of those here by name, with
+settings of its own, or anybody's by dotted path. Groups that one refuses are counted by its reason
+and other prompts are sampled in their place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from rllib_llm import columns
+from rllib_llm.dotted import import_dotted, looks_dotted
+from rllib_llm.rollouts.request import JudgedBatch
+
+
+class Verdict(NamedTuple):
+    """Whether a group is kept; if not, why, in one word that becomes a metric's name."""
+
+    keep: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The completions of one prompt that were judged, as a filter sees them.
+
+    position: of the prompt. scores: [n] float32. lengths: [n] int64, sampled tokens. finished: [n]
+    bool, ended by a stop token. completions: token ids of each. batch: all that is known of them.
+    """
+
+    position: int
+    scores: torch.Tensor
+    lengths: torch.Tensor
+    finished: torch.Tensor
+    completions: tuple[tuple[int, ...], ...]
+    batch: JudgedBatch
+
+
+Filter: TypeAlias = Callable[[RolloutGroup], tuple[bool, str]]
+
+
+def rollout_group(batch: JudgedBatch) -> RolloutGroup:
+    """The rows of one group that have a score."""
+    held = batch.columns
+    valid = held[columns.VALID]
+    ids, mask = held[columns.COMPLETION_IDS][valid], held[columns.COMPLETION_MASK][valid]
+    return RolloutGroup(
+        position=int(held[columns.GROUP][0]),
+        scores=held[columns.SCORES][valid].float(),
+        lengths=batch.sampled_mask[valid].sum(dim=1),
+        finished=held[columns.FINISHED][valid],
+        completions=tuple(
+            tuple(row[:length])
+            for row, length in zip(ids.tolist(), mask.sum(dim=1).tolist(), strict=True)
+        ),
+        batch=batch,
+    )
+
+
+def reward_spread(group: RolloutGroup, *, least: float = 1e-6) -> Verdict:
+    """Keeps groups whose highest and lowest score differ by more than `least`: others have no
+    advantage. DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, equation 11)."""
+    spread = float(group.scores.max() - group.scores.min())
+    return Verdict(spread > least, "no_spread")
+
+
+def least_reward(group: RolloutGroup, *, least: float) -> Verdict:
+    """Keeps groups whose best completion scores at least `least`."""
+    return Verdict(float(group.scores.max()) >= least, "low_reward")
+
+
+def length(group: RolloutGroup, *, least: int = 1, most: int | None = None) -> Verdict:
+    """Keeps groups whose mean completion has from `least` to `most` tokens."""
+    mean = float(group.lengths.float().mean())
+    if mean < least:
+        return Verdict(False, "too_short")
+    return Verdict(most is None or mean <= most, "too_long")
+
+
+def distinct(group: RolloutGroup, *, least: int = 2) -> Verdict:
+    """Keeps groups with at least `least` different completions."""
+    return Verdict(len(set(group.completions)) >= least, "not_distinct")
+
+
+FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType({
+    "reward_spread": reward_spread,
+    "least_reward": least_reward,
+    "length": length,
+    "distinct": distinct,
+})  # fmt: skip
+
+
+class FilterError(ValueError):
+    """A filter that there is not, or that does not say what a filter says."""
+
+
+class Filters:
+    """Filters in a row: the first that refuses a group says why.
+
+    Args:
+        settings: each a name of `FILTERS`, a dotted path, or {"name": one of these, and its
+            settings}.
+
+    Raises:
+        FilterError: no such filter, or not these settings.
+    """
+
+    def __init__(self, settings: Sequence[str | Mapping[str, Any]]) -> None:
+        self._filters = [(str(_name(each)), _open(each)) for each in settings]
+
+    def reason(self, batch: JudgedBatch) -> str:
+        """Why the group, all rows of `batch`, is not to be learnt from; "" where it is.
+
+        Raises:
+            FilterError: a filter gave something else than (keep, reason).
+        """
+        if not self._filters or not bool(batch.columns[columns.VALID].any()):
+            return ""
+        group = rollout_group(batch)
+        for name, judge in self._filters:
+            verdict = judge(group)
+            if not isinstance(verdict, tuple) or len(verdict) != 2:
+                raise FilterError(
+                    f"filter {name!r} returned {verdict!r}, which must be (keep, reason): the "
+                    "reason becomes a metric. Return (True, '') or (False, 'why')."
+                )
+            keep, reason = verdict
+            if not keep:
+                return str(reason) or name.rpartition(".")[2]
+        return ""
+
+
+def _name(setting: str | Mapping[str, Any]) -> Any:
+    return setting.get("name") if isinstance(setting, Mapping) else setting
+
+
+def _open(setting: str | Mapping[str, Any]) -> Filter:
+    name = _name(setting)
+    arguments = {}
+    if isinstance(setting, Mapping):
+        arguments = {key: value for key, value in setting.items() if key != "name"}
+    found: Filter
+    if name in FILTERS:
+        found = FILTERS[name]
+    elif isinstance(name, str) and looks_dotted(name):
+        found = import_dotted(name, name="filters")
+    else:
+        raise FilterError(
+            f"filters={setting!r} must be among {sorted(FILTERS)} or a function's dotted path: it "
+            "names nothing else. Correct it."
+        )
+    return functools.partial(found, **arguments) if arguments else found

@@ -1,0 +1,264 @@
+"""The ledger as driver and samplers call it: a named actor, or the object itself in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rllib_llm.rollouts.streaming.entry import Answer, JudgedGroup, Lease, Tokens
+from rllib_llm.rollouts.streaming.journal import JournaledLedger
+from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.weights.backoff import backoff_seconds
+
+NAMESPACE = "rllib_llm"
+MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time
+MAX_ATTEMPTS = 12
+CALL_SECONDS = 30.0  # of one attempt, beyond what the call itself waits for
+TIMEOUTS_OF_HUNG = 2  # of the driver's calls, after which the actor is started again
+STOP_SECONDS = 2.0
+_WAKE = ("begin", "publish", "offer", "push", "fail", "set_state")  # may end somebody's wait
+
+
+class LedgerCalls(Protocol):
+    """What a driver asks of a ledger, wherever that is."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """One of `journal.CALLS`."""
+
+    def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+        """See `Ledger.take`; comes back after `wait_s` at the latest."""
+
+    def state(self) -> dict[str, Any]:
+        """See `Ledger.state`."""
+
+    def look(self) -> dict[str, Any]:
+        """`metrics`, `position`, who is waited for (`waits_for`), `num_old`: groups that older
+        weights than the newest still have to sample; `cpu_seconds` and `pid` of its process."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+
+def looked(journaled: JournaledLedger) -> dict[str, Any]:
+    """See `LedgerCalls.look`."""
+    ledger = journaled.ledger
+    return {
+        "metrics": ledger.metrics(),
+        "position": ledger.position,
+        "waits_for": ledger.waits_for(),
+        "num_old": ledger.num_old,
+        "cpu_seconds": time.process_time(),
+        "pid": os.getpid(),
+    }
+
+
+class LocalLedger:
+    """A ledger in the process that samples and learns in turn."""
+
+    def __init__(self, rules: StreamRules, *, keeps_rejected: bool = False) -> None:
+        self.journaled = JournaledLedger(rules, None, keeps_rejected=keeps_rejected)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """As of all ledgers."""
+        return self.journaled.call(name, *args)
+
+    def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+        """As of all ledgers; nobody works meanwhile, so it does not wait."""
+        return self.journaled.call("take", step, num_seen)
+
+    def state(self) -> dict[str, Any]:
+        """As of all ledgers."""
+        return self.journaled.ledger.state()
+
+    def look(self) -> dict[str, Any]:
+        """As of all ledgers."""
+        return looked(self.journaled)
+
+    def stop(self) -> None:
+        """As of all ledgers."""
+
+
+class LedgerActor:
+    """A `JournaledLedger` that can be waited for. Its methods run in turns on one event loop."""
+
+    def __init__(self, rules: StreamRules, folder: str, keeps_rejected: bool) -> None:
+        self._journaled = JournaledLedger(rules, Path(folder), keeps_rejected=keeps_rejected)
+        self._changed = asyncio.Condition()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Nobody is given work any more; those who wait are told so."""
+        self._is_closed = True
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """One of `journal.CALLS`; wakes those who wait for what it changed."""
+        answer = self._journaled.call(name, *args)
+        if name in _WAKE:
+            async with self._changed:
+                self._changed.notify_all()
+        return answer
+
+    async def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+        """See `LedgerCalls`."""
+
+        def ask() -> Answer | None:
+            answer = self._journaled.call("take", step, num_seen)
+            said = answer.groups, answer.failures, answer.expired, answer.missing
+            return answer if any(said) or answer.too_many_rejected else None
+
+        answer = await self._first(ask, wait_s)
+        return self._journaled.call("take", step, num_seen) if answer is None else answer
+
+    async def lease(
+        self, sampler: str, num_groups: int, holding: Sequence[int], wait_s: float
+    ) -> list[Lease]:
+        """See `Ledger.lease`; waits for work, for `wait_s` at most."""
+
+        def ask() -> list[Lease] | None:
+            if self._is_closed:
+                return []
+            if not self._journaled.ledger.has_work():
+                return None
+            return self._journaled.call("lease", sampler, num_groups, list(holding)) or None
+
+        if self._journaled.ledger.holds_more(sampler, holding):  # it was started again
+            self._journaled.call("lease", sampler, 0, list(holding))
+        return await self._first(ask, wait_s) or []
+
+    async def _first(self, ask: Callable[[], Any], wait_s: float) -> Any:
+        """What `ask` gives once it is not None; None after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        async with self._changed:
+            while (answer := ask()) is None:
+                rest = deadline - time.monotonic()
+                if rest <= 0:
+                    return None
+                try:
+                    await asyncio.wait_for(self._changed.wait(), rest)
+                except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
+                    return ask()
+        return answer
+
+    async def state(self) -> dict[str, Any]:
+        """See `Ledger.state`."""
+        return self._journaled.ledger.state()
+
+    async def look(self) -> dict[str, Any]:
+        """See `LedgerCalls`."""
+        return looked(self._journaled)
+
+
+class RemoteLedger:
+    """The driver's end of a ledger in an actor, which it makes and ends.
+
+    The actor is on the driver's node, where the journal is. It is started again when it dies; one
+    that gives no answer is killed first.
+
+    Args:
+        name: of the actor.
+        rules, keeps_rejected: of the ledger.
+        folder: of the journal.
+    """
+
+    def __init__(
+        self, name: str, rules: StreamRules, folder: Path, *, keeps_rejected: bool = False
+    ) -> None:
+        self._folder = folder
+        node = ray.get_runtime_context().get_node_id()
+        self.actor = (
+            ray.remote(LedgerActor)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=MAX_CONCURRENT_CALLS,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(rules, str(folder), keeps_rejected)
+        )
+        self.num_restarts_of_hung = 0
+
+    def call(self, name: str, *args: Any) -> Any:
+        """As of all ledgers."""
+        return self._call("call", name, *args)
+
+    def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+        """As of all ledgers."""
+        return self._call("take", step, num_seen, wait_s)
+
+    def state(self) -> dict[str, Any]:
+        """As of all ledgers."""
+        return self._call("state")
+
+    def look(self) -> dict[str, Any]:
+        """As of all ledgers."""
+        return self._call("look")
+
+    def _call(self, method: str, *args: Any) -> Any:
+        num_timeouts = 0
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                return ray.get(getattr(self.actor, method).remote(*args), timeout=CALL_SECONDS)
+            except ActorDiedError:
+                raise
+            except (RayActorError, GetTimeoutError, RaySystemError) as error:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise
+                num_timeouts += isinstance(error, GetTimeoutError)
+                if num_timeouts >= TIMEOUTS_OF_HUNG:
+                    ray.kill(self.actor, no_restart=False)
+                    num_timeouts, self.num_restarts_of_hung = 0, self.num_restarts_of_hung + 1
+                time.sleep(backoff_seconds(attempt, random.uniform))
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """As of all ledgers; its journal goes as well."""
+        if ray.is_initialized():
+            ray.wait([self.actor.close.remote()], timeout=STOP_SECONDS)
+            ray.kill(self.actor, no_restart=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class SamplerLedger:
+    """A sampler's end of a ledger in an actor.
+
+    Its calls wait for the actor as long as that is being started again; they fail only once it has
+    ended for good, and so has the run.
+    """
+
+    def __init__(self, actor: Any, sampler: str) -> None:
+        self._actor, self._sampler = actor, sampler
+
+    def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Any:
+        """A reference to what `LedgerActor.lease` returns."""
+        return self._actor.lease.remote(self._sampler, num_groups, list(holding), wait_s)
+
+    def push(self, lease: int, groups: Sequence[JudgedGroup]) -> Any:
+        """A reference to how many groups were taken in."""
+        return self._actor.call.remote("push", lease, list(groups))
+
+    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> Any:
+        """A reference; see `Ledger.keep_partial`."""
+        return self._actor.call.remote("keep_partial", lease, partial)
+
+    def renew(self, holding: Iterable[int]) -> Any:
+        """A reference to the leases that hold."""
+        return self._actor.call.remote("renew", self._sampler, list(holding))
+
+    def fail(self, lease: int, failure: Any) -> Any:
+        """A reference; see `Ledger.fail`."""
+        return self._actor.call.remote("fail", lease, failure)

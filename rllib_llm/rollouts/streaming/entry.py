@@ -1,0 +1,121 @@
+"""One prompt group in the ledger, and what travels of it between sampler, ledger and driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rllib_llm.weights.published import PublishedWeights
+
+State = Literal["waiting", "leased", "partial", "judged", "ready", "taken"]
+"""Nobody samples it yet; a sampler does; nobody does, but tokens of it are there; judged, and its
+turn has not come; to be learnt from; being learnt from. Closed groups leave the table: they were
+trained, rejected or failed."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What was sampled of one unfinished completion."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: str = "aborted"
+
+
+@dataclass(frozen=True)
+class JudgedGroup:
+    """All completions of one prompt, as a sampler hands them in.
+
+    payload: the rows, packed (`packing.pack`); the ledger never opens it.
+    num_tokens: sampled tokens of all rows.
+    num_lost: of them, those of rows that were not judged, which nobody learns from.
+    oldest_version: of the weights that sampled any of the tokens.
+    reason: why it is not to be learnt from, "" where it is.
+    continues: whether it goes on with what there was of it when it was leased.
+    """
+
+    position: int
+    payload: bytes
+    num_tokens: int
+    num_lost: int
+    oldest_version: int
+    reason: str = ""
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Consecutive groups `position .. position + num_groups - 1`, to be sampled by one sampler.
+
+    id: fences: what is handed in under a lease that has ended is refused.
+    weights: to sample with.
+    partial: what there is of each group's completions, by position.
+    """
+
+    id: int
+    position: int
+    num_groups: int
+    weights: PublishedWeights
+    return_texts: bool = False
+    partial: dict[int, tuple[Tokens, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class Entry:
+    """A group in the table.
+
+    version: of the weights that must sample it; None: the newest.
+    unit: groups alike in it were admitted together and are sampled as one batch.
+    """
+
+    position: int
+    version: int | None
+    unit: int
+    state: State = "waiting"
+    lease: int = 0
+    sampler: str = ""
+    leased_at: float = 0.0
+    deadline: float = float("inf")
+    num_leases: int = 0
+    num_failures: int = 0
+    group: JudgedGroup | None = None
+    partial: tuple[Tokens, ...] = ()
+    step: int = -1  # of the batch that it was chosen for
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are there of it."""
+        if self.group is not None:
+            return self.group.num_tokens
+        return sum(len(tokens.token_ids) for tokens in self.partial)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A group that is not learnt from, on its way to the driver."""
+
+    group: JudgedGroup
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the driver is told when it asks for a batch.
+
+    groups: the batch, in order; None while it is not there.
+    rejected: groups rejected that the driver has not said it has seen.
+    num_closed: of all groups rejected so far, for it to say so.
+    failures: (sampler, exception as text) since the last answer.
+    expired: (sampler, why) of leases that ended without an answer.
+    missing: versions of weights that leases wait for and the ledger does not have.
+    too_many_rejected: groups by reason, where no batch gets full.
+    """
+
+    groups: list[JudgedGroup] | None = None
+    rejected: tuple[Closed, ...] = ()
+    num_closed: int = 0
+    failures: tuple[tuple[str, Any], ...] = ()
+    expired: tuple[tuple[str, str], ...] = ()
+    missing: tuple[int, ...] = ()
+    too_many_rejected: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,109 @@
+"""A ledger that survives its process: every call is written down before it is made.
+
+The ledger is a pure function of its calls and of the time of each, so that a new one to which the
+same calls are made holds the same table, the leases that samplers are at work on among it. Object
+references of weights mean nothing to another process: the driver tells them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.rollouts.streaming.ledger import Ledger
+from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.weights.published import PublishedWeights
+
+# Calls that change the table. What is asked only is not written.
+CALLS = (
+    "begin", "publish", "offer", "take", "lease", "renew", "push", "keep_partial", "fail",
+    "set_state",
+)  # fmt: skip
+_COMPACT_BYTES = 64 * 2**20  # of calls, after which the state takes their place
+_FILE = "ledger.journal"
+
+
+class JournaledLedger:
+    """A `Ledger` whose calls stand in a file.
+
+    A call that a kill cut short while it was written was not made: whoever made it makes it again.
+
+    Args:
+        rules, keeps_rejected: of a new ledger.
+        folder: where the file is; a ledger that it describes already is gone on with. None: no
+            file.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        rules: StreamRules,
+        folder: Path | None,
+        *,
+        keeps_rejected: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, self._now = clock, clock()
+        self.ledger = Ledger(rules, keeps_rejected=keeps_rejected, clock=lambda: self._now)
+        self._path = None if folder is None else Path(folder) / _FILE
+        self._num_bytes = 0
+        self.was_restored = False
+        if self._path is not None and self._path.exists():
+            self._replay(self._path)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._compact(self._path)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Makes a call, after it was written down."""
+        assert name in CALLS, name
+        self._now = self._clock()
+        if self._path is not None:
+            self._write(self._path, (name, self._now, *_without_references(args)))
+        answer = getattr(self.ledger, name)(*args)
+        if self._path is not None and self._num_bytes > _COMPACT_BYTES:
+            self._compact(self._path)
+        return answer
+
+    def _write(self, path: Path, entry: tuple[Any, ...]) -> None:
+        record = pickle.dumps(entry, protocol=5)
+        with path.open("ab") as file:  # the system keeps what is written when a process is killed
+            file.write(record)
+        self._num_bytes += len(record)
+
+    def _replay(self, path: Path) -> None:
+        for name, now, *args in _read(path):
+            self._now = now
+            if name == "snapshot":
+                self.ledger.restore(args[0])
+            else:
+                getattr(self.ledger, name)(*args)
+        self.ledger.forget_weights()
+        self.was_restored = True
+
+    def _compact(self, path: Path) -> None:
+        """Writes what the table is in the place of the calls that made it."""
+        whole = path.with_suffix(".new")
+        whole.write_bytes(pickle.dumps(("snapshot", self._now, self.ledger.snapshot()), protocol=5))
+        whole.replace(path)
+        self._num_bytes = 0
+
+
+def _without_references(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        dataclasses.replace(arg, ref=()) if isinstance(arg, PublishedWeights) else arg
+        for arg in args
+    )
+
+
+def _read(path: Path) -> Iterator[tuple[Any, ...]]:
+    with path.open("rb") as file:
+        while True:
+            try:
+                yield pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):  # the last one, cut short
+                return

@@ -1,0 +1,117 @@
+"""The sampler's side of a stream: a thread that leases groups, samples them and hands them in.
+
+The actor of a sampler stays free for other calls meanwhile: the driver asks it every second to be
+at work, which a sampler that was started again takes as its order to begin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.streaming.client import SamplerLedger
+from rllib_llm.rollouts.streaming.row_work import RowWork
+from rllib_llm.rollouts.streaming.serving import LeaseServer, ServingSettings
+
+WAIT_SECONDS = 2.0  # for work, before it is asked for again
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """What a sampler is to do: `key` names the stream, `ledger` is the actor."""
+
+    key: str
+    ledger: Any
+    settings: ServingSettings
+
+
+class Streamer:
+    """Leases, samples and hands in until it is stopped, in a thread of its own.
+
+    Args:
+        runner: the sampler's actor.
+        order: what to do.
+    """
+
+    def __init__(self, runner: Any, order: StreamOrder) -> None:
+        self.key = order.key
+        ledger = SamplerLedger(order.ledger, str(runner.worker_index))
+        self._stopped = threading.Event()
+        self._work: RowWork | LeaseWork
+        if order.settings.by_row and runner.sampler.takes_rows:
+            self._work = RowWork(ledger, runner.sampler, order.settings)
+        else:
+            self._work = LeaseWork(ledger, LeaseServer(runner.serve, order.settings))
+        # A daemon: a process that ends does not wait for a lease.
+        self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive() and not self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Asks for no more leases."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        try:
+            self._work.run(self._stopped.is_set)
+        except RayError:
+            # The ledger has ended, and the run with it; where it has not, the driver, which asks
+            # every second, starts another thread.
+            self._stopped.set()
+        finally:
+            self._work.close()
+
+
+class LeaseWork:
+    """One lease after the other, each as one batch."""
+
+    def __init__(self, ledger: SamplerLedger, server: LeaseServer) -> None:
+        self._ledger, self._server = ledger, server
+
+    def run(self, is_stopped: Callable[[], bool]) -> None:
+        """Works until it is told to stop."""
+        while not is_stopped():
+            self._turn()
+
+    def _turn(self) -> None:
+        """Waits for a lease, and works it off."""
+        size = self._server.settings.groups_per_lease
+        for lease in ray.get(self._ledger.lease(size, [], WAIT_SECONDS)):
+            answer: Any
+            try:
+                answer = self._server.groups(lease)
+            except Exception as error:  # noqa: BLE001  (a filter's; the border of the process)
+                answer = SampleFailure.from_exception(error)
+            if isinstance(answer, SampleFailure):
+                ray.get(self._ledger.fail(lease.id, answer))
+            else:
+                ray.get(self._ledger.push(lease.id, answer))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def be_streaming(runner: Any, order: StreamOrder) -> str:
+    """Has a sampler be at work for a stream, and not for another; the stream's key."""
+    streamer = runner.streamer
+    if streamer is None or streamer.key != order.key or not streamer.is_at_work:
+        stop_streaming(runner)
+        runner.streamer = Streamer(runner, order)
+    return order.key
+
+
+def stop_streaming(runner: Any) -> None:
+    """Has a sampler lease nothing any more."""
+    if runner.streamer is not None:
+        runner.streamer.stop()
+        runner.streamer = None

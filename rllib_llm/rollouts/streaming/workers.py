@@ -1,0 +1,188 @@
+"""Who samples for a stream, as the driver sees them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from rllib_llm.openai_client import ServerError
+from rllib_llm.rollouts.collect import LocalSampler
+from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
+from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.streaming.client import STOP_SECONDS, LocalLedger, RemoteLedger
+from rllib_llm.rollouts.streaming.sampler import StreamOrder, be_streaming, stop_streaming
+from rllib_llm.rollouts.streaming.serving import LeaseServer, ServingSettings
+from rllib_llm.time_limit import LEAST_SECONDS
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES_PER_SAMPLER = 3  # in a row, without a batch in between
+SECONDS_BETWEEN_LOOKS = 1.0
+ADVICE = (
+    "Look for the reason in the workers' logs (out of memory is common), and raise "
+    "max_num_env_runner_restarts or sampler_timeout_s."
+)
+
+
+class StreamWorkers(Protocol):
+    """Samplers that lease from a ledger by themselves."""
+
+    def work(self) -> None:
+        """Has them at work; called again and again while a batch is waited for.
+
+        Raises:
+            SamplingError: nobody can sample.
+        """
+
+    def replace(self, sampler: str, reason: str) -> None:
+        """Starts a sampler again that gives no answer."""
+
+    def has_progress(self) -> None:
+        """Notes that a batch came."""
+
+    def stop(self) -> None:
+        """Ends their work."""
+
+
+class LocalWorker:
+    """The sampler of this process, which works while the driver waits.
+
+    Args:
+        sampler: serves requests.
+        ledger: to lease from.
+        settings: of serving.
+        is_eager: whether it works off all there is before the learner goes on: in lockstep, since
+            a module shared with the learner has older weights no more.
+    """
+
+    def __init__(
+        self,
+        sampler: LocalSampler,
+        ledger: LocalLedger,
+        settings: ServingSettings,
+        *,
+        is_eager: bool,
+    ) -> None:
+        self._ledger, self._is_eager = ledger, is_eager
+        self._server = LeaseServer(sampler.serve, settings)
+
+    def work(self) -> None:
+        """As of all workers."""
+        while self._serve_one() and self._is_eager:
+            pass
+
+    def _serve_one(self) -> bool:
+        """Whether there was anything to be done."""
+        leases = self._ledger.call("lease", "0", self._server.settings.groups_per_lease, [])
+        for lease in leases:
+            try:
+                groups = self._server.groups(lease)
+            except ServerError as error:
+                raise NoServerError(str(error)) from error
+            assert not isinstance(groups, SampleFailure), "the local sampler raises its exceptions"
+            self._ledger.call("push", lease.id, groups)
+        return bool(leases)
+
+    def replace(self, sampler: str, reason: str) -> None:
+        """Nobody: it is this process."""
+
+    def has_progress(self) -> None:
+        """As of all workers."""
+
+    def stop(self) -> None:
+        """As of all workers."""
+
+
+class RemoteWorkers:
+    """Samplers in actors of their own.
+
+    Each is asked every second to be at work. One that died is asked whether it is back, see
+    `SamplerPool`.
+
+    Args:
+        pool: of the samplers.
+        ledger: to lease from.
+        settings: of serving.
+        answer_seconds: after which a sampler that does not say that it is at work counts as hung.
+    """
+
+    def __init__(
+        self,
+        pool: SamplerPool,
+        ledger: RemoteLedger,
+        settings: ServingSettings,
+        *,
+        answer_seconds: float = LEAST_SECONDS,
+    ) -> None:
+        self._pool, self._actors = pool, pool.actors
+        self._answer_seconds = answer_seconds
+        self._order = StreamOrder(uuid.uuid4().hex, ledger.actor, settings)
+        self._asked: dict[int, tuple[Any, float]] = {}  # calls and their times, by worker
+        self._num_losses = 0
+        self._looked = self._someone_seen = time.monotonic()
+        self._look()
+
+    def work(self) -> None:
+        """As of all workers."""
+        if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+            self._look()
+            self._require_progress()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        answered = set(self._actors.ready([call for call, _ in self._asked.values()], 0.0))
+        for worker, (call, asked) in list(self._asked.items()):
+            if call not in answered:
+                if self._looked - asked > self._answer_seconds:
+                    self.replace(str(worker), f"it was silent for {self._looked - asked:.0f} s")
+                continue
+            del self._asked[worker]
+            try:
+                self._actors.answer(call)
+            except RayError as error:
+                logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
+                self._actors.mark(worker, healthy=False)
+                self._num_losses += 1
+                self._pool.faults.requests_retried += 1
+        healthy = self._pool.healthy()
+        for worker in healthy:
+            if worker not in self._asked:
+                call = self._actors.call(worker, "apply", be_streaming, self._order)
+                self._asked[worker] = (call, self._looked)
+        if healthy:
+            self._someone_seen = self._looked
+
+    def _require_progress(self) -> None:
+        pool = self._pool
+        have = f"num_healthy_samplers={len(self._actors.healthy())} must be at least 1"
+        if self._num_losses >= MAX_LOSSES_PER_SAMPLER * pool.num_samplers:
+            raise SamplingError(
+                f"{have}: all died or hung, {self._num_losses} times in a row. {ADVICE}\n"
+                f"{pool.last_words()}"
+            )
+        if time.monotonic() - self._someone_seen > pool.start_limit:
+            raise NoSamplersError(
+                f"{have}: none came back in {pool.start_limit:.0f} s. {ADVICE}\n{pool.last_words()}"
+            )
+
+    def replace(self, sampler: str, reason: str) -> None:
+        """As of all workers."""
+        worker = int(sampler)
+        self._asked.pop(worker, None)
+        self._num_losses += 1
+        self._pool.faults.requests_retried += 1
+        self._pool.replace(worker, reason)
+
+    def has_progress(self) -> None:
+        """As of all workers."""
+        self._num_losses = 0
+
+    def stop(self) -> None:
+        """As of all workers."""
+        calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
+        self._actors.ready(calls, STOP_SECONDS)

@@ -1,0 +1,158 @@
+"""What a request asks of the engine, read from its fields."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rllib_llm.engines.guide import Guide
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.schemas import MAX_STOPS, SamplingFields
+
+
+@dataclass(frozen=True)
+class Job:
+    """Completions of some prompts, `n` of each, under the same settings."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    """Of the longest: `max_tokens` has each prompt's own."""
+    max_tokens: list[int]
+    n: int = 1
+    seed: int = 0
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    version: int | None = None
+    """Serial number of the weights; None: the newest."""
+    continues_text: bool = False
+    """Whether completions go on with the text of their prompts."""
+    make_guide: Callable[[], Guide] | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the server's settings allow."""
+
+    max_model_len: int
+    vocab_size: int
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]
+    default_max_tokens: int | None
+
+
+def read_params(
+    fields: SamplingFields,
+    limits: Limits,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    top_logprobs: int = 0,
+) -> SamplingParams:
+    """The settings of sampling, its longest length aside.
+
+    Args:
+        fields: of the request.
+        limits: of the server.
+        stop_token_ids: further ones, which the chat format ends a turn with.
+        top_logprobs: how many of the likeliest tokens the answer tells.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    eos = () if fields.ignore_eos else (*limits.eos_token_ids, *stop_token_ids)
+    stops = tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ()))))
+    check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    greedy = temperature < 1e-5  # such logits would not be finite
+    try:
+        return SamplingParams(
+            pad_token_id=limits.pad_token_id,
+            stop_token_ids=stops,
+            max_new_tokens=max(1, fields.min_tokens or 0),
+            min_new_tokens=fields.min_tokens or 0,
+            temperature=1.0 if greedy else temperature,
+            top_k=max(0, fields.top_k or 0),
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            greedy=greedy,
+            top_logprobs=top_logprobs,
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises ApiError for ids that the model has no embedding for."""
+    largest = max(token_ids, default=0)
+    if largest >= limits.vocab_size:
+        raise ApiError(
+            400,
+            f"{field}={largest} must be below {limits.vocab_size}: the model has so many tokens.",
+            param=field,
+            code="invalid_value",
+        )
+
+
+def read_stops(fields: SamplingFields) -> tuple[str, ...]:
+    """The texts that end a completion."""
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > MAX_STOPS:
+        raise ApiError(
+            400,
+            f"stop must hold at most {MAX_STOPS} texts: it has {len(stops)}.",
+            param="stop",
+            code="invalid_value",
+        )
+    return tuple(stop for stop in stops if stop)
+
+
+def read_seed(seed: int | None) -> int:
+    """The seed of a request's noise; one of its own where it names none."""
+    return secrets.randbits(63) if seed is None else seed % 2**64
+
+
+def read_lengths(
+    prompts: Sequence[Sequence[int]],
+    asked: int | None,
+    limits: Limits,
+    *,
+    default: int | None,
+    field: str,
+    prompt_field: str,
+) -> list[int]:
+    """How many tokens may follow each prompt.
+
+    Args:
+        prompts: token ids of each.
+        asked: by the request.
+        limits: of the server.
+        default: where the request asks for nothing; None: all that there is room for.
+        field: that `asked` came from.
+        prompt_field: that the prompts came from.
+
+    Raises:
+        ApiError: 400, there is no room.
+    """
+    found = []
+    for prompt in prompts:
+        room = limits.max_model_len - len(prompt)
+        if room < (1 if asked is None else min(asked, 1)):
+            raise ApiError(
+                400,
+                f"{prompt_field} must have fewer than {limits.max_model_len} tokens, which is the "
+                f"model's context: it has {len(prompt)}. Shorten it.",
+                param=prompt_field,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise ApiError(
+                400,
+                f"{field}={asked} must be at most {room}: the prompt has {len(prompt)} tokens, and "
+                f"the model's context {limits.max_model_len}. Lower it.",
+                param=field,
+                code="context_length_exceeded",
+            )
+        wanted = default if asked is None else asked
+        found.append(room if wanted is None else min(wanted, room))
+    return found

@@ -1,0 +1,119 @@
+"""What a server counts, for Prometheus, under the names that vLLM's dashboards know."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rllib_llm.serving.versions import Weights
+
+PREFIX = "rllib_llm_"
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+
+
+class Metrics:
+    """The counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(PREFIX + name, help, buckets=_SECONDS, registry=self.registry)
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, help, labels, registry=self.registry)
+
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            return Gauge(PREFIX + name, help, labels, registry=self.registry)
+
+        self.first_token = histogram("time_to_first_token_seconds", "From request to first token.")
+        self.per_token = histogram("time_per_output_token_seconds", "Between two tokens of a row.")
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From request to last token.")
+        self.framework = histogram(
+            "framework_seconds", "From an answer's last token until it was handed to the network."
+        )
+        self.swap = histogram("weights_load_seconds", "Of a swap of weights; rows go on meanwhile.")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = counter("generation_tokens", "Tokens that were sampled.")
+        self.success = counter("request_success", "Completions that ended.", "finished_reason")
+        self.refusals = counter("requests_refused", "Requests that were not taken.", "reason")
+        self.swaps = counter("weights_swaps", "Versions that were loaded.")
+        self.running = gauge("num_requests_running", "Completions in the engine's batch.")
+        self.waiting = gauge("num_requests_waiting", "Completions that wait for a place in it.")
+        self.version = gauge("weights_version", "Of the newest weights.")
+        self.epoch = gauge("weights_epoch", "Of the newest weights.")
+        self.lane_rows = gauge("lane_rows", "Completions by the version that samples.", "version")
+        self.lag = gauge("event_loop_lag_seconds", "By how much the last timer was late.")
+
+    def swapped(self, weights: Weights) -> None:
+        """Counts a swap."""
+        self.swap.observe(weights.load_seconds)
+        self.swaps.inc()
+        self.version.set(weights.version)
+        self.epoch.set(weights.epoch)
+
+    def refused(self, reason: str) -> None:
+        """Counts a request that was not taken."""
+        self.refusals.labels(reason).inc()
+
+    def watch(self, prompt_tokens: int) -> JobWatch:
+        """The clock of one request."""
+        self.prompt_tokens.inc(prompt_tokens)
+        return JobWatch(self)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' format."""
+        return generate_latest(self.registry)
+
+
+class JobWatch:
+    """Times one request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._first: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+        self._last_token: float | None = None
+
+    def tokens(self, row: int, count: int) -> None:
+        """Tokens of a row have come."""
+        if not count:
+            return
+        now = self._last_token = time.perf_counter()
+        if row not in self._first:
+            self._first[row] = now
+            if len(self._first) == 1:
+                self._metrics.first_token.observe(now - self._start)
+        self._counts[row] = self._counts.get(row, 0) + count
+
+    def finished(self, row: int, reason: str) -> None:
+        """A row has ended."""
+        now = time.perf_counter()
+        count = self._counts.get(row, 0)
+        self._metrics.generation_tokens.inc(count)
+        self._metrics.success.labels(reason).inc()
+        self._metrics.end_to_end.observe(now - self._start)
+        if count > 1:
+            self._metrics.per_token.observe((now - self._first[row]) / (count - 1))
+
+    def close(self) -> None:
+        """The answer is with the network, or nobody waits for it any more."""
+        if self._last_token is not None:
+            self._metrics.framework.observe(time.perf_counter() - self._last_token)
+
+
+def set_gauges(metrics: Metrics, service: Any) -> None:
+    """Reads what is only looked at when somebody asks."""
+    sampling, waiting = service.engine.num_sampling, service.engine.num_waiting
+    metrics.running.set(sampling)
+    metrics.waiting.set(waiting)
+    metrics.lane_rows.clear()
+    for serial, rows in service.engine.rows_by_version.items():
+        metrics.lane_rows.labels(service.weights.of(serial).label).set(rows)
+    metrics.version.set(service.weights.newest.version)
+    metrics.epoch.set(service.weights.newest.epoch)

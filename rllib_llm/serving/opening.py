@@ -1,0 +1,39 @@
+"""A service made from its settings."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from rllib_llm.checkpoints.model_folder import find_model
+from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
+from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.serving.service import Service
+from rllib_llm.serving.settings import ServeSettings
+
+
+def show_log() -> None:
+    """Writes what the server logs, a line of JSON for each request, to standard error."""
+    parent = logging.getLogger("rllib_llm.serving")
+    if not parent.handlers:
+        parent.addHandler(logging.StreamHandler())
+    parent.setLevel(logging.INFO)
+    parent.propagate = False
+
+
+def open_service(settings: ServeSettings) -> Service:
+    """Loads the model that the settings name: a checkpoint, trial, Hugging Face folder or hub id,
+    or the dotted path of a function.
+
+    Raises:
+        UserError: the folder holds no model.
+        ModelSourceError: nothing can be loaded from it.
+    """
+    source = find_model(settings.model)
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    tokenizer = load_tokenizer(source, chat_template=settings.chat_template)
+    model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
+    ends = eos_token_ids(model.config, tokenizer, model.generation_config)
+    return Service(model, tokenizer, settings, eos_token_ids=ends, source=source)

@@ -1,0 +1,345 @@
+"""The policy behind a server: its engine in a thread, its weights, and what asks of them.
+
+requests ─▶ RunningJob ─▶ EngineLoop ─▶ LaneEngine ─▶ tokens ─▶ Choice ─▶ pieces
+weights  ─▶ load ─▶ LaneLoader ─▶ a lane of its own ─▶ LiveWeights
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.lanes import LaneEngine, LaneLoader
+from rllib_llm.engines.protocol import Ended, Noise
+from rllib_llm.engines.scoring import Scores
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.serving.choices import Choice, Piece
+from rllib_llm.serving.clients import Client
+from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.job import Job, Limits
+from rllib_llm.serving.metrics import Metrics
+from rllib_llm.serving.rows import Mailbox, RowEvents
+from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.serving.texts import TextStream, TokenTexts
+from rllib_llm.serving.versions import LiveWeights, Weights
+
+logger = logging.getLogger(__name__)
+
+SHUTTING_DOWN = "The server is about to stop and takes no more requests."
+ENGINE_ENDED = "The server's engine has ended with an error, which its log shows."
+
+
+class Service:
+    """Samples for requests. Made in any thread; `start` and all that follows are for the event
+    loop's, but `load`.
+
+    Args:
+        model: causal LM of transformers, which this owns.
+        tokenizer: its.
+        settings: of the server.
+        eos_token_ids: all ids that end a completion.
+        source: where the first weights come from, to be told.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: ServeSettings,
+        *,
+        eos_token_ids: tuple[int, ...],
+        source: str,
+    ) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        self.texts = TokenTexts(tokenizer)
+        self.metrics = Metrics()
+        config = model.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None) or 2**20
+        self.limits = Limits(
+            max_model_len=min(positions, settings.max_model_len or positions),
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_ids=eos_token_ids,
+            default_max_tokens=settings.default_max_tokens,
+        )
+        self.weights = LiveWeights(settings.served_name)
+        first = Weights(0, 0, 0, fingerprint(model.state_dict()), source)
+        self._known = {0: first}
+        other = copy.deepcopy(model) if settings.in_flight == "finish" else None
+        self.engine = LaneEngine(
+            _engine(model, 0, settings), other and _engine(other, None, settings)
+        )
+        self.loop = EngineLoop(self.engine)
+        self._loader = LaneLoader(self.loop, self.engine)
+        self._load_lock = threading.Lock()
+        self.jobs: dict[object, RunningJob] = {}
+        self.is_ready, self.is_draining = False, False
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._mailbox: Mailbox | None = None
+
+    async def start(self) -> None:
+        """Makes it ready, in the event loop that requests come to."""
+        if self._mailbox is not None:
+            return
+        self._events = asyncio.get_running_loop()
+        self._mailbox = Mailbox(self._events)
+        self.weights.set_live([self._known[0]])
+        self.is_ready = True
+
+    async def drain(self, seconds: float) -> bool:
+        """Takes no more requests and waits until those under way have ended, so long at most;
+        whether they have."""
+        self.is_draining = True
+        deadline = time.monotonic() + seconds
+        while self.jobs and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self.jobs
+
+    def close(self) -> None:
+        """Ends the engine, and requests that are under way with it."""
+        self.is_ready = False
+        self.loop.close()
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def load(
+        self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
+    ) -> Weights:
+        """Has new requests sampled by these weights. For any thread but the event loop's; waits
+        until the rows of the version before the newest have ended.
+
+        Args:
+            weights: under the names of the policy's state, or of the model's.
+            epoch, version: the publisher's. A lower version of a later epoch is welcome.
+            source: where they come from, to be told.
+
+        Raises:
+            ValueError: they are those of another model.
+        """
+        with self._load_lock:
+            start = time.perf_counter()
+            tensors = dict(weights)
+            serial = max(self._known) + 1
+            # Told before a token can be sampled by them.
+            loaded = Weights(serial, epoch, version, fingerprint(tensors), source)
+            self.weights.remember(loaded)
+            if self.settings.in_flight == "finish":
+                self._loader.load(tensors, serial)
+            else:
+                self.loop.load(tensors, serial, self.settings.in_flight)
+            loaded = replace(loaded, load_seconds=time.perf_counter() - start)
+            self._known[serial] = loaded
+            serials = self.loop.do(lambda: self.engine.versions).result()
+            live = [self._known[each] for each in serials]
+            self._known = {each.serial: each for each in live}
+        self.metrics.swapped(loaded)
+        assert self._mailbox is not None, "start was called"
+        self._mailbox.post(self.weights.set_live, live)
+        logger.info(
+            "weights %s of %s in use after %.3f s", loaded.label, source, loaded.load_seconds
+        )
+        return loaded
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises ApiError where no request can be taken now."""
+        if not self.is_ready or self.is_draining:
+            message = SHUTTING_DOWN if self.is_draining else "The server is starting."
+            raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
+        try:
+            self.loop.check_open()
+        except RuntimeError as error:
+            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+
+    @asynccontextmanager
+    async def run(
+        self, request_id: str, job: Job, client: Client | None = None
+    ) -> AsyncIterator[RunningJob]:
+        """Starts a job; what of it has not ended at the end of the block leaves the engine. Its
+        tokens are counted as the client's.
+
+        Raises:
+            ApiError: 429, too many wait; 503, the server is about to stop.
+        """
+        self.check_open()
+        num_rows = len(job.prompts) * job.n
+        most = self.settings.max_rows + self.settings.max_waiting
+        if self.num_rows + num_rows > most:
+            self.metrics.refused("queue")
+            raise ApiError(
+                429,
+                f"The server is full: {self.num_rows} completions are under way or wait, and "
+                f"{num_rows} more would be above {most}. Try again later.",
+                code="server_overloaded",
+                headers={"Retry-After": "1"},
+            )
+        running = RunningJob(self, request_id, job)
+        key = object()  # clients choose ids, and may do so twice
+        self.jobs[key] = running
+        try:
+            yield running
+        finally:
+            running.close()
+            del self.jobs[key]
+            if client is not None:
+                used = sum(map(len, job.prompts)) + running.num_completion_tokens
+                client.tokens.use(used)
+
+    @property
+    def num_rows(self) -> int:
+        """Completions that are under way or wait."""
+        return sum(job.num_left for job in self.jobs.values())
+
+    def rows_of(self, job: Job) -> RowEvents:
+        """The rows of a job in the engine."""
+        assert self._mailbox is not None, "start was called"
+        wanted = []
+        for i, prompt in enumerate(job.prompts):
+            params = replace(job.params, max_new_tokens=job.max_tokens[i])
+            group = object() if job.n > 1 else None
+            for k in range(job.n):
+                guide = job.make_guide() if job.make_guide else None
+                noise = Noise(job.seed, i * job.n + k)
+                wanted.append(Wanted(prompt, params, noise, 0, group, job.version, guide))
+        return RowEvents(self.loop, self._mailbox, wanted)
+
+    async def score(self, token_ids: list[int], top: int, version: int | None) -> Scores:
+        """Log-probs of a prompt's tokens, at temperature 1."""
+        scored = self.loop.do(lambda: self.engine.score(token_ids, top, version))
+        return await asyncio.wrap_future(scored)
+
+
+class RunningJob:
+    """A job in the engine. `async for i, piece in job` gives what comes of completion i, whose
+    prompt is number i // n; the last piece of each has a finish_reason."""
+
+    def __init__(self, service: Service, request_id: str, job: Job) -> None:
+        self.service, self.job, self.request_id = service, job, request_id
+        count = len(job.prompts) * job.n
+        self.choices = [
+            Choice(
+                TextStream(
+                    service.tokenizer,
+                    job.prompts[i // job.n][-8:] if job.continues_text else (),
+                    job.stops,
+                    job.keeps_stop,
+                ),
+                job.params.stop_token_ids,
+                job.eos_token_ids,
+            )
+            for i in range(count)
+        ]
+        self.num_left = count
+        self.on_piece: Callable[[Piece], None] | None = None
+        self._texts: dict[int, str] = {}  # for the log, if it is to have them
+        self._watch = service.metrics.watch(sum(map(len, job.prompts)))
+        self._rows = service.rows_of(job)
+        assert service._events is not None
+        self._timer = service._events.call_later(service.settings.deadline_s, self._expire)
+
+    def _expire(self) -> None:
+        seconds = self.service.settings.deadline_s
+        self._rows.fail(
+            ApiError(
+                504,
+                f"The request took longer than {seconds:g} s, the server's limit.",
+                code="deadline_exceeded",
+            )  # fmt: skip
+        )
+
+    def __aiter__(self) -> RunningJob:
+        return self
+
+    async def __anext__(self) -> tuple[int, Piece]:
+        while True:
+            try:
+                i, event = await self._rows.__anext__()
+            except ValueError as error:  # the engine refuses the row
+                raise self._refusal(error) from error
+            except RuntimeError as error:
+                raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+            choice = self.choices[i]
+            if choice.is_done:
+                continue
+            piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
+            self._watch.tokens(i, len(piece.token_ids))
+            if self.on_piece is not None:
+                self.on_piece(piece)
+            if self.service.settings.log_prompts:
+                self._texts[i] = self._texts.get(i, "") + piece.text
+            if choice.is_done:
+                self._leave(i, piece)
+            return i, piece
+
+    def _leave(self, i: int, piece: Piece) -> None:
+        self._rows.leave(i)
+        self.num_left -= 1
+        self._watch.finished(i, piece.finish_reason or "")
+
+    def _refusal(self, error: ValueError) -> ApiError:
+        if "row.version" in str(error):  # it went between the request and the step
+            return self.service.weights.gone("the version that was asked for")
+        return ApiError(400, str(error))
+
+    async def collect(self) -> list[Piece]:
+        """All of each completion."""
+        whole = [Piece() for _ in self.choices]
+        async for i, piece in self:
+            whole[i].add(piece)
+        return whole
+
+    @property
+    def weights(self) -> list[Weights]:
+        """Those that have sampled, in their order; the newest where nothing was sampled yet."""
+        serials = dict.fromkeys(serial for choice in self.choices for serial in choice.versions)
+        found = [self.service.weights.of(serial) for serial in serials]
+        return found or [self.service.weights.newest]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that were sampled and belong to the answer."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def abort(self) -> None:
+        """Ends it with what there is."""
+        self._rows.abort()
+
+    def close(self) -> None:
+        """Frees what it holds in the engine."""
+        self._timer.cancel()
+        self._rows.close()
+        if self.service.settings.log_prompts:
+            decode = self.service.tokenizer.decode
+            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": self._texts}
+            logger.info(json.dumps({"request_id": self.request_id, **told}))
+        self._watch.close()
+        self.num_left = 0
+
+
+def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:
+    return TorchEngine(
+        model, version=version, max_rows=settings.max_rows,
+        max_positions=settings.max_model_len or 2048,
+    )  # fmt: skip
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """CRC-32 of the weights' bytes in the order of their names, eight hexadecimal digits."""
+    crc = 0
+    for name in sorted(weights, key=lambda name: name.removeprefix("model.")):
+        tensor = weights[name].detach().cpu().contiguous()
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"

@@ -1,0 +1,176 @@
+"""How a server is set up: one class for the command's flags, the environment and a YAML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from rllib_llm.user_errors import UserError
+
+ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class ServeSettings(BaseModel):
+    """Every setting of `rllib serve`. Later sources win: YAML file, environment, flags."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(description="Checkpoint, trial folder, Hugging Face folder or hub id.")
+    name: str | None = Field(None, description="Of the model in answers. Default: its folder's.")
+    chat_template: str | None = Field(
+        None, description="In place of the tokenizer's: file or text."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Of weights and arithmetic."
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:1; auto: a GPU where there is one.")
+    num_threads: int | None = Field(None, ge=1, description="Of arithmetic on a CPU.")
+
+    max_rows: int = Field(64, ge=1, description="Completions sampled at once.")
+    max_waiting: int = Field(256, ge=0, description="Further completions that may wait; then 429.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Tokens of prompt and completion. Default: what the model reads."
+    )
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="Of a chat that names no limit. Default: what there is room for."
+    )
+
+    weights_name: str | None = Field(
+        None, description="Follow the weights that a run publishes under this name."
+    )
+    in_flight: Literal["finish", "recompute", "keep"] = Field(
+        "finish",
+        description="When weights come, completions under way finish on theirs (needs a second "
+        "copy of the model), have their cache recomputed, or keep it.",
+    )
+    weights_wait_s: float = Field(
+        30.0, ge=0, description="Longest wait for X-Min-Weight-Version, seconds."
+    )
+
+    host: str = Field("127.0.0.1", description="Address; another than this machine's needs keys.")
+    port: int = Field(8000, ge=0, le=65535, description="0: any free one.")
+    api_keys_file: Path | None = Field(
+        None, description="YAML: a list of {name, key, requests_per_minute, tokens_per_minute}."
+    )
+    api_keys: SecretStr | None = Field(
+        None, description="Keys with a comma between them. For the environment."
+    )
+    admin_key: SecretStr | None = Field(
+        None, description="Key of the administration, which is off without it. For the environment."
+    )
+    admin_key_file: Path | None = Field(None, description="File with the administration's key.")
+    requests_per_minute: float | None = Field(None, gt=0, description="Of a key that names none.")
+    tokens_per_minute: float | None = Field(None, gt=0, description="Of a key that names none.")
+    cors_origins: list[str] = Field([], description="Web pages of these origins may ask, too.")
+    max_body_bytes: int = Field(4 * 1024**2, ge=1024, description="Of a request.")
+    deadline_s: float = Field(600.0, gt=0, description="Longest time of a request, seconds.")
+    slow_request_s: float = Field(
+        20.0, gt=0, description="Longest time that a request takes to arrive, seconds."
+    )
+    slow_reader_s: float = Field(
+        30.0, gt=0, description="Longest time that a client reads nothing of its answer, seconds."
+    )
+    drain_s: float = Field(30.0, ge=0, description="For answers under way when it stops, seconds.")
+    log_prompts: bool = Field(False, description="Write prompts and answers into the log.")
+
+    replicas: int = Field(1, ge=1, description="Copies of the server under Ray Serve.")
+    max_replicas: int | None = Field(
+        None, ge=1, description="Scale up to so many by completions under way and waiting."
+    )
+    num_cpus: float = Field(1.0, ge=0, description="Of a replica under Ray Serve.")
+    num_gpus: float = Field(0.0, ge=0, description="Of a replica under Ray Serve.")
+    haproxy: bool | None = Field(
+        None, description="Ray Serve's HAProxy in place of its Python proxy. It listens on all "
+        "addresses: by default only where there are keys.",
+    )  # fmt: skip
+
+    @field_validator("api_keys_file", "admin_key_file")
+    @classmethod
+    def _is_there(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.is_file():
+            raise ValueError("there is no such file")
+        return file
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in answers."""
+        return self.name or Path(self.model).name or self.model
+
+    def for_replica(self) -> dict[str, Any]:
+        """All that was set, secrets in plain text, to be handed to another process."""
+        values = self.model_dump(exclude_defaults=True)
+        secret = [name for name, value in values.items() if isinstance(value, SecretStr)]
+        return values | {name: values[name].get_secret_value() for name in secret}
+
+    def chosen_device(self) -> str:
+        """Where the model is."""
+        if self.device != "auto":
+            return self.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def check_exposure(self, has_keys: bool) -> None:
+        """Raises UserError for an address that others reach, without keys."""
+        if self.host not in LOOPBACK and not has_keys:
+            raise UserError(
+                f"host={self.host!r} must be one of {LOOPBACK} without API keys: whoever reaches "
+                "the address could use the model. Set api_keys_file, or "
+                f"{ENVIRONMENT_PREFIX}API_KEYS."
+            )
+
+
+def read_settings(
+    given: Mapping[str, Any],
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ServeSettings:
+    """The settings of all sources.
+
+    Args:
+        given: by flags, or as keyword arguments; None counts as not given.
+        file: YAML with settings by name.
+        environment: RLLIB_SERVE_<NAME>; lists have commas between their entries.
+
+    Raises:
+        UserError: an unknown or wrong setting, by name.
+    """
+    values = {**_from_file(file), **_from_environment(environment)}
+    values |= {name: value for name, value in given.items() if value is not None}
+    try:
+        return ServeSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "settings"
+        known = ", ".join(ServeSettings.model_fields)
+        hint = f" Settings are: {known}." if first["type"] == "extra_forbidden" else ""
+        value = "" if "key" in name or first["type"] == "missing" else f"={first['input']!r}"
+        raise UserError(f"{name}{value} must be corrected: {first['msg']}.{hint}") from error
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    import yaml
+
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"config={str(file)!r} must be a YAML file: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"config={str(file)!r} must hold settings by name: {values!r} does not.")
+    return values
+
+
+def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in (os.environ if environment is None else environment).items():
+        if key.startswith(ENVIRONMENT_PREFIX):
+            name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
+            found[name] = value.split(",") if name == "cors_origins" else value
+    return found

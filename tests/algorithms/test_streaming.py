@@ -1,0 +1,252 @@
+"""Samplers ahead of the learner: the same for any number of them, whoever dies, and resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+
+from rllib_llm import columns
+from rllib_llm.rollouts.streaming.source import FilteredOutError
+from tests.algorithms import tiny_runs as tiny
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def streaming(num_samplers: int = 0, *, max_staleness: int = 1, **settings):
+    config = tiny.grpo(off_policy="bypass").env_runners(num_env_runners=num_samplers)
+    return config.streaming(max_staleness=max_staleness, **settings)
+
+
+def samplers(algorithm):
+    """Handles of the remote samplers, by worker id."""
+    return algorithm.env_runner_group._worker_manager.actors()
+
+
+def sampler_pid(algorithm, worker=1):
+    return ray.get(samplers(algorithm)[worker].apply.remote(lambda runner: os.getpid()))
+
+
+def assert_accounted(results):
+    """Every token that arrived was learnt from, rejected, or is still there."""
+    for result in results:
+        told = result["rollouts"]
+        assert told["tokens_generated"] == (
+            told["tokens_trained"] + told["tokens_rejected"] + told["tokens_carried"]
+        )
+
+
+def learn(config, num_iterations=4, disturb=None):
+    """What was learnt, the weights and the ledger's words of each iteration. `disturb`: called
+    with the algorithm and the iteration before each."""
+    learnt, told = [], []
+    with tiny.built(config) as algorithm:
+        for i in range(num_iterations):
+            if disturb is not None:
+                disturb(algorithm, i)
+            result = algorithm.train()
+            learnt.append(tiny.learnt(result))
+            told.append(result["rollouts"])
+        weights = tiny.weights(algorithm)
+    assert_accounted([{"rollouts": each} for each in told])
+    return learnt, weights, told
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Four iterations in one process, one update behind."""
+    return learn(streaming())
+
+
+def test_the_first_batch_is_fresh_and_all_others_one_update_old(undisturbed):
+    metrics, _, told = undisturbed
+    assert [m["train"]["staleness"] for m in metrics] == [0.0, 1.0, 1.0, 1.0]
+    assert [t["age_max"] for t in told] == [0.0, 1.0, 1.0, 1.0]
+    assert [t["groups_trained"] for t in told] == [4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("num_samplers", [1, 3])
+def test_any_number_of_samplers_learns_the_same_bit_for_bit(undisturbed, num_samplers):
+    metrics, weights, _ = learn(streaming(num_samplers))
+    assert metrics == undisturbed[0]
+    tiny.assert_same_weights(weights, undisturbed[1])
+
+
+class SlowJudge:
+    """Takes a while over every other batch of completions, another one in each process."""
+
+    def __init__(self):
+        self.num_calls = os.getpid() % 2
+
+    def __call__(self, completions):
+        self.num_calls += 1
+        if self.num_calls % 2:
+            time.sleep(0.3)
+        return tiny.num_digits(completions)
+
+
+def test_delays_and_deaths_change_nothing_in_lockstep(undisturbed):
+    """Samplers of unequal speed; one is killed, then the ledger."""
+    config = streaming(2)
+    config.env_config["reward_functions"] = {
+        "function": f"{__name__}.SlowJudge", "kwargs": {}, "name": "num_digits",
+    }  # fmt: skip
+
+    def disturb(algorithm, i):
+        if i == 1:
+            os.kill(sampler_pid(algorithm), signal.SIGKILL)
+        if i == 2:
+            ray.kill(algorithm.rollouts._ledger.actor, no_restart=False)
+
+    metrics, weights, _ = learn(config, disturb=disturb)
+    tiny.assert_same_weights(weights, undisturbed[1])
+    assert [m["objective"] for m in metrics] == [m["objective"] for m in undisturbed[0]]
+
+
+def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise(undisturbed):
+    config = streaming(2).fault_tolerance(sampler_timeout_s=5.0)
+
+    def disturb(algorithm, i):
+        if i == 1:
+            os.kill(sampler_pid(algorithm), signal.SIGSTOP)
+
+    _, weights, _ = learn(config, disturb=disturb)
+    tiny.assert_same_weights(weights, undisturbed[1])
+
+
+@pytest.mark.parametrize("num_samplers", [0, 2])
+def test_a_restored_run_goes_on_as_if_nothing_had_happened(undisturbed, tmp_path, num_samplers):
+    with tiny.built(streaming(num_samplers)) as algorithm:
+        metrics = tiny.train(algorithm, 2)
+        path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+        tiny.train(algorithm, 1)
+        algorithm.restore_from_path(path)
+        assert metrics + tiny.train(algorithm, 2) == undisturbed[0]
+        tiny.assert_same_weights(tiny.weights(algorithm), undisturbed[1])
+    with tiny.built(streaming(2 - num_samplers)) as other:
+        other.restore_from_path(path)
+        assert metrics + tiny.train(other, 2) == undisturbed[0]
+        tiny.assert_same_weights(tiny.weights(other), undisturbed[1])
+
+
+def test_without_staleness_filters_or_surplus_batches_are_sampled_on_demand():
+    with tiny.built(tiny.grpo()) as algorithm:
+        assert type(algorithm.rollouts).__name__ == "OnPolicy"
+        assert "rollouts" not in algorithm.train()
+
+
+def test_a_synchronous_run_is_the_stream_without_staleness(undisturbed):
+    """A filter that lets everything pass makes a stream of it, and changes nothing where as many
+    groups are sampled together."""
+    with tiny.built(tiny.grpo()) as algorithm:
+        expected = tiny.train(algorithm, 3), tiny.weights(algorithm)
+    metrics, weights, _ = learn(
+        streaming(max_staleness=0, filters=[f"{__name__}.all_pass"], groups_per_lease=4), 3
+    )
+    assert metrics == expected[0]
+    tiny.assert_same_weights(weights, expected[1])
+
+
+def all_pass(group):
+    return True, ""
+
+
+@pytest.mark.parametrize("num_samplers", [0, 2])
+def test_a_free_run_trains_every_prompt_once_and_not_older_than_allowed(num_samplers):
+    results, batches = [], []
+    with tiny.built(streaming(num_samplers, schedule="free", max_staleness=2)) as algorithm:
+        source = algorithm.rollouts
+        taken = source.next
+        source.next = lambda: batches.append(taken()) or batches[-1]
+        for _ in range(5):
+            results.append(algorithm.train())
+    assert_accounted(results)
+    assert max(r["rollouts"]["age_max"] for r in results) <= 2
+    groups = torch.cat([batch.columns[columns.GROUP] for batch in batches])
+    assert groups[::3].tolist() == list(range(20))  # strict order: the window is one group
+
+
+def test_a_free_run_that_is_restored_loses_nothing_and_trains_nothing_twice(tmp_path):
+    config = streaming(2, schedule="free", max_staleness=1)
+    with tiny.built(config) as algorithm:
+        tiny.train(algorithm, 2)
+        path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+    with tiny.built(config.copy(copy_frozen=False)) as other:
+        other.restore_from_path(path)
+        batch = other.rollouts.next()
+        assert batch.columns[columns.GROUP][::3].tolist() == [8, 9, 10, 11]
+        assert other.position == 12
+
+
+def has_even_best(group):
+    """Refuses about half the groups, by what was sampled alone."""
+    return int(group.scores.max()) % 2 == 0, "odd"
+
+
+def test_filters_are_deterministic_in_lockstep_and_other_prompts_take_the_place():
+    learnt = [learn(streaming(n, filters=[f"{__name__}.has_even_best"]), 3) for n in (0, 2)]
+    assert learnt[0][0] == learnt[1][0]
+    tiny.assert_same_weights(learnt[0][1], learnt[1][1])
+    told = learnt[0][2][-1]
+    assert told["groups_trained"] == 12 and told["rejected/odd"] >= 1
+    assert told["groups_rejected"] == told["rejected/odd"]
+
+
+def test_where_no_group_has_spread_the_run_ends_and_says_so():
+    config = streaming(max_staleness=0, filters=["reward_spread"], max_resampling=2)
+    config.env_config["reward_functions"] = f"{__name__}.always_one"
+    with tiny.built(config) as algorithm, pytest.raises(
+        # Eight are allowed; with the ninth nothing more is admitted, and three are on their way.
+        FilteredOutError, match=r"groups rejected in a row=12 must be at most 8 .*12 no_spread"
+    ):  # fmt: skip
+        algorithm.train()
+
+
+def always_one(completions):
+    return [1.0] * len(completions)
+
+
+class FailLater:
+    """Judges one batch and no other."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, completions):
+        self.num_calls += 1
+        if self.num_calls > 4:
+            raise KeyError("no judge any more")
+        return tiny.num_digits(completions)
+
+
+def test_a_failure_ahead_is_raised_where_its_batch_is_wanted():
+    config = streaming(1)
+    config.env_config["reward_functions"] = {"function": f"{__name__}.FailLater", "kwargs": {},
+                                             "name": "later"}  # fmt: skip
+    with tiny.built(config) as algorithm, pytest.raises(RuntimeError, match="no judge any more"):
+        for _ in range(4):
+            algorithm.train()
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ValueError, match="pipeline_depth'. It is called 'max_staleness' here"):
+        tiny.grpo().sampling(pipeline_depth=1)
+    with pytest.raises(ValueError, match="window=4 must be 1 with schedule='lockstep'"):
+        streaming(window=4).validate()
+    with pytest.raises(ValueError, match="on_stale='drop' must be 'train' with schedule='lock"):
+        streaming(on_stale="drop").validate()
+    with pytest.raises(ValueError, match=r"filters='spread' must be among \['distinct'"):
+        streaming(filters=["spread"]).validate()
+    with pytest.raises(ValueError, match="off_policy=None must be set with max_staleness=1"):
+        tiny.grpo().streaming(max_staleness=1).validate()
+    with pytest.raises(ValueError, match="off_policy=None must be set with oversample=1.25"):
+        tiny.grpo().streaming(oversample=1.25).validate()
+    with pytest.warns(UserWarning, match="schedule='free' has no effect with max_staleness=0"):
+        streaming(max_staleness=0, schedule="free").validate()
+    with contextlib.suppress(UserWarning):
+        streaming(schedule="free", window=4, on_stale="drop").validate()

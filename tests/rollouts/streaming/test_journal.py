@@ -1,0 +1,55 @@
+"""A ledger that dies is there again, with all that it was told."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.rollouts.streaming import journal as module
+from rllib_llm.rollouts.streaming.journal import JournaledLedger
+from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.weights.published import PublishedWeights
+from tests.rollouts.streaming.simulated import judged
+
+RULES = StreamRules(num_groups=2, max_staleness=1)
+
+
+def begun(folder):
+    made = JournaledLedger(RULES, folder)
+    made.call("publish", PublishedWeights(0, ref=("a reference",)))
+    leases = made.call("lease", "1", 3, [])
+    made.call("push", leases[0].id, [judged(0, 0)])
+    return made, leases
+
+
+def known(made):
+    ledger = made.ledger
+    return ledger.state(), [(e.state, e.lease, e.sampler) for e in ledger._table.values()]
+
+
+@pytest.mark.parametrize("compact_bytes", [0, 10**9])
+def test_it_comes_back_as_it_was_and_leases_still_hold(tmp_path, monkeypatch, compact_bytes):
+    monkeypatch.setattr(module, "_COMPACT_BYTES", compact_bytes)
+    made, leases = begun(tmp_path)
+    again = JournaledLedger(RULES, tmp_path)
+    assert again.was_restored and known(again) == known(made)
+    assert again.call("push", leases[1].id, [judged(1, 0)]) == 1
+    # Where the weights lie is not known to another process: the driver is asked.
+    answer = again.call("take", 0)
+    assert [g.position for g in answer.groups] == [0, 1] and answer.missing == (0,)
+    third = JournaledLedger(RULES, tmp_path)
+    assert known(third) == known(again)
+
+
+def test_a_call_that_was_cut_short_was_not_made(tmp_path):
+    made, leases = begun(tmp_path)
+    expected = known(made)
+    made.call("push", leases[1].id, [judged(1, 0)])
+    path = tmp_path / "ledger.journal"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert known(JournaledLedger(RULES, tmp_path)) == expected
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made, _ = begun(None)
+    assert made.ledger.num_carried == 10 and list(tmp_path.iterdir()) == []

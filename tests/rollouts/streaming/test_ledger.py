@@ -1,0 +1,323 @@
+"""The table of groups: who may be how far ahead, what is learnt from, where every token went."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.rollouts.streaming.entry import Tokens
+from rllib_llm.weights.published import PublishedWeights
+from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, serve
+
+SEEDS = range(8)
+
+
+# --- lockstep --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_in_lockstep_a_group_is_sampled_with_the_weights_of_its_place(staleness):
+    """max(0, ⌊g/P⌋ - S), whoever samples it and when; batches are consecutive prompts."""
+    for seed in SEEDS:
+        run = Run(ledger(max_staleness=staleness), seed).until(6)
+        for step, (positions, versions) in enumerate(run.batches):
+            assert positions == list(range(4 * step, 4 * step + 4))
+            assert versions == [max(0, step - staleness)] * 4
+
+
+def test_with_filters_time_still_decides_nothing():
+    """Which groups are refused decides alone; here two of five, and all of batch 1's first."""
+    batches, sampled_with = [], []
+    for seed in range(20):
+        made = ledger(max_staleness=2, groups_per_lease=3, num_extra=1)
+        run = Run(made, seed, 1 + seed % 4,
+                  reason=lambda p: "no_spread" if p % 5 < 2 or 4 <= p < 9 else "")  # fmt: skip
+        run.until(7)
+        batches.append(run.batches)
+        trained = {p for positions, _ in run.batches for p in positions}
+        sampled_with.append({p: run.sampled_with[p] for p in trained})
+        assert run.largest_age <= made.rules.largest_age
+    assert all(other == batches[0] for other in batches)
+    assert all(other == sampled_with[0] for other in sampled_with)
+    # In order, none skipped that passes.
+    flat = [p for positions, _ in batches[0] for p in positions]
+    passing = [p for p in range(100) if p % 5 >= 2 and not 4 <= p < 9]
+    assert flat == passing[: len(flat)]
+
+
+# --- free: admission, order, age -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness, window, extra", [(0, 1, 0), (1, 1, 0), (2, 5, 0), (0, 2, 1),
+                                                      (1, 3, 2)])  # fmt: skip
+def test_staleness_stays_within_its_bound_under_stragglers(staleness, window, extra):
+    """S + ⌈(W-1)/P⌉ where nothing is over-sampled; no prompt is learnt from twice or passed over
+    further than the window. Complaint: a bound that is none (SkyRL, prime-rl #1902)."""
+    for seed in SEEDS:
+        made = ledger(schedule="free", max_staleness=staleness, window=window, num_extra=extra)
+        assert made.rules.capacity == (staleness + 1) * 4 + extra
+        run = Run(made, seed, straggler=6 + seed).until(12)
+        if not extra:
+            assert made.rules.largest_age == staleness + -(-(window - 1) // 4)
+        assert run.largest_age <= made.rules.largest_age
+        assert set(run.trained.values()) == {1}
+        trained = sorted(run.trained)
+        assert len(range(trained[-1] + 1)) - len(trained) < window + extra + 4
+        assert len(made._table) <= made.rules.capacity
+
+
+def test_what_is_on_its_way_never_exceeds_the_capacity():
+    """leased + ready + being learnt from, counted from the table at every turn."""
+    made = ledger(schedule="free", max_staleness=1)
+    run = Run(made, 3, num_samplers=5, reason=lambda p: "dull" if p % 3 == 0 else "")
+    for n in range(1, 9):
+        run.until(n)
+        assert len(made._table) <= 8
+
+
+def test_slow_prompts_are_not_starved():
+    """Complaint: slow prompts starved, the trained distribution biased to short ones
+    (tinker-cookbook #822). The slowest groups are learnt from in their turn: after any number of
+    batches the prompts learnt from are the first so many, each once."""
+    made = ledger(schedule="free", max_staleness=2)
+    for straggler in (0, 5, 9):
+        run = Run(made, 1, straggler=straggler)
+        first = made.position
+        run.until(10)
+        assert sorted(run.trained) == list(range(first, first + 40))
+
+
+def test_a_stale_group_is_dropped_only_where_that_is_asked_for_and_counted():
+    """Complaint: a fifth of all groups dropped in silence (marin #8955)."""
+    for on_stale, num_dropped in (("train", 0), ("drop", 1)):
+        made = ledger(schedule="free", max_staleness=0, window=5, num_extra=1, on_stale=on_stale,
+                      keeps_rejected=True)  # fmt: skip
+        slow, rest = made.lease("slow", 1)[0], made.lease("quick", 10)
+        for lease in rest:
+            serve(made, lease)
+        assert [g.position for g in made.take(0).groups] == [1, 2, 3, 4]
+        made.publish(PublishedWeights(1))
+        serve(made, slow)  # sampled with version 0
+        for lease in made.lease("quick", 10):
+            serve(made, lease)
+        answer = made.take(1)
+        assert (answer.groups[0].position == 0) is (on_stale == "train")
+        assert [(c.group.position, c.reason) for c in answer.rejected] == [(0, "stale")][
+            :num_dropped
+        ]
+        assert made.metrics().get("rejected/stale", 0) == num_dropped
+        assert made.account.rejected["stale"] == 10 * num_dropped
+
+
+# --- leases ----------------------------------------------------------------------------------
+
+
+def test_a_worker_that_never_returns_does_not_hang_the_run():
+    """Complaint: one of 128 never returns, and everybody waits for 29 hours (SkyRL #1173). Its
+    lease ends, another samples the groups, and its late answer is refused and counted."""
+    clock = Clock()
+    made = ledger(clock, timeout_s=10.0)
+    (lost,) = made.lease("1", 1)
+    for lease in made.lease("2", 3):
+        serve(made, lease)
+    clock.now = 5.0
+    assert made.take(0).groups is None
+    assert "groups 0-0 with sampler 1 for 5 s" in made.waits_for()
+    clock.now = 11.0
+    answer = made.take(0)
+    ((sampler, why),) = answer.expired
+    assert sampler == "1" and "no answer in 11 s (sampler_timeout_s=10.0" in why
+    (again,) = made.lease("2", 1)
+    assert again.position == 0 and again.id != lost.id
+    assert serve(made, lost) == 0 and made.account.rejected["late"] == 10
+    assert serve(made, again) == 1
+    assert [g.position for g in made.take(0).groups] == [0, 1, 2, 3]
+    made.account.check(made.num_carried)
+    # It may be the group that is slow: it has twice the time.
+    (third,) = made.lease("3", 1)
+    clock.now = 22.0
+    assert len(made.take(0).expired) == 1
+    (fourth,) = [lease for lease in made.lease("3", 1) if lease.position == third.position]
+    clock.now = 41.0
+    assert not made.take(0).expired and serve(made, fourth) == 1
+
+
+def test_a_group_that_is_handed_in_twice_counts_once():
+    """Ray makes a call again where it does not know that it was made. Complaint: counted twice
+    (prime-rl #1764)."""
+    made = ledger()
+    leases = made.lease("1", 4)
+    for _ in range(2):
+        for lease in leases:
+            serve(made, lease)
+    assert made.account.generated == made.num_carried == 10 + 11 + 12 + 13
+    made.take(0)
+    made.publish(PublishedWeights(1))
+    assert serve(made, leases[0]) == 0
+    assert made.account.generated == made.account.trained == 46
+
+
+def test_what_a_sampler_held_that_was_started_again_waits_at_once():
+    made = ledger()
+    before = made.lease("1", 4)
+    assert [lease.position for lease in before] == [0, 1, 2, 3]
+    assert not made.holds_more("1", [lease.id for lease in before])
+    assert made.holds_more("1", [])
+    assert [lease.position for lease in made.lease("1", 1)] == [0]
+    assert serve(made, before[0]) == 0
+
+
+def test_a_lease_whose_sampler_makes_progress_goes_on():
+    clock = Clock()
+    made = ledger(clock, timeout_s=10.0)
+    (lease,) = made.lease("1", 1)
+    clock.now = 9.0
+    held, newest = made.renew("1", [lease.id])
+    assert held == [lease.id] and newest.version == 0
+    clock.now = 18.0
+    assert not made.take(0).expired and serve(made, lease) == 1
+
+
+def test_an_exception_puts_the_groups_back_and_is_told():
+    made = ledger()
+    for num_failures in (1, 2):
+        (lease,) = made.lease("1", 1)
+        made.fail(lease.id, "no judge")
+        assert made.take(0).failures == (("1", ("no judge", num_failures)),)
+    assert made.lease("2", 1)[0].position == 0
+    assert made.take(0).failures == ()
+
+
+def test_groups_admitted_together_are_sampled_together():
+    made = ledger(num_groups=6, groups_per_lease=4, max_staleness=0)
+    assert [(x.position, x.num_groups) for x in made.lease("1", 1)] == [(0, 4)]
+    assert [(x.position, x.num_groups) for x in made.lease("2", 9)] == [(4, 2)]
+    free = ledger(num_groups=6, groups_per_lease=4, max_staleness=0, schedule="free")
+    assert [(x.position, x.num_groups) for x in free.lease("1", 5)] == [(0, 4), (4, 1)]
+
+
+# --- rejection -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_what_is_rejected_is_replaced_and_comes_to_the_recorder_once(schedule):
+    made = ledger(schedule=schedule, max_staleness=0, keeps_rejected=True)
+    for lease in made.lease("1", 9):
+        serve(made, lease, lambda p: "no_spread" if p in (1, 2) else "")
+    answer = made.take(0)
+    assert answer.groups is None
+    assert [(c.group.position, c.reason) for c in answer.rejected] == [
+        (1, "no_spread"), (2, "no_spread"),
+    ]  # fmt: skip
+    for lease in made.lease("1", 9):
+        serve(made, lease)
+    answer = made.take(0, answer.num_closed)
+    assert [g.position for g in answer.groups] == [0, 3, 4, 5] and answer.rejected == ()
+    assert made.metrics()["groups_rejected"] == made.metrics()["rejected/no_spread"] == 2
+    made.account.check(made.num_carried)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_where_nothing_passes_there_is_an_end(schedule):
+    made = ledger(schedule=schedule, max_rejected=10)
+    for _ in range(20):
+        for lease in made.lease("1", 3):
+            serve(made, lease, lambda p: "easy" if p % 2 else "hard")
+    assert made.take(0).too_many_rejected.keys() == {"easy", "hard"}
+
+
+def test_tokens_of_rows_without_a_score_are_not_called_trained():
+    made = ledger(num_groups=1, max_staleness=0)
+    (lease,) = made.lease("1", 1)
+    made.push(lease.id, [judged(0, 0, num_tokens=12, num_lost=5)])
+    made.take(0)
+    made.publish(PublishedWeights(1))
+    assert (made.account.trained, made.account.rejected["lost_rows"]) == (7, 5)
+    assert made.metrics()["groups_rejected"] == 0
+
+
+# --- partial completions, checkpoints --------------------------------------------------------
+
+
+def test_the_prompts_learnt_from_are_the_prompts_where_hard_ones_take_long():
+    """Short-completion bias (Magistral's invariant). Every fourth prompt is hard and takes ten
+    times as long; eight groups are sampled at once. In strict order exactly a quarter of what is
+    learnt from is hard, after any number of batches; with whoever comes first it would not be."""
+    shares = {}
+    for window in (1, 1000):
+        clock = Clock()
+        made = ledger(clock, schedule="free", max_staleness=1, window=window, timeout_s=None)
+        running, hard, version = [], [], 0
+        while version < 10:
+            for lease in made.lease("1", 8 - len(running), [lease.id for _, lease in running]):
+                running.append((clock.now + (10.0 if lease.position % 4 == 3 else 1.0), lease))
+            running.sort(key=lambda each: each[0])
+            clock.now, lease = running.pop(0)
+            serve(made, lease)
+            if (answer := made.take(version)).groups is not None:
+                hard += [group.position % 4 == 3 for group in answer.groups]
+                version += 1
+                made.publish(PublishedWeights(version))
+        shares[window] = sum(hard) / len(hard)
+    assert shares[1] == 0.25 and shares[1000] < 0.2
+
+
+def partial(*lengths):
+    return tuple(Tokens(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
+
+
+def test_tokens_of_unfinished_groups_are_carried_to_who_samples_them_next():
+    made = ledger(schedule="free")
+    (lease,) = made.lease("1", 1)
+    made.keep_partial(lease.id, {0: partial(3, 0)})
+    made.keep_partial(lease.id, {0: partial(5, 2)})
+    assert made.account.generated == made.num_carried == 7
+    (again,) = made.lease("1", 1)  # started again
+    assert again.position == 0 and again.partial == {0: partial(5, 2)}
+    made.keep_partial(lease.id, {0: partial(9, 9)})  # of the old one: refused
+    made.push(again.id, [judged(0, 0, num_tokens=10, continues=True)])
+    assert made.account.generated == made.num_carried == 10
+    # One that cannot go on begins anew: what there was is told as rejected.
+    (other,) = made.lease("1", 1)
+    made.keep_partial(other.id, {1: partial(4)})
+    serve(made, other)
+    assert made.account.rejected["begun_anew"] == 4
+    assert made.account.generated == 10 + 4 + 11 and made.num_carried == 21
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_a_restored_ledger_loses_nothing_and_trains_nothing_twice(schedule):
+    """Complaints: the bound lost after a restore (AReaL #1345), a hang at resume with a full buffer
+    (NeMo #2899), prompts in flight lost (SkyRL, AReaL)."""
+    for seed in SEEDS:
+        rules = {"schedule": schedule, "max_staleness": 2}
+        before = Run(ledger(**rules), seed).until(5)
+        state = before.made.state()
+        late = [lease for held in before.held.values() for lease in held]
+        going_on = Run(ledger(**rules), seed + 1)
+        going_on.made.set_state(state)
+        going_on.version = before.version
+        going_on.made.publish(PublishedWeights(before.version))
+        if schedule == "lockstep":  # the driver waited for what older weights have to sample
+            for v in range(before.version):
+                going_on.made.offer(PublishedWeights(v))
+        going_on.until(6)
+        assert all(serve(going_on.made, lease) == 0 for lease in late)
+        trained = before.trained + going_on.trained
+        assert set(trained.values()) == {1} and sorted(trained) == list(range(44))
+        assert going_on.largest_age <= 2
+
+
+def test_a_state_is_a_copy():
+    made = ledger()
+    state = made.state()
+    for lease in made.lease("1", 9):
+        serve(made, lease)
+    assert state["account"].generated == 0 and state["_chosen"] == []
+
+
+def test_weights_that_leases_wait_for_and_nobody_has_are_asked_for():
+    made = ledger()
+    made.forget_weights()
+    assert made.lease("1", 1) == [] and made.take(0).missing == (0,)
+    made.offer(PublishedWeights(0))
+    assert made.lease("1", 1) and made.take(0).missing == ()

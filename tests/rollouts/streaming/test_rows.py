@@ -1,0 +1,115 @@
+"""Groups sampled row by row: a batch's tokens, whoever goes on with them, versions per token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.streaming.entry import Lease
+from rllib_llm.rollouts.streaming.packing import judged_group, split
+from rllib_llm.rollouts.streaming.rows import RowStream
+from tests.algorithms import tiny_runs as tiny
+from tests.rollouts.tiny_samplers import build_sampler, publication
+
+N = 3
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    return build_sampler(tiny.grpo(), worker_index=1).sampler
+
+
+def stream(sampler, version=0, **settings):
+    made = RowStream(sampler, N, **{"in_flight": "keep", **settings})
+    made.load(publication(version))
+    return made
+
+
+def finish(made):
+    """The groups that are judged until none is left, by position."""
+    found = {}
+    while made.num_groups:
+        for _, batch in made.step():
+            found[int(batch.columns[columns.GROUP][0])] = batch
+    return found
+
+
+def test_rows_have_the_tokens_and_scores_of_a_batch(sampler):
+    """Up to round-off in the log-probs: what is computed together differs."""
+    made = stream(sampler)
+    made.add(Lease(1, 4, 2, publication()))
+    made.step()
+    made.add(Lease(2, 9, 1, publication(), return_texts=True))
+    assert made.leases == {1, 2} and made.num_groups == 3
+    found = finish(made)
+    for start, count in ((4, 2), (9, 1)):
+        expected = split(sampler.serve(SampleRequest(start, count, N), publication()))
+        for batch in expected:
+            group = found[int(batch.columns[columns.GROUP][0])]
+            assert group.columns.keys() == batch.columns.keys()
+            for name, column in batch.columns.items():
+                same = torch.equal
+                if column.is_floating_point():
+                    same = torch.allclose
+                assert same(group.columns[name], column), name
+            assert torch.equal(group.rewards, batch.rewards)
+    assert len(found[9].texts["completion"]) == N and not found[4].texts
+
+
+def test_another_sampler_goes_on_where_one_stopped(sampler):
+    whole = stream(sampler)
+    whole.add(Lease(1, 4, 1, publication()))
+    expected = finish(whole)[4].columns
+    begun = stream(sampler)
+    begun.add(Lease(1, 4, 1, publication()))
+    begun.step()
+    begun.step()
+    ((lease, partial),) = begun.partial().items()
+    lengths = [len(tokens.token_ids) for tokens in partial[4]]
+    assert lease == 1 and 0 < max(lengths) <= 2
+    begun.drop(1)
+    assert begun.num_groups == 0 and not begun.leases
+    other = stream(sampler)
+    other.add(Lease(2, 4, 1, publication(), partial=partial))
+    found = finish(other)[4].columns
+    for name in (columns.COMPLETION_IDS, columns.FINISHED, columns.SCORES):
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "finish"])
+def test_each_token_carries_the_version_that_sampled_it(sampler, in_flight):
+    """Complaint: the version is stamped when the completion is over, so that its age is counted
+    too low (AReaL #1569, rllm #622, slime #2279)."""
+    made = stream(sampler, in_flight=in_flight)
+    made.add(Lease(1, 4, 1, publication()))
+    made.step()
+    made.step()
+    made.load(publication(3))
+    assert not made.is_news(publication(3))
+    held = finish(made)[4].columns
+    mask, versions = held[columns.COMPLETION_MASK], held[columns.WEIGHTS_VERSION]
+    later = 0 if in_flight == "finish" else 3
+    assert set(versions[:, :2][mask[:, :2]].tolist()) == {0}
+    assert set(versions[:, 2:][mask[:, 2:]].tolist()) == {later}
+
+
+def test_only_tokens_of_the_newest_weights_are_learnt_from_where_that_is_asked_for(sampler):
+    """Complaint: tokens of versions 2, 4 and 6 in one sample, unmasked (slime #2092). Those that
+    are masked are accounted for as lost."""
+    made = stream(sampler, masks_stale_prefix=True)
+    made.add(Lease(1, 4, 1, publication()))
+    made.step()
+    made.step()
+    made.load(publication(3))
+    batch = finish(made)[4]
+    held = batch.columns
+    mask, versions = held[columns.COMPLETION_MASK], held[columns.WEIGHTS_VERSION]
+    long = mask.sum(dim=1) > 2
+    assert long.any()
+    assert torch.equal(held[columns.LOSS_MASK][long], (mask & (versions == 3))[long])
+    assert torch.equal(held[columns.LOSS_MASK][~long], mask[~long])
+    group = judged_group(batch, continues=True)
+    assert group.num_tokens == int(mask.sum())
+    assert group.num_lost == int(mask.sum() - held[columns.LOSS_MASK].sum()) > 0

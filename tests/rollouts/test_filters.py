@@ -1,0 +1,78 @@
+"""Which groups are learnt from, and why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm import columns
+from rllib_llm.rollouts.filters import FilterError, Filters
+from rllib_llm.rollouts.request import JudgedBatch
+
+
+def group(scores, lengths=None, valid=None, tokens=5):
+    """A group of completions of the given lengths, all of the same token."""
+    n = len(scores)
+    lengths = torch.tensor(lengths or [3] * n)
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    held = {
+        columns.GROUP: torch.full((n,), 7),
+        columns.VALID: torch.tensor(valid or [True] * n),
+        columns.SCORES: torch.tensor(scores),
+        columns.COMPLETION_IDS: torch.full(mask.shape, tokens),
+        columns.COMPLETION_MASK: mask,
+        columns.FINISHED: torch.ones(n, dtype=torch.bool),
+    }
+    return JudgedBatch(held, rewards=torch.tensor(scores))
+
+
+def reason(settings, batch):
+    return Filters(settings).reason(batch)
+
+
+def test_groups_without_spread_have_no_advantage():
+    """Equation 11 of DAPO: some but not all completions are right."""
+    assert reason(["reward_spread"], group([1.0, 1.0, 1.0])) == "no_spread"
+    assert reason(["reward_spread"], group([1.0, 0.0, 1.0])) == ""
+    assert reason([{"name": "reward_spread", "least": 0.5}], group([1.0, 0.6])) == "no_spread"
+    # A row without a score says nothing.
+    assert reason(["reward_spread"], group([1.0, 0.0], valid=[True, False])) == "no_spread"
+
+
+def test_the_first_filter_that_refuses_says_why():
+    settings = [{"name": "least_reward", "least": 2.0}, {"name": "length", "least": 2, "most": 4},
+                "distinct"]  # fmt: skip
+    assert reason(settings, group([1.0, 1.5])) == "low_reward"
+    assert reason(settings, group([1.0, 2.5], lengths=[1, 1])) == "too_short"
+    assert reason(settings, group([1.0, 2.5], lengths=[4, 5])) == "too_long"
+    assert reason(settings, group([1.0, 2.5], lengths=[3, 3])) == "not_distinct"
+    assert reason(settings, group([1.0, 2.5], lengths=[3, 4])) == ""
+
+
+def sees_everything(each):
+    assert (each.position, each.lengths.tolist()) == (7, [2, 3])
+    assert each.completions == ((5, 5), (5, 5, 5)) and each.finished.all()
+    return each.scores.sum() > 10, "poor"
+
+
+def no_reason(each):
+    return False, ""
+
+
+def says_true(each):
+    return True
+
+
+def test_a_function_of_ones_own_by_dotted_path():
+    path = f"{__name__}.sees_everything"
+    assert reason([path], group([1.0, 2.0], lengths=[2, 3])) == "poor"
+    assert reason([path], group([1.0, 20.0], lengths=[2, 3])) == ""
+    assert reason([f"{__name__}.no_reason"], group([1.0])) == "no_reason"
+    with pytest.raises(FilterError, match=r"returned True, which must be \(keep, reason\)"):
+        reason([f"{__name__}.says_true"], group([1.0]))
+
+
+@pytest.mark.parametrize("setting", ["spread", 3, {"least": 2}, "no_such_package.filter"])
+def test_what_is_no_filter_is_refused(setting):
+    with pytest.raises(FilterError, match=r"must be among \['distinct', 'least_reward'"):
+        Filters([setting])

@@ -1,0 +1,171 @@
+"""On Ray Serve: one hop, weights of a run, a replica that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import ray
+
+from rllib_llm.serving import deployment
+from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.serving.sources import RunSource
+from rllib_llm.user_errors import UserError
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.coordinator import CoordinatorClient
+from tests import tiny_models
+from tests.serving.tiny_server import (
+    DEADLINE_S,
+    NAME,
+    model,
+    plain_logprobs,
+    running,
+    service,
+    tokenizer,
+    until,
+)
+
+ASKED = {"token_ids": [1, 40, 41], "sampling_params": {"max_tokens": 6, "logprobs": 0, "seed": 1}}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def assert_sampled_by(answer: dict, the_model) -> None:
+    choice = answer["choices"][0]
+    told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    expected = plain_logprobs(the_model, ASKED["token_ids"], choice["token_ids"])
+    assert told == pytest.approx(expected, abs=1e-4)
+
+
+def named(seed: int) -> dict:
+    """Weights as a run publishes them."""
+    return {f"model.{name}": tensor for name, tensor in model(seed).state_dict().items()}
+
+
+def test_a_server_follows_a_run_through_its_coordinator(ray_session):
+    client = CoordinatorClient("followed_by_a_server")
+    publisher = BackgroundPublisher(CoordinatorClient("followed_by_a_server"))
+    made = service(weights_wait_s=DEADLINE_S)
+    try:
+        with running(made) as address:
+            source = RunSource(made, client)
+            source.start()
+            assert httpx.get(f"{address}/readyz").status_code == 503  # it has none of the run's
+            for version, seed in ((4, 1), (5, 2), (3, 1)):  # the last after a restore
+                publisher.submit(named(seed), version)
+                until(lambda version=version: made.weights.newest.version == version)
+                until(lambda: made.is_ready)
+                answer = httpx.post(f"{address}/inference/v1/generate", json=ASKED).json()
+                assert answer["model"].endswith(f".{version}")
+                assert_sampled_by(answer, model(seed))
+            first, last = made.weights.live[1].epoch, made.weights.newest.epoch
+            assert last > first > 0
+            source.stop()
+    finally:
+        publisher.stop()
+
+
+def test_haproxy_is_for_servers_with_keys():
+    assert not deployment.uses_haproxy(ServeSettings(model="m"))
+    assert deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
+    assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k", haproxy=False))
+    with pytest.raises(UserError, match="haproxy=True must come with API keys"):
+        deployment.uses_haproxy(ServeSettings(model="m", haproxy=True))
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    return tiny_models.save(tmp_path / "tiny", model(), tokenizer())
+
+
+@pytest.mark.slow
+def test_replicas_on_ray_serve_answer_and_a_killed_one_costs_who_tries_again_nothing(
+    ray_session, folder
+):
+    import rllib_llm
+
+    server = rllib_llm.serve(
+        folder, port=free_port(), api_keys="k", haproxy=False, replicas=2, num_cpus=0.5
+    )
+    try:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=8) as client:
+            assert client.models.list().data[0].id == NAME
+            knobs = {"model": NAME, "prompt": "Once", "max_tokens": 20, "seed": 1}
+            expected = client.completions.create(**knobs).choices[0].text
+            assert httpx.get(f"{server.url}/v1/models").status_code == 401
+            texts, stop = [], threading.Event()
+
+            def ask() -> None:
+                while not stop.is_set():
+                    texts.append(client.completions.create(**knobs).choices[0].text)
+
+            threads = [threading.Thread(target=ask) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            until(lambda: len(texts) > 20)
+            replica = next(
+                actor["name"]
+                for actor in ray.util.list_named_actors(all_namespaces=True)
+                if "ServeReplica:" in str(actor["name"]) or "server#" in str(actor["name"])
+            )
+            ray.kill(ray.get_actor(replica, namespace="serve"), no_restart=False)
+            count = len(texts)
+            until(lambda: len(texts) > count + 40)
+            stop.set()
+            for thread in threads:
+                thread.join(DEADLINE_S)
+            assert set(texts) == {expected}
+    finally:
+        server.close()
+
+
+def command(*arguments: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rllib_llm.cli.main", "serve", *arguments],
+        stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
+    )  # fmt: skip
+
+
+def test_the_command_serves_and_sigterm_drains(folder):
+    port = free_port()
+    process = command(folder, "--local", "--port", str(port), RLLIB_SERVE_API_KEYS="k")
+    try:
+        assert process.stderr is not None
+        told = f"{NAME} answers at http://127.0.0.1:{port}/v1"
+        assert any(told in line for line in iter(process.stderr.readline, ""))
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k") as client:
+            knobs = {"model": NAME, "prompt": "Once", "max_tokens": 400, "stream": True}
+            chunks = client.completions.create(**knobs, extra_body={"ignore_eos": True})
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            ready = f"http://127.0.0.1:{port}/readyz"
+            until(lambda: httpx.get(ready).status_code == 503)
+            finish = [chunk.choices[0].finish_reason for chunk in chunks][-1]
+        assert finish == "length"
+        assert process.wait(DEADLINE_S) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+
+
+def test_the_command_refuses_in_words(folder):
+    for arguments, expected in (
+        (("--local", "--host", "0.0.0.0"), "host='0.0.0.0' must be one of"),
+        (("--set", "max_rows=none"), "max_rows='none' must be corrected"),
+        (("--set", "colour=red"), "colour='red' must be corrected"),
+    ):
+        process = command(folder, *arguments)
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode != 0
+        assert expected in " ".join(said.replace("│", " ").split())

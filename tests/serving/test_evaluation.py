@@ -1,0 +1,40 @@
+"""A run's policy evaluated through the server is what the run says of itself."""
+
+from __future__ import annotations
+
+import pytest
+from ray.rllib.algorithms import Algorithm
+
+from rllib_llm.serving.opening import open_service
+from rllib_llm.serving.settings import ServeSettings
+from tests.algorithms import tiny_runs as tiny
+from tests.serving.tiny_server import running
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def test_evaluation_through_the_server_equals_evaluation_in_the_run(tmp_path):
+    config = tiny.grpo().evaluation(evaluation_interval=1, evaluation_duration=6)
+    with tiny.built(config) as algorithm:
+        algorithm.train()
+        in_run = algorithm.train()["eval"]
+        algorithm.save_to_path(str(tmp_path / "checkpoint"))
+    service = open_service(ServeSettings(model=str(tmp_path / "checkpoint"), name="run"))
+    with running(service) as address:
+        asked = {
+            "engine": "openai",
+            "engine_settings": {
+                "base_url": f"{address}/v1", "served_model": "run@0.0",
+                "extra_body": {"return_token_ids": True},
+            },
+        }  # fmt: skip
+        changed = config.copy(copy_frozen=False).evaluation(evaluation_config=asked)
+        restored = Algorithm.from_checkpoint(str(tmp_path / "checkpoint"), config=changed)
+        try:
+            restored.evaluate()
+            served = restored.eval_metrics
+        finally:
+            restored.stop()
+    names = [name for name in in_run if name.startswith(("scores", "rewards", "output_length"))]
+    assert names
+    assert {name: served[name] for name in names} == {name: in_run[name] for name in names}

@@ -1,0 +1,86 @@
+"""Answers that keep to a schema, checked by another library's validator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import jsonschema
+import pytest
+
+from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, service
+
+CHAT = [{"role": "user", "content": "Say something."}]
+SCHEMAS = [
+    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+     "additionalProperties": False},
+    {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 2, "maxItems": 4},
+    {"type": "object", "properties": {"k": {"const": "x"}, "n": {"type": "integer", "minimum": 3,
+     "maximum": 12}}, "required": ["k", "n"], "additionalProperties": False},
+    {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[ab]{2,3}$"}]},
+    {"$defs": {"leaf": {"type": "string", "maxLength": 3}}, "type": "object",
+     "properties": {"p": {"$ref": "#/$defs/leaf"}}, "required": ["p"],
+     "additionalProperties": False},
+]  # fmt: skip
+
+
+def ask_all(bodies: list[dict]) -> list:
+    async def run() -> list:
+        async with asgi_client(service()) as http:
+            return await asyncio.gather(
+                *(http.post("/v1/chat/completions", json={"model": NAME, **b}) for b in bodies)
+            )
+
+    return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def schema_format(schema) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
+def test_answers_are_valid_by_their_schemas_at_any_temperature():
+    bodies = [
+        {"messages": CHAT, "seed": seed, "temperature": temperature, "max_tokens": 300,
+         "response_format": schema_format(schema), "logprobs": True}
+        for schema in SCHEMAS
+        for temperature in (0, 1, 1.5)
+        for seed in (1, 2)
+    ]  # fmt: skip
+    num_whole = 0
+    for body, answer in zip(bodies, ask_all(bodies), strict=True):
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        if choice["finish_reason"] == "length":  # a random model may write spaces for ever
+            continue
+        num_whole += 1
+        schema = body["response_format"]["json_schema"]["schema"]
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+    assert num_whole > len(bodies) // 2
+
+
+def test_objects_expressions_and_grammars():
+    formats = [
+        {"type": "regex", "regex": "[0-9]{3}-[ab]"},
+        {"type": "grammar", "grammar": 'start: "yes" | "no" "!"'},
+        {"type": "json_object"},
+    ]
+    bodies = [{"messages": CHAT, "max_tokens": 300, "response_format": f} for f in formats]
+    expression, grammar, _ = (a.json()["choices"][0]["message"] for a in ask_all(bodies))
+    assert re.fullmatch("[0-9]{3}-[ab]", expression["content"])
+    assert grammar["content"] in ("yes", "no!")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (schema_format({"type": "objekt"}), "response_format.json_schema.schema"),
+        ({"type": "json_schema"}, "response_format.json_schema.schema"),
+        ({"type": "regex", "regex": "("}, "response_format.regex"),
+        ({"type": "grammar", "grammar": "begin: x"}, "response_format.grammar"),
+        ({"type": "xml"}, "response_format.type"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(wrong, field):
+    (answer,) = ask_all([{"messages": CHAT, "response_format": wrong}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

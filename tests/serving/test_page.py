@@ -1,0 +1,107 @@
+"""The chat page in a real browser, driven by its own debugging protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving.tiny_server import DEADLINE_S, NAME, model, running, service, until
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+PAGE = Path(__file__).parents[2] / "rllib_llm" / "serving" / "page.html"
+
+
+def test_the_page_names_no_foreign_host():
+    text = PAGE.read_text(encoding="utf-8")
+    assert "http://" not in text and "https://" not in text and "src=" not in text
+
+
+class Tab:
+    """One page of a browser."""
+
+    def __init__(self, connection) -> None:
+        self._connection, self._ids = connection, itertools.count(1)
+
+    async def call(self, method: str, **params):
+        number = next(self._ids)
+        await self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
+        while (answer := json.loads(await self._connection.recv())).get("id") != number:
+            pass
+        return answer["result"]
+
+    async def value(self, expression: str):
+        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        return (await self.call("Runtime.evaluate", **asked))["result"].get("value")
+
+    async def until(self, expression: str) -> None:
+        while not await self.value(expression):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
+def test_a_chat_streams_stops_compares_and_colours(tmp_path):
+    websockets = pytest.importorskip("websockets")
+    made = service()
+    with running(made) as address:
+        made.load(model(1).state_dict(), epoch=0, version=1, source="test")
+        browser = subprocess.Popen(
+            [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
+             "--remote-debugging-port=0", f"--user-data-dir={tmp_path}", f"{address}/"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            port_file = tmp_path / "DevToolsActivePort"
+            until(lambda: port_file.is_file() and port_file.read_text().count("\n"))
+            port = port_file.read_text().split("\n")[0]
+
+            def tab_url() -> str | None:
+                tabs = httpx.get(f"http://127.0.0.1:{port}/json").json()
+                return next((t["webSocketDebuggerUrl"] for t in tabs if address in t["url"]), None)
+
+            until(lambda: tab_url() is not None)
+
+            async def drive() -> None:
+                async with websockets.connect(tab_url()) as connection:
+                    await use(Tab(connection), made)
+
+            asyncio.run(asyncio.wait_for(drive(), 2 * DEADLINE_S))
+        finally:
+            browser.kill()
+            browser.wait()
+
+
+async def use(tab: Tab, made) -> None:
+    await tab.until("document.readyState === 'complete' && get('left').length === 3")
+    names = await tab.value("[...get('left').options].map(o => o.value)")
+    assert names == [NAME, f"{NAME}@0.1", f"{NAME}@0.0"]
+    say = "get('text').value = 'Hello'; get('form').requestSubmit();"
+    await tab.value(f"get('tokens').value = 12; {say}")
+    await tab.until("running === null && histories[0].length === 2")
+    assert await tab.value("histories[0][1].content") != ""
+    assert await tab.value("document.querySelectorAll('.who')[1].textContent") == f"{NAME}@0.1"
+    # Two versions side by side, tokens coloured.
+    await tab.value("get('again').click(); get('colours').checked = true")
+    await tab.value(f"get('left').value='{NAME}@0.0'; get('right').value='{NAME}@0.1'; {say}")
+    await tab.until("running === null && histories[1].length === 2")
+    assert await tab.value("get('chat1').hidden") is False
+    assert await tab.value("document.querySelectorAll('#chat0 span, #chat1 span').length") >= 4
+    assert "log-prob -" in await tab.value("document.querySelector('#chat0 span').title")
+    # Stop frees the row.
+    made.loop.pause()
+    await tab.value(f"get('right').value=''; get('tokens').value = 500; {say}")
+    while not made.jobs:
+        await asyncio.sleep(0.01)
+    await tab.value("get('stop').click()")
+    while made.jobs:
+        await asyncio.sleep(0.01)
+    made.loop.resume()
+    await tab.until("running === null && !get('send').disabled")

@@ -1,0 +1,258 @@
+"""Who may ask, how much, how slowly: each refusal with its number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+
+import httpx
+import pytest
+
+from rllib_llm.serving.clients import Clients, TokenBucket, read_clients
+from rllib_llm.serving.settings import ServeSettings, read_settings
+from rllib_llm.user_errors import UserError
+from tests.serving.tiny_server import (
+    DEADLINE_S,
+    NAME,
+    asgi_client,
+    model,
+    running,
+    service,
+    settings,
+    until,
+)
+
+ASKED = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 4, "seed": 1}
+KEYS = "- {name: ann, key: secret-a, requests_per_minute: 2}\n- {name: bob, key: secret-b}\n"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def asked(test, **changes):
+    """Runs `test(http, service)` against the application."""
+
+    async def run() -> None:
+        made = service(**changes)
+        async with asgi_client(made) as http:
+            await test(http, made)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_keys_come_from_a_file_with_limits_each(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+
+    async def ask(http, made) -> None:
+        async def status(headers) -> int:
+            return (await http.post("/v1/completions", json=ASKED, headers=headers)).status_code
+
+        assert await status({}) == await status(bearer("wrong")) == await status(bearer("")) == 401
+        assert await status({"Authorization": "Basic secret-a"}) == 401
+        assert [await status(bearer("secret-a")) for _ in range(3)] == [200, 200, 429]
+        full = await http.post("/v1/completions", json=ASKED, headers=bearer("secret-a"))
+        assert 1 <= int(full.headers["retry-after"]) <= 31
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        assert [await status(bearer("secret-b")) for _ in range(4)] == [200] * 4
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 401
+
+    asked(ask, api_keys_file=file)
+
+
+def test_keys_come_from_the_environment_and_are_not_shown():
+    environment = {"RLLIB_SERVE_API_KEYS": "s3cret-1,s3cret-2", "RLLIB_SERVE_PORT": "0"}
+    made = read_settings({"model": "m"}, environment=environment)
+    clients = read_clients(made).clients
+    assert [client.key for client in clients] == [b"s3cret-1", b"s3cret-2"] and made.port == 0
+    assert "s3cret" not in repr(made) + made.model_dump_json()
+
+
+def test_tokens_of_a_minute_are_counted():
+    async def ask(http, made) -> None:
+        first = await http.post("/v1/completions", json=ASKED, headers=bearer("k"))
+        assert first.json()["usage"]["total_tokens"] == 7
+        second = await http.post("/v1/completions", json=ASKED, headers=bearer("k"))
+        third = await http.post("/v1/completions", json=ASKED, headers=bearer("k"))
+        assert (second.status_code, third.status_code) == (200, 429)  # 6 are used by the second
+
+    asked(ask, api_keys="k", tokens_per_minute=10)
+
+
+def test_a_bucket_fills_with_time():
+    now = [0.0]
+    bucket = TokenBucket(60, lambda: now[0])
+    bucket.use(60)
+    assert bucket.wait_seconds() == pytest.approx(1.0)
+    now[0] = 0.5
+    assert bucket.wait_seconds() == pytest.approx(0.5)
+    bucket.use(10)  # more than there is: it has to be waited for
+    assert bucket.wait_seconds() == pytest.approx(10.5)
+    now[0] = 1000
+    assert bucket.wait_seconds(60) == 0 and bucket.wait_seconds(100) == 0
+    assert TokenBucket(None).wait_seconds(10**9) == 0
+
+
+def test_the_administration_has_a_key_of_its_own_and_is_off_without(tmp_path):
+    async def off(http, made) -> None:
+        answer = await http.post("/pause", headers=bearer("k"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_off")
+
+    asked(off, api_keys="k")
+
+    async def on(http, made) -> None:
+        for key in ("k", "", "wrong"):
+            assert (await http.post("/pause", headers=bearer(key))).status_code == 401
+        assert (
+            await http.post("/v1/completions", json=ASKED, headers=bearer("root"))
+        ).status_code == 401
+        root = {"headers": bearer("root")}
+        await http.post("/pause", **root)
+        assert (await http.get("/is_paused", **root)).json() == {"is_paused": True}
+        waiting = asyncio.create_task(
+            http.post("/v1/completions", json=ASKED, headers=bearer("k") | {"X-Request-Id": "r1"})
+        )
+        while not made.jobs:
+            await asyncio.sleep(0.001)
+        aborted = await http.post("/abort_requests", json={"request_ids": ["r1"]}, **root)
+        assert aborted.json() == {"aborted": ["r1"]}
+        assert (await waiting).json()["choices"][0]["finish_reason"] == "abort"
+        await http.post("/resume", **root)
+        folder = tmp_path / "model"
+        model(1).save_pretrained(folder)
+        loaded = await http.post("/update_weights", json={"path": str(folder)}, **root)
+        assert loaded.status_code == 200 and loaded.json()["version"] == 1
+        info = (await http.get("/weight_info", **root)).json()
+        assert [each["version"] for each in info["live"]] == [1, 0]
+        (tmp_path / "empty").mkdir()
+        nothing = {"path": str(tmp_path / "empty")}
+        wrong = await http.post("/update_weights", json=nothing, **root)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "path")
+        model(1, hidden_size=32).save_pretrained(tmp_path / "other")
+        other = await http.post("/update_weights", json={"path": str(tmp_path / "other")}, **root)
+        assert other.status_code == 400
+        assert (await http.post("/drain", **root)).json() == {"drained": True, "under_way": 0}
+        assert (await http.get("/readyz")).status_code == 503
+
+    asked(on, api_keys="k", admin_key="root")
+
+
+def test_other_addresses_than_this_machine_s_need_keys():
+    with pytest.raises(UserError, match="host='0.0.0.0' must be one of"):
+        settings(host="0.0.0.0").check_exposure(has_keys=False)
+    settings(host="0.0.0.0").check_exposure(has_keys=True)
+    settings().check_exposure(has_keys=False)
+
+
+def test_settings_are_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match="colour='red' must be corrected.*Settings are: model"):
+        read_settings({"model": "m", "colour": "red"}, environment={})
+    with pytest.raises(UserError, match="port='x'"):
+        read_settings({"model": "m"}, environment={"RLLIB_SERVE_PORT": "x"})
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: a\nport: 1\nmax_rows: 3\ncors_origins: [http://b]\n")
+    made = read_settings({"port": 3}, file, {"RLLIB_SERVE_PORT": "2", "RLLIB_SERVE_MAX_ROWS": "4"})
+    assert (made.model, made.port, made.max_rows) == ("a", 3, 4)
+    assert made.cors_origins == ["http://b"]
+    file.write_text("- 1")
+    with pytest.raises(UserError, match="must hold settings by name"):
+        read_settings({}, file, {})
+
+
+def test_pages_of_other_origins_are_let_in_only_where_listed():
+    async def ask(http, made) -> None:
+        preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+        asking = await http.options("/v1/completions", headers=preflight)
+        assert asking.status_code == 204
+        assert asking.headers["access-control-allow-origin"] == "http://a"
+        other = await http.options("/v1/completions", headers=preflight | {"Origin": "http://b"})
+        assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+        made.settings.cors_origins = []
+        plain = await http.get("/v1/models", headers={"Origin": "http://a"})
+        assert "access-control-allow-origin" not in plain.headers
+
+    asked(ask, cors_origins=["http://a"])
+
+
+def test_large_bodies_are_refused_before_they_are_read():
+    made = service(max_body_bytes=10_000)
+    with running(made) as address, httpx.Client(base_url=address, timeout=DEADLINE_S) as http:
+        told = http.post("/v1/completions", content=b"x" * 10_001)
+        assert (told.status_code, told.json()["error"]["code"]) == (413, "request_too_large")
+
+        def chunks():
+            for _ in range(100):
+                yield b" " * 1024**2  # 100 MB, whose length nobody told
+
+        try:
+            answer = http.post("/v1/completions", content=chunks())
+        except httpx.TransportError:
+            pass  # the server has closed while we were still sending
+        else:
+            assert answer.status_code == 413
+        assert http.post("/v1/completions", json=ASKED).status_code == 200
+
+
+def test_slow_requests_are_cut_off():
+    made = service(slow_request_s=0.3)
+    with running(made) as address:
+        host, port = address.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+        for parts, expected in (
+            ([b"POST /v1/comp"], b""),  # the head does not come
+            ([head, b"\r\n", b'{"prompt"'], b"HTTP/1.1 408"),  # the body does not come
+        ):
+            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+                for part in parts:
+                    connection.sendall(part)
+                start = time.monotonic()
+                assert connection.recv(12) == expected
+                assert time.monotonic() - start > 0.2
+
+
+def test_a_client_that_reads_nothing_is_cut_off():
+    made = service(slow_reader_s=0.3)
+    with running(made) as address:
+        host, port = address.removeprefix("http://").split(":")
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect((host, int(port)))
+        body = json.dumps(
+            {**ASKED, "max_tokens": 1000, "ignore_eos": True, "n": 64, "logprobs": 20,
+             "stream": True}
+        ).encode()  # fmt: skip
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        until(lambda: made.jobs)
+        until(lambda: not made.jobs)
+        assert sum(job.num_completion_tokens for job in made.jobs.values()) == 0
+        connection.close()
+
+
+def test_prompts_are_not_in_the_log(caplog):
+    async def ask(http, made) -> None:
+        await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 1})
+        await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": "x"})
+
+    with caplog.at_level(logging.DEBUG, logger="rllib_llm"):
+        asked(ask)
+    lines = [json.loads(record.message) for record in caplog.records if "{" in record.message]
+    assert [line["status"] for line in lines] == [200, 400]
+    assert all(line["request_id"].startswith("req-") for line in lines)
+    assert "my secret" not in caplog.text
+    with caplog.at_level(logging.INFO, logger="rllib_llm"):
+        asked(ask, log_prompts=True)
+    assert "my secret" in caplog.text
+
+
+def test_nobody_is_let_in_by_a_key_of_no_length():
+    assert Clients([]).of(None).name == ""
+    assert ServeSettings(model="m").admin_key is None

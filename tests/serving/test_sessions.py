@@ -1,0 +1,105 @@
+"""An agent that only knows OpenAI's interface: its tokens are kept as they were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, model, plain_logprobs, service
+
+CHAT = [{"role": "user", "content": "Hi"}]
+KNOBS = {"model": NAME, "max_tokens": 10, "seed": 1}
+
+
+def session_of(test) -> None:
+    async def run() -> None:
+        async with asgi_client(service()) as http:
+            await test(http)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+async def say(http, messages, session="s", **changes) -> dict:
+    asked = {**KNOBS, "messages": messages, "return_token_ids": True, **changes}
+    answer = await http.post(f"/sessions/{session}/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
+    async def talk(http) -> None:
+        first = (await say(http, CHAT))["choices"][0]
+        said = {"role": "assistant", "content": first["message"]["content"]}
+        more = [*CHAT, said, {"role": "user", "content": "And?"}]
+        second = (await say(http, more, seed=2))["choices"][0]
+        reward = await http.post("/sessions/s/reward", json={"reward": 0.5})
+        assert reward.json() == {"session_id": "s", "reward": 0.5}
+        (row,) = (await http.get("/sessions/s")).json()["rows"]
+        sampled = [
+            token for token, own in zip(row["completion_ids"], row["loss_mask"], strict=True) if own
+        ]
+        assert sampled == first["token_ids"] + second["token_ids"]
+        everything = row["prompt_ids"] + row["completion_ids"]
+        # What the second turn read is the first row's own tokens, not its text encoded again.
+        assert everything == second["prompt_token_ids"] + second["token_ids"]
+        assert second["prompt_token_ids"][: len(first["prompt_token_ids"])] == row["prompt_ids"]
+        expected = plain_logprobs(model(), row["prompt_ids"], row["completion_ids"])
+        for own, told, plain in zip(row["loss_mask"], row["logprobs"], expected, strict=True):
+            assert not own or told == pytest.approx(plain, abs=1e-4)
+        assert row["rewards"][-1] == 0.5 and set(row["versions"]) <= {0, -1}
+
+    session_of(talk)
+
+
+def test_another_history_is_another_row_and_an_earlier_turn_can_be_gone_back_to():
+    async def talk(http) -> None:
+        turns = [(await say(http, CHAT))["choices"][0]]
+        said = {"role": "assistant", "content": turns[0]["message"]["content"]}
+        for text in ("a", "b"):
+            answer = await say(http, [*CHAT, said, {"role": "user", "content": text}])
+            turns.append(answer["choices"][0])
+        other = await say(http, [{"role": "user", "content": "Something else"}])
+        turns.append(other["choices"][0])
+        rows = (await http.get("/sessions/s")).json()["rows"]
+        assert len(rows) == 3
+        # Each sampled token is learnt from once, though two rows begin with the first turn.
+        learnt = sum(sum(row["loss_mask"]) for row in rows)
+        assert learnt == sum(len(turn["token_ids"]) for turn in turns)
+
+    session_of(talk)
+
+
+def test_a_turn_that_fails_or_nobody_waits_for_leaves_nothing_behind():
+    async def talk(http) -> None:
+        bad = await http.post(
+            "/sessions/s/v1/chat/completions", json={**KNOBS, "messages": CHAT, "max_tokens": 5000}
+        )  # noqa: E501
+        assert bad.status_code == 400
+        assert (await http.get("/sessions/s")).json()["rows"] == []
+        assert (await http.post("/sessions/s/reward", json={"reward": 1})).status_code == 400
+        await say(http, CHAT)
+        assert len((await http.get("/sessions/s")).json()["rows"]) == 1
+        ended = await http.delete("/sessions/s")
+        assert len(ended.json()["rows"]) == 1
+        assert (await http.get("/sessions/s")).status_code == 404
+        many = await http.post(
+            "/sessions/s/v1/chat/completions", json={**KNOBS, "messages": CHAT, "n": 2}
+        )  # noqa: E501
+        assert many.json()["error"]["param"] == "n"
+
+    session_of(talk)
+
+
+def test_a_streamed_turn_is_kept_too_through_openai_s_client(tiny):
+    with openai.OpenAI(base_url=f"{tiny[0]}/sessions/mine/v1", api_key="none") as client:
+        parts = [
+            chunk.choices[0].delta.content or ""
+            for chunk in client.chat.completions.create(**KNOBS, messages=CHAT, stream=True)
+        ]
+    import httpx
+
+    kept = httpx.get(f"{tiny[0]}/sessions/mine").json()
+    assert kept["messages"][0][-1]["content"].startswith("".join(parts).strip()[:3])
+    assert len(kept["rows"]) == 1 and all(kept["rows"][0]["loss_mask"])
