@@ -23,11 +23,12 @@ from tests.algorithms import tiny_runs as tiny
 NUM_BEFORE = NUM_AFTER = 5  # iterations
 GATE = "RLLIB_LLM_TEST_GATE"  # environment variable: judging stops for ever after so many calls
 DECAY = {"lr_schedule": "linear", "lr_num_updates": 60, "lr_num_warmup_updates": 3}
-# Of a result, what may differ: times, and where it ran.
+# Of a result, what may differ: times, where it ran, and what this process has written.
 TIMES = {"throughput", "timers", "eps", "date", "timestamp", "pid", "hostname", "node_ip", "config",
          "trial_id", "fault_tolerance", "env_runner_group", "perf", "time_this_iter_s",
          "time_total_s", "time_since_restore", "iterations_since_restore", "warmup_time",
-         "num_training_step_calls_per_iteration", "done", "checkpoint_dir_name"}  # fmt: skip
+         "num_training_step_calls_per_iteration", "done", "checkpoint_dir_name", "tokens_per_s",
+         "rollout_store"}  # fmt: skip
 _num_calls = 0
 
 
