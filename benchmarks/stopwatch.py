@@ -62,12 +62,17 @@ class Stopwatch:
     def timed_runner(self, cls: type, **spans: str) -> type:
         """A sampler class with the spans "generate" and "judge", and those of other methods."""
         watch = self
-        timed = self.timed_class(cls, {"_generate": "generate", **spans})
+        timed = self.timed_class(cls, spans)
 
         class TimedRunner(timed):  # type: ignore[misc, valid-type]
             def make_env(self) -> None:
                 super().make_env()
                 self.env.step = watch.timed(self.env.step, "judge")
+
+            def _make_policy(self) -> Any:
+                policy = super()._make_policy()
+                policy.generate = watch.timed(policy.generate, "generate")
+                return policy
 
         return TimedRunner
 

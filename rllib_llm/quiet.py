@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 
-VERBOSE = "RLLIB_LLM_VERBOSE"
+from rllib_llm.verbosity import is_verbose
+
 # Kernels that were built for other machines, enums of PyTorch's own, arguments that RLlib passes to
 # itself, and how long a trial's set-up took.
 LOGGERS = (
@@ -28,11 +29,6 @@ FAILURES = "ray.tune.execution.tune_controller"  # logs what ended a trial
 TUNE_OUTPUT = "RAY_AIR_NEW_OUTPUT"
 TUNE_CALLBACKS = "RAY_TUNE_CALLBACKS"
 PROGRESS = "rllib_llm.reports.progress.TunerProgress"
-
-
-def is_verbose() -> bool:
-    """Whether all that libraries say is to be shown."""
-    return os.environ.get(VERBOSE, "0") not in ("", "0")
 
 
 def quiet_libraries() -> None:
@@ -55,7 +51,7 @@ def short_failure(record: logging.LogRecord) -> bool:
     by what a person can act on; the whole stands in the trial's error.txt. A filter of a logger."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and "rllib_llm" in str(error):
-        from rllib_llm.failures import failure_text  # few processes have a failure to tell
+        from rllib_llm.failures import failure_text  # few processes have one to tell
 
         record.msg = failure_text(record.getMessage(), str(error))
         record.args, record.exc_info, record.exc_text = None, None, None

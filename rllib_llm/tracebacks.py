@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from rllib_llm.quiet import is_verbose
+from rllib_llm.verbosity import is_verbose
 
 PACKAGE = str(Path(__file__).resolve().parent)
 

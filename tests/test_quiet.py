@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rllib_llm.quiet import LOGGERS, VERBOSE
+from rllib_llm.quiet import LOGGERS
+from rllib_llm.verbosity import VERBOSE
 
 ROOT = Path(__file__).resolve().parents[1]
 LOAD = "import rllib_llm, torchao, ray.rllib.core.rl_module.rl_module; print('loaded')"

@@ -19,8 +19,8 @@ from rllib_llm.cli.options import RayOptions
 from rllib_llm.modules.model_size import num_elements
 from rllib_llm.named_imports import name_imports, runtime_env
 from rllib_llm.quiet import LOGGERS as LIBRARIES
-from rllib_llm.quiet import VERBOSE
 from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.verbosity import VERBOSE
 
 if TYPE_CHECKING:
     from rllib_llm.experiments.yaml_experiments import Experiment

@@ -207,9 +207,9 @@ class LanguageModelLearner(TorchLearner):
         """Takes all optimiser steps for one batch; the same batch goes to every learner."""
         self._check_is_built()
         with self._listening():
-            return self._update(batch, training_data, batch_refs, timesteps or {})
+            return self._take_steps(batch, training_data, batch_refs, timesteps or {})
 
-    def _update(
+    def _take_steps(
         self, batch: Any, training_data: Any, batch_refs: Any, timesteps: dict[str, Any]
     ) -> dict[str, Any]:
         self.before_gradient_based_update(timesteps=timesteps)

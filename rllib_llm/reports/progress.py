@@ -13,8 +13,8 @@ from ray.tune import Callback
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 from rich.console import Console
 
-from rllib_llm.quiet import is_verbose
 from rllib_llm.reports.live_table import LiveTable
+from rllib_llm.verbosity import is_verbose
 
 
 class Progress(LiveTable):

@@ -10,7 +10,7 @@ import yaml
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
-from rllib_llm.quiet import VERBOSE
+from rllib_llm.verbosity import VERBOSE
 from tests.algorithms import tiny_runs as tiny
 
 CONFIGS = {
@@ -269,4 +269,4 @@ def test_a_mistake_in_a_script_is_told_without_the_places_inside(monkeypatch):
     monkeypatch.setenv(VERBOSE, "1")
     with pytest.raises(ValueError, match="temperature=0.0 must be") as whole:
         config.copy().build_algo()
-    assert traceback.extract_tb(whole.value.__traceback__)[-1].name == "require"
+    assert traceback.extract_tb(whole.value.__traceback__)[-1].name == "complain"

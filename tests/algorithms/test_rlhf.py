@@ -109,7 +109,7 @@ def test_one_sampler_learns_what_none_learns(undisturbed, tmp_path):
 
 def assert_sampled_with_the_newest_weights(algorithm, version):
     """The next batch names `version`, and its log-probs are those of the learner's weights."""
-    batch = algorithm.rollouts._take()
+    batch = sampled(algorithm)
     assert batch.num_rows == 12 and set(batch.versions.tolist()) == {version}
     module = algorithm.learner_group._learner.module["default_policy"].unwrapped()
     with torch.no_grad():
@@ -134,7 +134,10 @@ def test_two_learners_learn_what_one_learns():
 
 def sampled(algorithm):
     """The batch that the next iteration would learn from."""
-    return algorithm.rollouts._take()
+    state = algorithm.rollouts.state()
+    batch = algorithm.rollouts.next()
+    algorithm.rollouts.set_state(state)
+    return batch
 
 
 def test_weights_grow_a_version_with_every_iteration():

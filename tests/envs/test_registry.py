@@ -30,7 +30,8 @@ class ConfigEnv:
 
 
 def test_ids():
-    assert env_ids() == [ARITHMETIC, "rllib_llm/RLHF-v0", "rllib_llm/Reviews-v0"]
+    own = ["Arithmetic", "Calculator", "Conversation", "RLHF", "ReasoningGym", "Reviews", "TRL"]
+    assert env_ids() == [f"rllib_llm/{name}-v0" for name in [*own, "TwentyQuestions"]]
 
 
 def test_one_name_in_gymnasium_in_rllib_and_here():

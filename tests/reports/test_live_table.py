@@ -162,7 +162,7 @@ def test_of_many_trials_that_wait_the_first_are_told():
         trials = [trial(f"t{index}", lr=index) for index in range(9)]
         for one in trials:
             table.on_trial_start(0, trials, one)
-            table._rows[one.trial_id]._started -= SILENT_S + 1
+            table._rows[one.trial_id]._started -= SILENT_S + 6
         table._last_line = table._last_poll = -1000.0
         table.on_step_end(1, trials)
     lines = out.file.getvalue().splitlines()

@@ -239,14 +239,13 @@ class Ledger:
             # It may be the group that is slow, not the sampler.
             entry.deadline = float("inf") if limit is None else now + limit * 2**entry.num_leases
             entry.num_leases += 1
-        every, first = self.rules.texts_every, entries[0]
+        first = entries[0]
         return Lease(
             self._num_leases,
             first.position,
             len(entries),
             self._weights[self._version_for(first)],
-            return_texts=bool(every)
-            and any(e.position // self.rules.num_groups % every == 0 for e in entries),
+            return_texts=bool(self.rules.texts_every),  # which update takes them shows later
             partial={e.position: e.partial for e in entries if e.partial},
         )
 

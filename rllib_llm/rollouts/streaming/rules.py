@@ -23,7 +23,7 @@ class StreamRules:
     on_stale: whether a group that is older than S after all is learnt from or dropped.
     groups_per_lease: consecutive groups that are sampled as one batch.
     max_rejected: groups that may be rejected one after the other before a batch is full.
-    texts_every: updates from one whose groups carry their texts to the next; 0: none do.
+    texts_every: updates from one whose batch carries its texts to the next; 0: none does.
     timeout_s: of a lease, see `TimeLimit`.
     """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rllib_llm.rollouts.errors import (
@@ -105,7 +106,9 @@ class Streaming:
         ages = [self._step - group.oldest_version for group in answer.groups]
         self._ages = [float(age) for age in ages]
         self._position += len(answer.groups)
-        return batch_of(answer.groups)
+        batch = batch_of(answer.groups)
+        every = self._rules.texts_every
+        return batch if every and self._step % every == 0 else replace(batch, texts={})
 
     def _take(self, wait_s: float) -> Answer:
         answer = self._ledger.take(self._step, self._num_seen, wait_s)
