@@ -15,6 +15,7 @@ from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 from rllib_llm import quiet
 from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.reports.progress import Progress, TunerProgress
+from rllib_llm.verbosity import VERBOSE
 from tests.docs.code_blocks import blocks_of
 from tests.reports.test_live_table import result, trial
 from tests.tune.tiny_trainables import Counter
@@ -85,7 +86,7 @@ def test_trials_of_others_print_what_they_do(capsys, monkeypatch):
     callback.setup(total_num_samples=1)
     callback.on_trial_start(0, [one], one)
     assert capsys.readouterr().out == "" and has_verbosity(Verbosity.V3_TRIAL_DETAILS)
-    monkeypatch.setenv(quiet.VERBOSE, "1")  # and ours as well, for who wants to see it all
+    monkeypatch.setenv(VERBOSE, "1")  # and ours as well, for who wants to see it all
     callback, one = TunerProgress(), ours("a")
     callback.on_trial_start(0, [one], one)
     assert has_verbosity(Verbosity.V3_TRIAL_DETAILS)
