@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.serving.autoscaling import COMPLETIONS, POLICY
 from rllib_llm.serving.clients import read_clients
 from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
 from rllib_llm.user_errors import UserError
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 APPLICATION = "rllib_llm"
+_ROOM_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,10 @@ class Replica:
         self._source = follow(self._service)
         return make_app(self._service, read_clients(self._settings))
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Ray Serve's autoscaler: completions under way or waiting."""
+        return {COMPLETIONS: float(self._service.num_rows)}
+
     def check_health(self) -> None:
         """For Ray Serve, which restarts a replica whose engine has ended.
 
@@ -64,19 +71,23 @@ def follow(service: Any) -> Any:
 
 
 def uses_haproxy(settings: ServeSettings) -> bool:
-    """Whether Ray Serve's HAProxy is in front. It listens on all addresses of the machine, so it is
-    for servers with keys.
+    """Whether Ray Serve's HAProxy is in front: as Ray's environment says, if it says so, else where
+    there are keys, since it listens on all addresses of the machine.
 
     Raises:
         UserError: it is asked for without keys.
     """
     has_keys = bool(read_clients(settings).clients)
-    if settings.haproxy and not has_keys:
+    in_environment = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
+    wanted = settings.haproxy or (settings.haproxy is None and in_environment == "1")
+    if wanted and not has_keys:
         raise UserError(
             "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
             "the machine, and whoever reaches one could use the model. Set api_keys_file or "
-            "RLLIB_SERVE_API_KEYS, or leave haproxy out."
+            f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out."
         )
+    if in_environment is not None:
+        return in_environment == "1"
     return has_keys if settings.haproxy is None else settings.haproxy
 
 
@@ -92,11 +103,12 @@ def build(settings: ServeSettings) -> Any:
         "health_check_period_s": 5,
     }
     if settings.max_replicas is not None:
-        # Requests that Serve counts as ongoing are those that run and those that wait.
         options["autoscaling_config"] = {
             "min_replicas": settings.replicas,
             "max_replicas": max(settings.replicas, settings.max_replicas),
             "target_ongoing_requests": settings.max_rows,
+            "policy": {"policy_function": POLICY},
+            **settings.autoscaling,
         }
     else:
         options["num_replicas"] = settings.replicas
@@ -139,9 +151,41 @@ def start(settings: ServeSettings) -> Server:
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
+    _check_room(settings)
     serve.start(http_options={"host": settings.host, "port": settings.port})
     serve.run(build(settings), name=APPLICATION, route_prefix="/")
     return Server(settings)
+
+
+def _check_room(settings: ServeSettings) -> None:
+    """Raises UserError where the replicas will not find room: Ray Serve would wait for ever. What
+    was just let go of is waited for."""
+    import ray
+    from ray import serve
+
+    if APPLICATION in serve.status().applications:
+        return  # its replicas have theirs, or are replaced
+    wanted = {"CPU": settings.num_cpus, "GPU": settings.num_gpus}
+    deadline = time.monotonic() + _ROOM_SECONDS
+    while True:
+        free = ray.available_resources()
+        missing = {
+            name: free.get(name, 0.0)
+            for name, amount in wanted.items()
+            if free.get(name, 0.0) < amount * settings.replicas
+        }
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    name, amount = next(iter(missing.items()))
+    setting = f"num_{name.lower()}s"
+    raise UserError(
+        f"replicas={settings.replicas} of {setting}={wanted[name]:g} must find room: "
+        f"{amount:g} {name}s of the cluster are free. Lower {setting}, which only reserves, or "
+        "give Ray more."
+    )
 
 
 def prepare(settings: ServeSettings) -> None:
@@ -153,7 +197,7 @@ def prepare(settings: ServeSettings) -> None:
     """
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
-    os.environ.setdefault(HAPROXY, "1" if uses_haproxy(settings) else "0")
+    os.environ[HAPROXY] = "1" if uses_haproxy(settings) else "0"
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
 
