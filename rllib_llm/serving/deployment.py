@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 from rllib_llm.serving.autoscaling import COMPLETIONS, POLICY
 from rllib_llm.serving.clients import read_clients
@@ -16,7 +18,7 @@ from rllib_llm.user_errors import UserError
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 APPLICATION = "rllib_llm"
-_ROOM_SECONDS = 10.0
+_ROOM_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +135,12 @@ class Server:
         self.url = f"http://{host}:{settings.port}"
 
     def close(self) -> None:
-        """Ends the server; Ray Serve stays."""
+        """Ends the server, and Ray Serve with it unless it has other applications."""
         from ray import serve
 
         serve.delete(APPLICATION)
+        if not serve.status().applications:
+            serve.shutdown()
 
 
 def start(settings: ServeSettings) -> Server:
@@ -151,10 +155,44 @@ def start(settings: ServeSettings) -> Server:
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
+    has_keys = bool(read_clients(settings).clients)
+    _check_others(has_keys)
     _check_room(settings)
     serve.start(http_options={"host": settings.host, "port": settings.port})
     serve.run(build(settings), name=APPLICATION, route_prefix="/")
-    return Server(settings)
+    server = Server(settings)
+    _check_address(server)
+    return server
+
+
+def _check_others(has_keys: bool) -> None:
+    """Raises UserError where Ray Serve runs for others already: it may listen on any address."""
+    from ray import serve
+
+    status = serve.status()
+    if status.proxies and APPLICATION not in status.applications and not has_keys:
+        raise UserError(
+            "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
+            "addresses that others reach, and whoever reaches one could use the model. Set "
+            "api_keys_file or RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`)."
+        )
+
+
+def _check_address(server: Server) -> None:
+    """Raises UserError where the server does not answer at its address: Ray Serve, which ran
+    before, listens elsewhere."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    ask = build_opener(ProxyHandler({})).open  # past the environment's proxies
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), ask(f"{server.url}/healthz", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.1)
+    raise UserError(
+        f"port={server.settings.port} must be the one that Ray Serve listens on: it ran on this "
+        f"cluster before, and nothing of it answers at {server.url}. Give its port, or end it "
+        "(`serve shutdown`)."
+    )
 
 
 def _check_room(settings: ServeSettings) -> None:

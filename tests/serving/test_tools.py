@@ -59,7 +59,7 @@ def test_a_whole_call_is_a_call_whole_and_streamed(client):
 
 def test_a_call_that_is_cut_off_anywhere_is_text_and_no_call(client):
     whole = len(CALL.encode())  # one token for each byte
-    for length in range(1, whole):
+    for length in [*range(1, whole - 16, 9), *range(whole - 16, whole)]:
         asked = {**ASKED, **writes(CALL), "max_tokens": length}
         choice = client.chat.completions.create(**asked).choices[0]
         assert choice.finish_reason == "length"
