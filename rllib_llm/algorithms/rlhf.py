@@ -160,7 +160,10 @@ class RLHF(LanguageModelAlgorithm):
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
-        self.oversight.waited(learn_start - start, {**sampled.timings, **sampled.weights})
+        of_samplers = {**sampled.timings, **sampled.weights}
+        if not self._collectors[self.env_runner_group].pool.num_samplers:
+            of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
+        self.oversight.waited(learn_start - start, of_samplers)
         publish_start = self._learn(sampled)
         end = time.perf_counter()
         self.oversight.clock.enter(diagnosis.BETWEEN)
@@ -399,7 +402,9 @@ class RLHF(LanguageModelAlgorithm):
 
     def scale_samplers(self, num_samplers: int) -> str:
         """As of all algorithms: between two iterations, and what is learnt stays the same."""
-        return self._collectors[self.env_runner_group].pool.scale(num_samplers)
+        pool = self._collectors[self.env_runner_group].pool
+        # Where groups stream, each is leased by whoever has nothing to do.
+        return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
         """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ class SamplerWatch:
         self._facts = facts
         self._link = Link(folder, part, self._describe)
 
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """What a decode loop is to call after each token; None where nobody is told."""
+        return None if self._link is None else self._token
+
     def begin(self, position: int, num_prompts: int) -> None:
         """Prompts of a request."""
         self._prompts = (position, position + num_prompts - 1)
@@ -39,7 +45,7 @@ class SamplerWatch:
         self._version, self._max_tokens = version, max_tokens
         self.clock.enter(GENERATING)
 
-    def token(self) -> None:
+    def _token(self) -> None:
         """One more token of each completion in the batch."""
         self._tokens += 1
 
