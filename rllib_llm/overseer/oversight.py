@@ -94,11 +94,15 @@ class Oversight:
             self._gauges.set(iteration, found)
         return found
 
-    def _describe(self) -> dict[str, Any]:
+    def recent_seconds(self) -> dict[str, float]:
+        """By phase, of the last iterations: what a diagnosis is made from."""
         recent: dict[str, float] = {}
         for lap in self._recent:
             for name, value in lap.items():
                 recent[name] = recent.get(name, 0.0) + value
+        return recent
+
+    def _describe(self) -> dict[str, Any]:
         return {
             "kind": "trial",
             **self._facts,
@@ -107,7 +111,7 @@ class Oversight:
             "activity": self._activity,
             "seconds_in_phase": self.clock.seconds_in_phase,
             "seconds": self.clock.seconds(),
-            "recent_seconds": recent,
+            "recent_seconds": self.recent_seconds(),
             "paused": self._orders is not None and self._orders.paused,
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,6 +121,7 @@ class _Collection:
         nodes = dict.fromkeys(collector.nodes.get(worker, "") for worker in asked)
         self.published = dataclasses.replace(published, nodes=tuple(filter(None, nodes)))
         self.done: dict[int, JudgedBatch] = {}  # by start of their part
+        self.spent: dict[int, Counter[str]] = {}  # seconds by worker, of all parts that it did
         self.num_losses = 0  # since the last answer
         self.first_failure: SampleFailure | None = None
         self.someone_seen = time.monotonic()
@@ -137,7 +139,11 @@ class _Collection:
             # only where no other is idle.
             for flight in self.flights.values():
                 flight.part = None
-        return concatenate([self.done[start] for start in sorted(self.done)])
+        batch = concatenate([self.done[start] for start in sorted(self.done)])
+        # They work at the same time: who spent most was waited for.
+        names = {name for spent in self.spent.values() for name in spent}
+        timings = {name: max(spent[name] for spent in self.spent.values()) for name in names}
+        return dataclasses.replace(batch, timings=timings)
 
     def _send(self) -> None:
         if not self.waiting:
@@ -180,6 +186,7 @@ class _Collection:
         self.collector.nodes[worker] = answer.node
         self.collector.limit.record(seconds, flight.part.num_prompts)
         self.done[flight.part.start] = answer
+        self.spent.setdefault(worker, Counter()).update(answer.timings)
         self.num_losses = 0
 
     def _fail(self, part: Part, failure: SampleFailure, seconds: float) -> None:

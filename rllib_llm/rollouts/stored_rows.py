@@ -35,7 +35,6 @@ class AboutRun:
     vocabulary: str = ""  # a hash of it
 
 
-
 def rows_of(
     batch: JudgedBatch, about: AboutRun, *, status: str, reason: str, ended: datetime.datetime
 ) -> pa.Table:
