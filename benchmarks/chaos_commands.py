@@ -68,7 +68,7 @@ def make_config(schedule: str, *, overseer: bool) -> GRPOConfig:
         .fault_tolerance(overseer=overseer)
     )  # fmt: skip
     if schedule == "lockstep":
-        return config.streaming(max_staleness=1)
+        return config.streaming(max_staleness=1).training(off_policy="decoupled")
     return config.sampling(sampling_parts=MAX_SAMPLERS)
 
 

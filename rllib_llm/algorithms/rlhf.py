@@ -104,6 +104,8 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)
+        if self.env_runner is not None:
+            self.env_runner.watch.tell(lambda text: self.doing(self._sampling(f", {text}")))
         self.recorder = self.make_recorder()
         self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
@@ -155,7 +157,7 @@ class RLHF(LanguageModelAlgorithm):
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        self.doing(f"sampling and judging {num_rows} completions", diagnosis.WAITING)
+        self.doing(self._sampling(), diagnosis.WAITING)
         sampled = self.rollouts.next()
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
@@ -177,6 +179,14 @@ class RLHF(LanguageModelAlgorithm):
                 "publish": end - publish_start,
             },
         )
+
+    def _sampling(self, so_far: str = "") -> str:
+        num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
+        return f"sampling and judging {num_rows} completions{so_far}"
+
+    def _tell_of_answers(self, num_prompts: int) -> None:
+        num_rows = num_prompts * self.config.num_completions
+        self.doing(self._sampling(f", {num_rows} are there"))
 
     def _learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
@@ -395,6 +405,7 @@ class RLHF(LanguageModelAlgorithm):
                 ),
                 local=group.local_env_runner,
                 timeout_s=self.config.sampler_timeout_s,
+                **({"tell": self._tell_of_answers} if group is self.env_runner_group else {}),
             )
             for group in (self.env_runner_group, self.eval_env_runner_group)
             if group is not None

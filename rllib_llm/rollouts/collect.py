@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +71,7 @@ class Collector:
         pool: the remote samplers.
         local: the sampler of this process, which serves where the pool is empty.
         timeout_s: of an answer, see `TimeLimit`.
+        tell: called with the prompts of a request that were answered so far, as they come.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class Collector:
         *,
         local: LocalSampler | None = None,
         timeout_s: float | str | None = "auto",
+        tell: Callable[[int], None] = lambda num_prompts: None,
     ):
         self.pool = pool
+        self.tell = tell
         self.local = local
         self.limit = TimeLimit(timeout_s)
         self.flights: dict[int, Flight] = {}  # by worker
@@ -188,6 +192,12 @@ class _Collection:
         self.done[flight.part.start] = answer
         self.spent.setdefault(worker, Counter()).update(answer.timings)
         self.num_losses = 0
+        if self.waiting or self.flights:
+            self.collector.tell(self.request.num_prompts - self._num_missing())
+
+    def _num_missing(self) -> int:
+        parts = [*self.waiting, *(flight.part for flight in self.flights.values())]
+        return sum(part.num_prompts for part in parts if part is not None)
 
     def _fail(self, part: Part, failure: SampleFailure, seconds: float) -> None:
         self.first_failure = self.first_failure or failure

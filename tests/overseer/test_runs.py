@@ -38,7 +38,7 @@ def make_config(gate: Path, schedule: str, overseer: bool):
     judge = {"function": f"{__name__}.gated_digits", "kwargs": {"gate": str(gate)}}
     config.env_config["reward_functions"] = judge
     if schedule == "lockstep":
-        return config.streaming(max_staleness=1)
+        return config.streaming(max_staleness=1).training(off_policy="decoupled")
     return config.sampling(sampling_parts=2)
 
 
