@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rllib_llm.openai_client import ServerError
@@ -253,3 +255,24 @@ def test_a_failed_request_leaves_nobody_in_the_way_of_the_next(samplers, expecte
     assert_same_batch(used.collect(REQUEST, publication()), expected)
     assert used.collect(SampleRequest(0, 2, 2), publication()).num_rows == 4
     assert group.served[-2:] == [(1, -5), (2, -4)]
+
+
+class Timed:
+    """A sampler that says that each request took a second."""
+
+    def __init__(self, sampler):
+        self._sampler = sampler
+
+    def serve(self, request, published):
+        batch = self._sampler.serve(request, published)
+        return dataclasses.replace(batch, timings={"judge_seconds": 1.0})
+
+
+def test_what_a_sampler_spent_on_all_its_parts_was_waited_for(samplers):
+    group, told = ScriptedActors([Timed(one) for one in samplers[:2]], first=REQUEST.position), []
+    pool = SamplerPool(group, Faults(), num_parts=5)
+    batch = Collector(pool, tell=told.append).collect(REQUEST, publication())
+    # Parts of 1, 1, 2, 1 and 2 prompts go to two samplers in turns: one does three of them.
+    assert [worker for worker, _ in group.served] == [1, 2, 1, 2, 1]
+    assert batch.timings == {"judge_seconds": 3.0}
+    assert told == [1, 2, 4, 5]  # at the end there is nothing to be told
