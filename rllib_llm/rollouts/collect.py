@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError, RayTaskError
 
+from rllib_llm.cores import StarvedProcesses
 from rllib_llm.openai_client import ServerError
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES_PER_SAMPLER = 3  # in a row, without an answer of anyone in between
 MAX_FAILURES = 3  # of one part, where an exception may pass by itself
+LOOK_FROM = 0.5  # of its limit: from then on it is looked at why a sampler is silent
 POLL_SECONDS = 0.2  # between looks at who died; answers of all are seen at once
 
 
@@ -48,8 +50,9 @@ class Flight:
 
     part: Part | None
     call: Any  # the reference that becomes the answer
-    sent: float  # monotonic seconds
+    sent: float  # monotonic seconds; later by the time in which the sampler had no core
     limit: float | None  # seconds
+    starved: StarvedProcesses | None = None  # once it is silent for long
 
 
 class LocalSampler(Protocol):
@@ -228,19 +231,29 @@ class _Collection:
     def _take_from_the_silent(self) -> None:
         now = time.monotonic()
         for worker, flight in list(self.flights.items()):
-            if flight.limit is None or now - flight.sent <= flight.limit:
+            if flight.limit is None or not self._is_silent(worker, flight, now, flight.limit):
                 continue
             del self.flights[worker]
             self.pool.replace(
                 worker,
-                f"it gave no answer in {flight.limit:.0f} s (sampler_timeout_s="
-                f"{self.collector.limit.setting!r}; slowest answer so far "
+                f"it gave no answer in {flight.limit:.0f} s in which it had cores to work on "
+                f"(sampler_timeout_s={self.collector.limit.setting!r}; slowest answer so far "
                 f"{self.collector.limit.slowest:.1f} s)",
             )
             if flight.part is not None:
                 flight.part.num_hung += 1
                 self._give_back(flight.part, now - flight.sent)
                 self.num_losses += 1
+
+    def _is_silent(self, worker: int, flight: Flight, now: float, limit: float) -> bool:
+        """Whether a sampler gave no answer in `limit` seconds in which it could have worked: one
+        that other processes leave no core to is not hung."""
+        if now - flight.sent <= LOOK_FROM * limit:
+            return False
+        if flight.starved is None:
+            flight.starved = StarvedProcesses(self.actors.processes(worker), time.monotonic)
+        flight.sent += flight.starved.take()
+        return now - flight.sent > limit
 
     def _give_back(self, part: Part, seconds: float) -> None:
         self.waiting.append(part)

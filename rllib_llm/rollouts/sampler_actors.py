@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rllib_llm.ray_compat import new_sampler, room_for_samplers, sampler_manager
+from rllib_llm.ray_compat import new_sampler, processes_of, room_for_samplers, sampler_manager
 
 STOP_SECONDS = 5.0
 LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report
@@ -68,6 +68,10 @@ class SamplerActors:
             RayError: the sampler died, or its answer is lost.
         """
         return ray.get(call, timeout=timeout_s)
+
+    def processes(self, worker: int) -> list[int]:
+        """Ids of a sampler's processes, where it is on this node."""
+        return processes_of(self._handles[worker])
 
     def kill(self, worker: int) -> None:
         """Ends a sampler's process, a stopped one as well: Ray turns to SIGKILL in the end, and

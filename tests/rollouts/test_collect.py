@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,13 +96,29 @@ def test_a_silent_sampler_is_killed_and_its_part_goes_to_another(samplers, expec
     assert used.pool.faults.seconds_lost >= 0.01 * does.count(HANGS)
 
 
-def test_without_a_limit_a_silent_sampler_is_waited_for(samplers):
+class Starved:
+    """Stands for `StarvedProcesses` that got no core at all."""
+
+    def __init__(self, pids, clock):
+        self._clock, self._at = clock, clock()
+
+    def take(self):
+        passed, self._at = self._clock() - self._at, self._clock()
+        return passed
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, timeout_s, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module, "StarvedProcesses", Starved)
     group = ScriptedActors(samplers[:1], does=[HANGS])
-    used = collector(group, timeout_s=None)
+    used = collector(group, timeout_s=timeout_s)
     ready, looks = group.ready, []
 
     def wakes_up(calls, timeout_s):
         looks.append(1)
+        now[0] += 10.0
         if len(looks) == 50:
             for call in calls:
                 group.ends[call] = samplers[0].serve(REQUEST, publication())
