@@ -154,7 +154,8 @@ def answer_once(overseer, state, text):
 
 
 def test_nobody_is_let_in_without_the_token(served):
-    _, server, _ = served
+    overseer, server, _ = served
+    overseer.report(trial())
     mode = stat.S_IMODE(server.file.stat().st_mode)
     assert mode == 0o600
     right = f"Bearer {server.token}"
@@ -163,6 +164,11 @@ def test_nobody_is_let_in_without_the_token(served):
         with pytest.raises(urllib.error.HTTPError) as raised:
             urllib.request.urlopen(request, timeout=5)
         assert raised.value.code == 401
+        request.full_url, request.data = f"{server.url}/commands", b'{"name": "stop"}'
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(request, timeout=5)
+        assert raised.value.code == 401
+    assert overseer.commands() == []
 
 
 def test_an_overseer_that_is_started_again_has_another_address_and_the_same_token(tmp_path):
