@@ -10,10 +10,12 @@ from typing import Any
 
 import ray
 from pyarrow.fs import LocalFileSystem
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
+from ray.tune import Trainable
 from ray.util.debug import log_once
 
 from rllib_llm.algorithms.settings.checks import (
@@ -226,6 +228,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def setup(self, config) -> None:
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
+        self._told_config: dict[str, Any] | None = None  # as results have it
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
         self._fetch_logs()
@@ -270,6 +273,15 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             algorithm=type(self).__name__,
         )
         self.oversight.obey(self, lambda: self.doing(f"{PAUSED}: rllib resume goes on", PAUSED))
+
+    def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As RLlib's, which makes a dict of the config for every result: once suffices."""
+        metrics = Trainable.get_auto_filled_metrics(self, *args, **kwargs)
+        if isinstance(metrics.get("config"), AlgorithmConfig):
+            if self._told_config is None:
+                self._told_config = self.config.to_dict()
+            metrics["config"] = dict(self._told_config)
+        return metrics
 
     def scale_samplers(self, num_samplers: int) -> str:
         """Has so many samplers from the next request on, and says how.

@@ -18,23 +18,15 @@ from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
-from ray.rllib.utils.metrics import (
-    ENV_RUNNER_RESULTS,
-    EPISODE_RETURN_MEAN,
-    EVALUATION_RESULTS,
-    NUM_ENV_STEPS_SAMPLED,
-    NUM_ENV_STEPS_SAMPLED_LIFETIME,
-    NUM_EPISODES,
-    NUM_EPISODES_LIFETIME,
-)
+from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm import columns
+from rllib_llm.algorithms import rlhf_results
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
-from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.learners.rlhf_learner import take_advantages
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
@@ -325,40 +317,15 @@ class RLHF(LanguageModelAlgorithm):
             self._ages = age_metrics(versions, mask, self.weights_version - 1)
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
-        groups = self.learner_metrics()
-        val = groups.setdefault("val", {})
-        if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
-            val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
-        groups["train"] |= sampled.train_metrics()
-        scores = sampled.columns[columns.SCORES][sampled.columns[columns.VALID]]
-        if len(scores) > 1:
-            groups.setdefault("objective", {})["scores_std"] = float(scores.float().std())
-        # Updates between the weights that sampled a token and those that learnt from it.
-        groups["train"]["staleness"] = (
-            self.weights_version - 1 - float(sampled.versions.double().mean())
+        groups = rlhf_results.with_sampling(
+            self.learner_metrics(), sampled, self.weights_version - 1, self._ages
         )
-        if self._ages:
-            groups["off_policy"] = self._ages | with_effective_sample_size(
-                groups.get("off_policy", {})
-            )
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
-        groups["env"] = sampled.env_metrics()
-        groups["weights"] = {
-            "version": self.published_weights.version,
-            "publish_seconds": self.published_weights.publish_seconds,
-            **self._publisher.metrics(),
-            **sampled.weights_metrics(),
-        }
-        sampled_with = self.published_weights.version - 1  # published for the next iteration
-        groups["weights"]["versions_behind"] = sampled_with - groups["weights"]["oldest_version"]
-        num_tokens = int(sampled.sampled_mask.sum())
-        groups["throughput"] = {
-            "tokens_per_s": num_tokens / seconds["iteration"],
-            "samples_per_s": sampled.num_rows / seconds["iteration"],
-            **{f"{name}_seconds": value for name, value in seconds.items()},
-            **sampled.timings,
-        }
+        groups["weights"] = rlhf_results.weights_metrics(
+            self.published_weights, self._publisher.metrics(), sampled
+        )
+        groups["throughput"] = rlhf_results.throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
             **groups,
@@ -366,23 +333,13 @@ class RLHF(LanguageModelAlgorithm):
             "episode": self.position * self.config.num_completions,
             "eps": sampled.num_rows / seconds["iteration"],
         }
-        self._log_rllib_results(sampled)
+        rlhf_results.log_as_rllib(self.metrics, sampled)
         self.samples.write(
             sampled,
             iteration=self.iteration + 1,
             split="train",
             limit=self.config.num_logged_samples,
         )
-
-    def _log_rllib_results(self, sampled: JudgedBatch) -> None:
-        """RLlib's own names; an episode is one step long here."""
-        num_rows = sampled.num_rows
-        for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
-            self.metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="sum")
-        for name in (NUM_ENV_STEPS_SAMPLED_LIFETIME, NUM_EPISODES_LIFETIME):
-            self.metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
-        returns = sampled.train_metrics()["rewards"]
-        self.metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), returns, window=1)
 
     def step(self) -> dict[str, Any]:
         """As of all algorithms, with what samplers suffered; no held-out results but the latest."""
