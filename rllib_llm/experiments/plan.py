@@ -55,6 +55,10 @@ def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
     return needed
 
 
+class StandIn(str):
+    """The model that an earlier experiment starts from, in place of the one that it will make."""
+
+
 def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
     """Return the experiments with `${name.model}` replaced by the model that `name` starts from.
 
@@ -78,7 +82,7 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
         )
         model = _model_of(config)
         if isinstance(model, str):
-            stand_ins[f"{experiment.name}.model"] = model
+            stand_ins[f"{experiment.name}.model"] = StandIn(model)
         filled.append(experiment.replace(config=config))
     return filled
 
