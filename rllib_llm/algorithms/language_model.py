@@ -38,7 +38,7 @@ from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.complaints import noted
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
-from rllib_llm.overseer.diagnosis import BETWEEN, SAVING
+from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.storage import fetch_file
 from rllib_llm.tracebacks import raise_plainly
@@ -257,10 +257,12 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """Reports to the overseer of this Tune run, if it is one, and has samplers do so."""
         overseen = self._storage is not None and self.config.overseer
         folder = self.trial_folder.parent
-        config = self.config.copy(copy_frozen=False)
-        config._overseer = (str(folder), self.trial_id) if overseen else None
-        config.freeze()
-        self.config = config
+        place = (str(folder), self.trial_id) if overseen else None
+        if place != getattr(self.config, "_overseer", None):  # that of a checkpoint is of its run
+            config = self.config.copy(copy_frozen=False)
+            config._overseer = place
+            config.freeze()
+            self.config = config
         if not overseen:
             return
         self.oversight.join(
@@ -270,6 +272,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             stage=folder.name,
             algorithm=type(self).__name__,
         )
+        self.oversight.obey(self, lambda: self.doing(f"{PAUSED}: rllib resume goes on", PAUSED))
 
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As RLlib's, which makes a dict of the config for every result: once suffices."""
@@ -340,7 +343,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """RLlib's result plus the known names, and the latest held-out results under `eval`.
 
         Between iterations it does what the run was told: `overseer/`."""
-        marks = self.oversight.carry_out(self, self.doing)
+        self.oversight.before_iteration()
         try:
             with self._listening():
                 results = super().step()
@@ -354,7 +357,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self.eval_metrics is not None:
             results["eval"] = dict(self.eval_metrics)
         results["time_share"] = self.oversight.end_iteration(self.iteration + 1)
-        marks |= self.oversight.carry_out(self, self.doing)
+        marks = self.oversight.after_iteration()
         self.oversight.clock.enter(BETWEEN)
         return with_headline({**results, **marks})
 

@@ -96,6 +96,8 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner):
                 if runner is not None:
                     runner.share_module(module)
+        if self.env_runner is not None:
+            self.env_runner.watch.tell(lambda text: self.doing(self._sampling(f", {text}")))
         self.recorder = self.make_recorder()
         self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
@@ -147,12 +149,15 @@ class RLHF(LanguageModelAlgorithm):
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        self.doing(f"sampling and judging {num_rows} completions", diagnosis.WAITING)
+        self.doing(self._sampling(), diagnosis.WAITING)
         sampled = self.rollouts.next()
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
-        self.oversight.waited(learn_start - start, {**sampled.timings, **sampled.weights})
+        of_samplers = {**sampled.timings, **sampled.weights}
+        if not self._collectors[self.env_runner_group].pool.num_samplers:
+            of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
+        self.oversight.waited(learn_start - start, of_samplers)
         publish_start = self._learn(sampled)
         end = time.perf_counter()
         self.oversight.clock.enter(diagnosis.BETWEEN)
@@ -166,6 +171,14 @@ class RLHF(LanguageModelAlgorithm):
                 "publish": end - publish_start,
             },
         )
+
+    def _sampling(self, so_far: str = "") -> str:
+        num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
+        return f"sampling and judging {num_rows} completions{so_far}"
+
+    def _tell_of_answers(self, num_prompts: int) -> None:
+        num_rows = num_prompts * self.config.num_completions
+        self.doing(self._sampling(f", {num_rows} are there"))
 
     def _learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
@@ -349,6 +362,7 @@ class RLHF(LanguageModelAlgorithm):
                 ),
                 local=group.local_env_runner,
                 timeout_s=self.config.sampler_timeout_s,
+                **({"tell": self._tell_of_answers} if group is self.env_runner_group else {}),
             )
             for group in (self.env_runner_group, self.eval_env_runner_group)
             if group is not None
@@ -356,7 +370,9 @@ class RLHF(LanguageModelAlgorithm):
 
     def scale_samplers(self, num_samplers: int) -> str:
         """As of all algorithms: between two iterations, and what is learnt stays the same."""
-        return self._collectors[self.env_runner_group].pool.scale(num_samplers)
+        pool = self._collectors[self.env_runner_group].pool
+        # Where groups stream, each is leased by whoever has nothing to do.
+        return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
         """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be
