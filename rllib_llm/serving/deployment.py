@@ -72,15 +72,19 @@ def follow(service: Any) -> Any:
     return source
 
 
-def uses_haproxy(settings: ServeSettings) -> bool:
+def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
     """Whether Ray Serve's HAProxy is in front: as Ray's environment says, if it says so, else where
-    there are keys, since it listens on all addresses of the machine.
+    there are keys, since it listens on all addresses of the machine, and Ray is not started yet.
+
+    Args:
+        settings: of the server.
+        starts_ray: whether this process starts Ray, and so says what its environment is.
 
     Raises:
-        UserError: it is asked for without keys.
+        UserError: it is asked for without keys, or where Ray runs without it.
     """
     has_keys = bool(read_clients(settings).clients)
-    in_environment = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
+    in_environment = os.environ.get(HAPROXY)
     wanted = settings.haproxy or (settings.haproxy is None and in_environment == "1")
     if wanted and not has_keys:
         raise UserError(
@@ -90,7 +94,14 @@ def uses_haproxy(settings: ServeSettings) -> bool:
         )
     if in_environment is not None:
         return in_environment == "1"
-    return has_keys if settings.haproxy is None else settings.haproxy
+    if starts_ray:
+        return has_keys if settings.haproxy is None else settings.haproxy
+    if settings.haproxy:
+        raise UserError(
+            f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray Serve "
+            "on a cluster that runs reads it there. Set it, or leave haproxy out."
+        )
+    return False
 
 
 def build(settings: ServeSettings) -> Any:
@@ -149,8 +160,9 @@ def start(settings: ServeSettings) -> Server:
     Raises:
         UserError: an address that others reach, without keys.
     """
-    prepare(settings)
     import ray
+
+    prepare(settings, starts_ray=not ray.is_initialized())
     from ray import serve
 
     if not ray.is_initialized():
@@ -159,9 +171,12 @@ def start(settings: ServeSettings) -> Server:
     _check_others(has_keys)
     _check_room(settings)
     serve.start(http_options={"host": settings.host, "port": settings.port})
-    serve.run(build(settings), name=APPLICATION, route_prefix="/")
     server = Server(settings)
-    _check_address(server)
+    with contextlib.ExitStack() as undone:
+        undone.callback(server.close)
+        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        _check_address(server)
+        undone.pop_all()
     return server
 
 
@@ -226,16 +241,16 @@ def _check_room(settings: ServeSettings) -> None:
     )
 
 
-def prepare(settings: ServeSettings) -> None:
+def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     """Checks the settings and has Ray started with Serve's HAProxy, where it is wanted. Call it
-    before Ray is started or imported: Ray Serve reads its environment when it is.
+    before Ray is started, or Ray Serve imported, which reads the environment then.
 
     Raises:
         UserError: see `check_exposure` and `uses_haproxy`.
     """
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
-    os.environ[HAPROXY] = "1" if uses_haproxy(settings) else "0"
+    os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
 

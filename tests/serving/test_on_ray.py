@@ -21,7 +21,7 @@ import rllib_llm
 from rllib_llm.serving import deployment
 from tests import tiny_models
 from tests.algorithms import tiny_runs
-from tests.serving.test_deployment import assert_sampled_by, free_port
+from tests.serving.test_deployment import answers, assert_sampled_by, free_port
 from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -202,14 +202,6 @@ def running(process: subprocess.Popen):
             process.wait(DEADLINE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def answers(url: str, **options) -> httpx.Response | None:
-    try:
-        answer = httpx.get(url, timeout=5, **options)
-    except httpx.TransportError:
-        return None
-    return answer if answer.status_code == 200 else None
 
 
 def test_one_yaml_trains_a_run_and_serves_it(tmp_path):
