@@ -84,24 +84,23 @@ def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
         UserError: it is asked for without keys, or where Ray runs without it.
     """
     has_keys = bool(read_clients(settings).clients)
-    in_environment = os.environ.get(HAPROXY)
-    wanted = settings.haproxy or (settings.haproxy is None and in_environment == "1")
-    if wanted and not has_keys:
+    told = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
+    if told is None and starts_ray:
+        is_on = has_keys if settings.haproxy is None else settings.haproxy
+    else:
+        is_on = told == "1"
+        if settings.haproxy and not is_on:
+            raise UserError(
+                f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray "
+                "Serve reads it there. Set it, or leave haproxy out."
+            )
+    if is_on and not has_keys:
         raise UserError(
             "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
             "the machine, and whoever reaches one could use the model. Set api_keys_file or "
             f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out."
         )
-    if in_environment is not None:
-        return in_environment == "1"
-    if starts_ray:
-        return has_keys if settings.haproxy is None else settings.haproxy
-    if settings.haproxy:
-        raise UserError(
-            f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray Serve "
-            "on a cluster that runs reads it there. Set it, or leave haproxy out."
-        )
-    return False
+    return is_on
 
 
 def build(settings: ServeSettings) -> Any:

@@ -93,8 +93,9 @@ def test_haproxy_is_for_servers_with_keys(monkeypatch):
     # What Ray was started with holds, and is refused where it opens the model to everybody.
     monkeypatch.setenv(deployment.HAPROXY, "1")
     assert deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
-    with pytest.raises(UserError, match="haproxy=True must come with API keys"):
-        deployment.uses_haproxy(ServeSettings(model="m"))
+    for asked in (None, False):
+        with pytest.raises(UserError, match="haproxy=True must come with API keys"):
+            deployment.uses_haproxy(ServeSettings(model="m", haproxy=asked))
     monkeypatch.setenv(deployment.HAPROXY, "0")
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
 
