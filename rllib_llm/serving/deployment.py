@@ -161,6 +161,8 @@ def start(settings: ServeSettings) -> Server:
     """
     import ray
 
+    if ray.is_initialized() and ray.util.get_current_placement_group() is not None:
+        return _start_outside(settings)
     prepare(settings, starts_ray=not ray.is_initialized())
     from ray import serve
 
@@ -177,6 +179,24 @@ def start(settings: ServeSettings) -> Server:
         _check_address(server)
         undone.pop_all()
     return server
+
+
+def _start_outside(settings: ServeSettings) -> Server:
+    """As `start`, from a task: what a trial starts itself has to fit into the resources that Tune
+    reserved for it, Ray Serve's controller and replicas among them."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="DEFAULT")(_start_with)
+    try:
+        ray.get(task.remote(settings.for_replica()))
+    except RayTaskError as error:
+        raise error.cause from None
+    return Server(settings)
+
+
+def _start_with(settings: Mapping[str, Any]) -> None:
+    start(ServeSettings.model_validate(dict(settings)))
 
 
 def _check_others(has_keys: bool) -> None:
