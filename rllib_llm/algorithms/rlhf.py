@@ -35,7 +35,6 @@ from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.learners.off_policy import with_effective_sample_size
-from rllib_llm.learners.rlhf_learner import take_advantages
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.ray_compat import local_learner
@@ -177,8 +176,8 @@ class RLHF(LanguageModelAlgorithm):
 
     def _learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
-        self.update_learners(sampled.columns, sampled.num_rows)
-        self._record_trained(sampled)
+        told = self.update_learners(sampled.columns, sampled.num_rows)
+        self._record_trained(sampled, told)
         start = time.perf_counter()
         self.oversight.clock.enter(diagnosis.PUBLISHING)
         self.weights_version += 1
@@ -204,15 +203,12 @@ class RLHF(LanguageModelAlgorithm):
             self._calls = OneAfterAnother()
         return self._calls
 
-    def _record_trained(self, sampled: JudgedBatch) -> None:
+    def _record_trained(self, sampled: JudgedBatch, told: dict[str, Any]) -> None:
         """Has the batch kept, with the advantages that the first learner found."""
         if not self.config.store_rollouts:
             return
-        results = self.learner_group.foreach_learner(take_advantages)
-        for result in results:
-            if result.ok and result.get() is not None:
-                found = {columns.ADVANTAGES: result.get()}
-                sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
+        found = {name: told[name] for name in (columns.ADVANTAGES,) if name in told}
+        sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
         self.recorder.record(sampled.fresh, "trained", iteration=self.iteration + 1)
 
     @property
@@ -354,12 +350,14 @@ class RLHF(LanguageModelAlgorithm):
             "eps": sampled.num_rows / seconds["iteration"],
         }
         self._log_rllib_results(sampled)
-        self.samples.write(
-            sampled,
-            iteration=self.iteration + 1,
-            split="train",
-            limit=self.config.num_logged_samples,
-        )
+        every = self.config.log_samples_every
+        if every and (self.weights_version - 1) % every == 0:
+            self.samples.write(
+                sampled,
+                iteration=self.iteration + 1,
+                split="train",
+                limit=self.config.num_logged_samples,
+            )
 
     def _log_rllib_results(self, sampled: JudgedBatch) -> None:
         """RLlib's own names; an episode is one step long here."""

@@ -232,7 +232,7 @@ class BanditEnv(VectorEnv):
             "num_completion_tokens": mask.sum(-1),
             columns.PROMPT_INDEX: self._prompt_index(),
         }
-        if self.return_texts:
+        if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
         if self.reference is not None:
             self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))

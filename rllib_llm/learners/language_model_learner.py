@@ -55,6 +55,8 @@ from rllib_llm.modules.pretrained import resolve_dtype
 from rllib_llm.weights.exporter import WeightsExporter
 
 Batch = dict[str, torch.Tensor]
+TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
+MESSAGES = "messages"  # of what is told
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
 
@@ -88,6 +90,10 @@ class LanguageModelLearner(TorchLearner):
     def _listening(self) -> AbstractContextManager[Any]:
         """Notes what this process says while a block runs, where nobody watches it: in an actor."""
         return self._listener or nullcontext()
+
+    def told(self) -> dict[str, Any]:
+        """What goes back with an update's metrics under `TOLD`: what this process has said."""
+        return {MESSAGES: self.take_messages()}
 
     def take_messages(self) -> list[Message]:
         """What an actor has said since the last call."""
@@ -204,10 +210,12 @@ class LanguageModelLearner(TorchLearner):
     def update(
         self, batch=None, *, training_data=None, batch_refs=None, timesteps=None, **kwargs
     ) -> dict[str, Any]:
-        """Takes all optimiser steps for one batch; the same batch goes to every learner."""
+        """Takes all optimiser steps for one batch; the same batch goes to every learner. Beside
+        the metrics there is `told` under `TOLD`, so that nobody has to ask for it."""
         self._check_is_built()
         with self._listening():
-            return self._take_steps(batch, training_data, batch_refs, timesteps or {})
+            metrics = self._take_steps(batch, training_data, batch_refs, timesteps or {})
+        return {**metrics, TOLD: self.told()}
 
     def _take_steps(
         self, batch: Any, training_data: Any, batch_refs: Any, timesteps: dict[str, Any]

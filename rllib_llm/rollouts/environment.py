@@ -18,7 +18,7 @@ class Judgement:
     """What an environment says of B completions.
 
     rewards: [B] float32, `step`'s own. columns: those of the training batch. components, metrics:
-    [B] float32 by name. texts: {"prompt", "completion"}, where they were asked for and given.
+    [B] float32 by name. texts: {"prompt", "completion"}, where the environment gave them.
     """
 
     rewards: torch.Tensor
@@ -60,9 +60,7 @@ class SamplingEnvironment:
             columns.GROUP: positions.repeat_interleave(n).to(device),
         }
 
-    def judge(
-        self, completions: Mapping[str, torch.Tensor], *, return_texts: bool = False
-    ) -> Judgement:
+    def judge(self, completions: Mapping[str, torch.Tensor]) -> Judgement:
         """What `step` returns for completions of the last prompts.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
@@ -83,7 +81,7 @@ class SamplingEnvironment:
             judged[columns.REF_LOGPROBS] = infos[columns.REF_LOGPROBS]
         judged.update(told_columns(infos, completions[columns.COMPLETION_MASK]))
         texts = {}
-        if return_texts and "completion_texts" in infos:
+        if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
         return Judgement(
             rewards, judged, _rows(infos, "components"), _rows(infos, "metrics"), texts

@@ -85,7 +85,7 @@ class Sampler:
         completions = self._generate(rows, request)
         generated = time.perf_counter()
         self.watch.judging()
-        judged = self.environment.judge(completions, return_texts=request.return_texts)
+        judged = self.environment.judge(completions)
         end = time.perf_counter()
         made = {**rows, **completions, **judged.columns}
         sampled = columns.sampled_mask(made)

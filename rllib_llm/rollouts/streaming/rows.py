@@ -155,7 +155,7 @@ class RowStream:
         prompts = environment.prompts(SampleRequest(position, 1, self._n, return_texts=texts))
         environment.env.global_step = sampler.weights.version
         made = self._columns([group.ended[i] for i in range(self._n)])
-        judged = environment.judge(made, return_texts=texts)
+        judged = environment.judge(made)
         batch = JudgedBatch(
             columns={**made, **prompts, **judged.columns},
             rewards=judged.rewards,

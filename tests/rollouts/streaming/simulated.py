@@ -85,7 +85,7 @@ class Run:
             self.held[name] += made.lease(name, 2, ids)
         if self.random.random() < self.learn:
             self._learn()
-        made.account.check(made.num_carried)
+        made.account.check(made.table.num_tokens)
 
     def _may_wait(self):
         """The straggler comes when nothing else moves."""
