@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +326,23 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         told = self._take_told(results)
         self.metrics.aggregate(results, key=LEARNER_RESULTS)
         return told
+
+    def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Has every learner make a call whose results are those of an update; what they tell."""
+        self.has_begun_to_learn = True
+        results = [answer.get() for answer in self.learner_group.foreach_learner(call)]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        told = self._take_told(results)
+        self.metrics.aggregate(results, key=LEARNER_RESULTS)
+        return told
+
+    def pop_learner_metrics(self) -> dict[str, dict[str, float]]:
+        """`learner_metrics`, which are forgotten: in a loop of one's own no result does so."""
+        groups = self.learner_metrics()
+        self.metrics.delete(LEARNER_RESULTS)
+        return groups
 
     def _take_told(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """Takes what learners tell out of their results; what they said is written down."""

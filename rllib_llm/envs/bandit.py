@@ -52,7 +52,8 @@ class BanditEnv(VectorEnv):
         kl_coeff: share of the KL in the rewards, `rewards = scores - kl_coeff * kl`; at least 0.
         temperature: of the reference's log-probs, the sampler's own; above 0.
         prompt_overflow: "truncate_left" keeps the end of a prompt too long, "error" refuses it.
-        return_texts: adds prompt_texts and completion_texts to the infos of `step`.
+        return_texts: adds prompt_texts and completion_texts to the infos of `step`, also where no
+            reward function has the completions decoded.
         device: of every tensor going out.
         vocab_size: ids allowed in completions; the tokenizer's unless the model has more.
     """

@@ -33,10 +33,15 @@ class SamplingEnvironment:
 
     Args:
         env: a `gymnasium.vector.VectorEnv` that keeps the contract of `BanditEnv`.
+        replica: which of the run's environments it is.
     """
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    def __init__(self, env: Any, replica: int = 0) -> None:
+        self.env, self._replica = env, replica
+
+    def replica_column(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`columns.REPLICA` for as many rows as `like` has."""
+        return {columns.REPLICA: torch.full_like(like, self._replica, dtype=torch.int32)}
 
     def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
         """The prompts of a request, those of a group adjacent, and which they are."""
@@ -58,6 +63,7 @@ class SamplingEnvironment:
             columns.PROMPT_INDEX: infos[columns.PROMPT_INDEX],
             columns.ROW_ID: row_ids.to(device),
             columns.GROUP: positions.repeat_interleave(n).to(device),
+            **self.replica_column(row_ids.to(device)),
         }
 
     def judge(self, completions: Mapping[str, torch.Tensor]) -> Judgement:

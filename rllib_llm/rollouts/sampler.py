@@ -52,6 +52,8 @@ class Sampler:
         self.watch = watch or SamplerWatch()
         self.environment = environment
         self.policy = policy
+        # Of the policy, where rows finish on weights before the newest.
+        self.twin: SamplingPolicy | None = None
         self.weights = WeightsReceiver()
         self._params, self.seed, self.name = params, seed, name
 
@@ -140,7 +142,19 @@ class Sampler:
         except WeightsLostError as error:
             return [str(error)]
 
+    def differing_in_use(self) -> list[str]:
+        """As `differing`, from what was published as the weights in use, which stay."""
+        in_use = self.weights.in_use
+        if in_use is None or not in_use.ref or not self.policy.takes_weights:
+            return []
+        try:
+            return self.policy.differing(self.weights.published_bytes())
+        except WeightsLostError as error:
+            return [str(error)]
+
     def close(self) -> None:
         """Frees what the policy and the environment hold."""
         self.policy.close()
+        if self.twin is not None:
+            self.twin.close()
         self.environment.env.close()

@@ -78,6 +78,7 @@ _SCALARS = (
     ("position", columns.GROUP),
     ("group", columns.GROUP),
     ("prompt_index", columns.PROMPT_INDEX),
+    ("replica", columns.REPLICA),
     ("score", columns.SCORES),
     ("valid", columns.VALID),
 )
@@ -182,9 +183,10 @@ def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.MapArray:
 
 
 def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
-    """Prompt and completion as text, decoded here unless the environment did."""
+    """Prompt and completion as text, decoded here unless the environment did; of a conversation
+    its messages."""
     if batch.texts:
-        return {name: pa.array(batch.texts[name], pa.string()) for name in ("prompt", "completion")}
+        return {name: pa.array(texts, pa.string()) for name, texts in batch.texts.items()}
     have = batch.columns
     if tokenizer is None or columns.COMPLETION_MASK not in have:
         return {}

@@ -131,9 +131,9 @@ def test_without_exploration_the_likeliest_tokens_are_taken(sampler):
         assert torch.equal(logits[len(prompt) - 1 : -1].argmax(-1), completion)
 
 
-def test_texts_come_on_request(sampler, batch):
-    assert batch.texts == {}
+def test_texts_come_on_request_or_where_a_reward_function_has_them_decoded(sampler):
     texts = sampler.serve(SampleRequest(0, 2, 2, return_texts=True), publication()).texts
+    assert sampler.serve(SampleRequest(0, 2, 2), publication()).texts == texts
     assert texts["prompt"][0] == texts["prompt"][1] != texts["prompt"][2]
     assert len(texts["completion"]) == 4
 

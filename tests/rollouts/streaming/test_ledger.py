@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.rollouts.request import SampleFailure
-from rllib_llm.rollouts.streaming.entry import Tokens
 from rllib_llm.weights.published import PublishedWeights
-from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, serve
+from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
 SEEDS = range(8)
 NO_JUDGE = SampleFailure("KeyError: no judge", "traceback")
@@ -300,10 +299,6 @@ def test_the_prompts_learnt_from_are_the_prompts_where_hard_ones_take_long():
                 made.publish(PublishedWeights(version))
         shares[window] = sum(hard) / len(hard)
     assert shares[1] == 0.25 and shares[1000] < 0.2
-
-
-def partial(*lengths):
-    return tuple(Tokens(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
 
 
 def test_tokens_of_unfinished_groups_are_carried_to_who_samples_them_next():
