@@ -77,7 +77,7 @@ class Entry:
     sampler: str = ""
     leased_at: float = 0.0
     deadline: float = float("inf")
-    num_leases: int = 0
+    num_expired: int = 0
     num_failures: int = 0
     group: JudgedGroup | None = None
     partial: tuple[Tokens, ...] = ()

@@ -43,8 +43,7 @@ class Leases:
             entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
             entry.leased_at = now
             # It may be the group that is slow, not the sampler.
-            entry.deadline = float("inf") if limit is None else now + limit * 2**entry.num_leases
-            entry.num_leases += 1
+            entry.deadline = float("inf") if limit is None else now + limit * 2**entry.num_expired
         self._held[self.num_given] = list(entries)
         return self.num_given
 
@@ -110,7 +109,8 @@ class Leases:
             )
             self._expired.append((sampler, why))
             self.num_expired += 1
-            self.end(lease)
+            for entry in self.end(lease):
+                entry.num_expired += 1
 
     def take_expired(self) -> list[tuple[str, str]]:
         """(sampler, why) of leases that ended without an answer since the last call."""
