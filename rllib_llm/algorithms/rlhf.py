@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
 
-class RLHF(OwnLoop, LanguageModelAlgorithm):
+class RLHF(LanguageModelAlgorithm, OwnLoop):
     """Samples, learns, publishes.
 
     Its own state is the weight version and that of the rollout source: the prompt position, and
