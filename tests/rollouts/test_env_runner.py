@@ -37,6 +37,7 @@ def test_the_columns_of_a_batch(batch):
     prompt = batch.columns[columns.PROMPT_IDS].shape[1]
     tokens = (15, length)
     assert found == {
+        columns.REPLICA: ((15,), torch.int32),
         columns.PROMPT_IDS: ((15, prompt), torch.int64),
         columns.PROMPT_MASK: ((15, prompt), torch.bool),
         columns.COMPLETION_IDS: (tokens, torch.int64),
