@@ -42,6 +42,7 @@ def test_a_loop_of_ones_own_learns_what_train_learns(trained):
 
 
 def test_a_step_in_three_parts_is_a_step(trained):
+    """Up to round-off: `train()` takes the rows in an order of its own."""
     told = []
 
     async def loop(algorithm):
@@ -55,9 +56,10 @@ def test_a_step_in_three_parts_is_a_step(trained):
     with tiny.built(one_step()) as algorithm:
         asyncio.run(loop(algorithm))
         assert algorithm.weights_version == 3 and algorithm.position == 12
-        tiny.assert_same_weights(tiny.weights(algorithm), trained[1])
+        tiny.assert_same_weights(tiny.weights(algorithm), trained[1], rtol=1e-4, atol=1e-7)
     for mine, theirs in zip(told, trained[0], strict=True):
-        assert mine["policy"]["entropy_avg"] == theirs["policy"]["entropy_avg"]
+        expected = pytest.approx(theirs["policy"]["entropy_avg"], rel=1e-5)
+        assert mine["policy"]["entropy_avg"] == expected
 
 
 def test_gradients_of_several_batches_add_up():

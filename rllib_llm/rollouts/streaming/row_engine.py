@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import cast
 
 import torch
 
 from rllib_llm.engines.lanes import LaneEngine
 from rllib_llm.engines.protocol import Ended, Engine, InFlight
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.rollouts.policy import ModulePolicy
+from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.weights.published import PublishedWeights
 
@@ -80,11 +80,14 @@ class LanedRowEngine(RowEngine):
             assert isinstance(sampler.policy, ModulePolicy), "rows are sampled by a module"
             sampler.twin = sampler.policy.twin()
         self._emptied: Future[TorchEngine] | None = None
-        lanes = [
-            policy.open_engine(None, load_weights=functools.partial(self._put_into, policy))
+        newest, older = [
+            cast(TorchEngine, policy.open_engine(None, load_weights=self._loading(policy)))
             for policy in (sampler.policy, sampler.twin)
         ]
-        return LaneEngine(*lanes)
+        return LaneEngine(newest, older)
+
+    def _loading(self, policy: SamplingPolicy) -> LoadWeights:
+        return functools.partial(self._put_into, policy)
 
     def _load(self, version: int) -> None:
         if self.rows.version is None:
@@ -94,7 +97,7 @@ class LanedRowEngine(RowEngine):
             self._emptied = self.rows.empty_lane()
         self._switch()
 
-    def _put_into(self, policy: Any, _: Mapping[str, torch.Tensor]) -> None:
+    def _put_into(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
         assert self._newest is not None, "weights are given before they are loaded"
         self._sampler.weights.ensure(self._newest, policy.load)
 
@@ -107,6 +110,7 @@ class LanedRowEngine(RowEngine):
         lane.load({}, self._newest.version)
         self.rows.switch()
         sampler = self._sampler
+        assert sampler.twin is not None, "it has a lane"
         sampler.policy, sampler.twin = sampler.twin, sampler.policy
 
     def step(self) -> list[Ended]:
