@@ -82,7 +82,10 @@ class Streamer:
         """Makes the calls that were asked for."""
         while not self._asked.empty():
             call, future = self._asked.get()
-            future.set_result(call())
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
+                future.set_exception(error)
 
     def _run(self) -> None:
         try:
