@@ -121,7 +121,11 @@ class RowStream:
             group = self._groups[position]
             group.ended[i] = _joined(group.before[i], ended, ended.finish)
         whole = [p for p, group in self._groups.items() if len(group.ended) == self._n]
-        return [(self._groups[p].lease, self._judge(self._groups.pop(p))) for p in whole]
+        # Where one cannot be judged all are still there, to be given back.
+        judged = [(self._groups[p].lease, self._judge(self._groups[p])) for p in whole]
+        for position in whole:
+            del self._groups[position]
+        return judged
 
     def partial(self) -> dict[int, dict[int, tuple[Tokens, ...]]]:
         """What there is of each group, by lease and position."""

@@ -139,6 +139,21 @@ def test_rows_finish_on_their_weights_while_others_begin_on_newer_ones(sampler):
     assert versions == {4: {0}, 5: {1}, 6: {1}, 7: {3}}
 
 
+def no_judge(completions):
+    raise KeyError("no judge")
+
+
+def test_a_group_that_cannot_be_judged_is_still_held_and_can_be_given_back():
+    """Else nobody would hear of the exception, and it would be sampled again without end."""
+    config = tiny.grpo()
+    config.env_config["reward_functions"] = f"{__name__}.no_judge"
+    made = stream(build_sampler(config, worker_index=1).sampler)
+    made.add(Lease(1, 4, 1, publication()))
+    with pytest.raises(Exception, match="no judge"):
+        finish(made)
+    assert made.leases == {1}
+
+
 def test_a_group_that_lost_a_member_is_learnt_from_by_the_rest(sampler):
     """Complaint: one sample that infrastructure aborted kills its group (miles #2800, AReaL
     #1559)."""
