@@ -23,6 +23,7 @@ from rllib_llm.overseer.commands import DONE, REFUSED
 INTERVAL_S = 1.0
 ANSWER_S = 10.0  # that the overseer may take; one that starts takes seconds
 MAX_INTERVAL_S = 60.0  # between attempts to reach one that does not answer
+TIMEOUTS_OF_HUNG = 3  # in a row, after which the overseer counts as hung
 SECONDS_TO_LEAVE = 1.0
 
 
@@ -34,6 +35,8 @@ class Link:
         part: its name, unique in the run.
         describe: gives what there is to say of it now, called in the link's thread.
         open: gives the overseer's handle.
+        restarts_hung: whether an overseer that gives no answer again and again is ended, so that
+            Ray starts it anew.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class Link:
         part: str,
         describe: Callable[[], Mapping[str, Any]],
         open: Callable[[Path], Any] = open_overseer,
+        *,
+        restarts_hung: bool = False,
     ) -> None:
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self._folder, self._part, self._describe, self._open = folder, part, describe, open
@@ -50,6 +55,7 @@ class Link:
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ended, self._wake = threading.Event(), threading.Event()
         self._overseer: Any = None
+        self._restarts_hung, self._num_timeouts = restarts_hung, 0  # in a row
         self._fixed = {
             "part": part,
             "incarnation": self._incarnation,
@@ -93,12 +99,19 @@ class Link:
                 answers.append(self._answers.get_nowait())
             try:
                 self._exchange(answers, is_last)
-                answers, pause = [], INTERVAL_S
-            except (RayError, GetTimeoutError, ValueError, RuntimeError, ConnectionError):
+                answers, pause, self._num_timeouts = [], INTERVAL_S, 0
+            except (RayError, ValueError, RuntimeError, ConnectionError) as error:
+                self._end_hung(error)
                 self._overseer, pause = None, min(2 * pause, MAX_INTERVAL_S)
             if is_last:
                 return
             self._wake.wait(pause)
+
+    def _end_hung(self, error: Exception) -> None:
+        self._num_timeouts = self._num_timeouts + 1 if isinstance(error, GetTimeoutError) else 0
+        if self._restarts_hung and self._num_timeouts == TIMEOUTS_OF_HUNG:
+            ray.kill(self._overseer, no_restart=False)
+            self._num_timeouts = 0
 
     def _exchange(self, answers: list[dict[str, Any]], is_last: bool) -> None:
         if self._overseer is None:
