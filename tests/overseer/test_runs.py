@@ -143,6 +143,8 @@ def test_a_run_that_is_paused_scaled_and_saved_learns_the_same(tmp_path, undistu
     (scaled,) = run.tell("scale", timeout_s=PATIENCE_S, samplers=2)
     assert scaled["answer"] == "2 samplers instead of 1"
     until(lambda: num_samplers(run) == 2)
+    (folder,) = tuned.folder.glob("GRPO_*")
+    assert all(part["trial"] in folder.name for part in run.status()["parts"])  # Tune's id
     if schedule == "synchronous":
         (refused,) = run.tell("scale", timeout_s=60, samplers=3)
         assert refused["state"] == "refused" and "sampling_parts" in refused["answer"]
