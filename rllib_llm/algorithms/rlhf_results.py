@@ -25,7 +25,7 @@ Groups = dict[str, dict[str, Any]]
 
 
 def with_sampling(
-    groups: Groups, sampled: JudgedBatch, learnt_version: int, ages: Mapping[str, float]
+    groups: Groups, sampled: JudgedBatch, learnt_version: int, ages: dict[str, float]
 ) -> Groups:
     """The learners' metrics with those of the batch that they learnt from.
 

@@ -50,7 +50,8 @@ def plot_stage(
     """Draw the trials' results into the PNG `file`; None where there is nothing to draw."""
     trials = [read_results(folder) for folder in trial_folders]
     is_ours = any("episode" in result for results in trials for result in results)
-    (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
+    x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
+    known = [*(PANELS if is_ours else STOCK_PANELS)]
     known += part_panels([result for results in trials for result in results])
     panels = [p for p in known if any(len(series(t, x_key, p.key)[1]) > 1 for t in trials)]
     if not panels:

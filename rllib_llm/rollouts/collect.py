@@ -149,7 +149,7 @@ class _Collection:
         batch = concatenate([self.done[start] for start in sorted(self.done)])
         # They work at the same time: who spent most was waited for.
         names = {name for spent in self.spent.values() for name in spent}
-        timings = {name: max(spent[name] for spent in self.spent.values()) for name in names}
+        timings = {name: max(float(spent[name]) for spent in self.spent.values()) for name in names}
         return dataclasses.replace(batch, timings=timings)
 
     def _send(self) -> None:

@@ -67,7 +67,7 @@ class Stage:
 
     def is_made_before(self, setting: str) -> bool:
         """Whether an earlier experiment makes that model, which another stands in for so far."""
-        from rllib_llm.experiments.plan import StandIn
+        from rllib_llm.experiments.stand_ins import StandIn
 
         return isinstance(self._named_models()[setting], StandIn)
 
