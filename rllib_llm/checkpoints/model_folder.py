@@ -23,8 +23,10 @@ def _here(given: str) -> Path:
 def find_model(given: str) -> str:
     """Return the Hugging Face folder in `given`; hub ids and dotted paths are returned unchanged.
 
+    In the folder of a run or of a stage with one trial, the trial is meant.
+
     Raises:
-        UserError: `given` is a folder without a model in it.
+        UserError: `given` is a folder without a model in it, or with several trials.
         CheckpointError: it is a checkpoint, or the folder of a trial, and none is usable.
     """
     folder = _here(given)
@@ -38,9 +40,22 @@ def find_model(given: str) -> str:
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
             return str(candidate)
+    if trials := _trials_below(folder):
+        if len(trials) > 1:
+            raise UserError(
+                f"checkpoint={given!r} must be one trial: it holds {len(trials)}. Give one of "
+                + ", ".join(map(str, trials))
+            )
+        folder = trials[0]
     if not (checkpoints_in(folder) or (folder / MODEL_IN_CHECKPOINT).is_dir()):
         raise UserError(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
             f"{MODEL_IN_CHECKPOINT} or model below it. Give a checkpoint of a language model."
         )
     return str(newest_usable(folder) / MODEL_IN_CHECKPOINT)
+
+
+def _trials_below(folder: Path) -> list[Path]:
+    """The trials with checkpoints in the folder of a run or of a stage."""
+    found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
+    return sorted({path.parent for path in found if path.is_dir()})

@@ -72,7 +72,7 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         registered = registered_env(env)
         if registered is not None:
             return registered
-        if not looks_dotted(env):
+        if ":" not in env and not looks_dotted(env):
             raise UnknownEnvError(_unknown(env))
         env = import_dotted(env, name="env")
     if not callable(env):

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rllib_llm.experiments.stand_ins import StandIn
+
 MODELS = ("model", "critic_model")
 DATA = ("data", "eval_data", "normalization_data", "ptx_data", "ptx_eval_data")
 ENV_MODELS = ("model", "tokenizer", "reward_model", "reference")
@@ -53,8 +55,8 @@ def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
 
     if isinstance(given, Mapping):
         given, name = given.get("model"), f"{name}.model"
-    if not isinstance(given, str) or "${" in given:
-        return
+    if not isinstance(given, str) or "${" in given or isinstance(given, StandIn):
+        return  # a stand-in belongs to the experiment that makes what it stands for
     kind, value = source_kind(given, name=name)
     if kind == DOTTED:
         import_dotted(value, name=name)

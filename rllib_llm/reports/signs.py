@@ -152,8 +152,8 @@ def starved(rows: Rows) -> str:
         return ""
     return (
         f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "
-        "processes use them. Look at what else runs on the machine; lower num_env_runners, or the "
-        "threads of each process (num_cpus_per_env_runner, OMP_NUM_THREADS)."
+        "processes use them. Look at what else runs on the machine; use fewer samplers and "
+        "learners (num_env_runners, num_learners), or fewer threads in each (OMP_NUM_THREADS)."
     )
 
 

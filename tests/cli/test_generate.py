@@ -113,6 +113,13 @@ def test_the_model_is_found_in_checkpoint_trial_and_model_folders(checkpoint, tm
     shutil.rmtree(checkpoint.with_name("checkpoint_000001"))
     assert find_model(model) == model
     assert find_model("org/name") == "org/name"
+    trial = tmp_path / "run" / "grpo" / "trial"
+    shutil.copytree(checkpoint, trial / checkpoint.name)
+    for folder in (trial.parent, trial.parent.parent):  # a stage, and a run, of one trial
+        assert trial in Path(find_model(str(folder))).parents
+    shutil.copytree(checkpoint, trial.with_name("other") / checkpoint.name)
+    with pytest.raises(ValueError, match="must be one trial: it holds 2"):
+        find_model(str(trial.parent))
     with pytest.raises(ValueError, match="must hold a model: there is no config.json"):
         find_model(str(tmp_path))
 

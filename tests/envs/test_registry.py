@@ -108,3 +108,8 @@ def test_a_dotted_path_becomes_a_name_that_rllib_knows():
     assert not registry.register_user_env("org/name")
     with pytest.raises(DottedPathError, match="Did you mean 'ConfigEnv'"):
         registry.register_user_env(f"{__name__}:ConfgEnv")
+
+
+def test_a_path_into_a_module_that_is_not_there_says_so():
+    with pytest.raises(ValueError, match="there is no module 'vowel'"):
+        make("vowel:create")

@@ -78,8 +78,11 @@ def examine_experiment(
     """Findings about one experiment: first of the rules that `rllib train` refuses to run by; where
     none of these is broken, of all others."""
     from rllib_llm.experiments import plan
+    from rllib_llm.experiments.stand_ins import StandIn, model_of
 
     name = experiment.name
+    # A stand-in that is wrong is told of the experiment that names it.
+    foreign = "model" if isinstance(model_of(experiment.config), StandIn) else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         with all_complaints() as errors:
@@ -87,6 +90,8 @@ def examine_experiment(
     for error in errors:
         finding = Finding.from_error(error, "settings", name)
         subject = finding.id.partition(".")[2]
+        if subject == foreign:
+            continue
         area = AREAS.get(subject, "settings")
         yield Finding(
             f"{area}.{subject}", "error", finding.found, finding.rule, finding.remedy, name

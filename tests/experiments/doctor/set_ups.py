@@ -28,6 +28,13 @@ def raises(completions):
     raise RuntimeError("out of luck")
 
 
+class Unmade:
+    """A judge whose folder is not there."""
+
+    def __init__(self) -> None:
+        raise OSError("no folder")
+
+
 def infinite(completions):
     return [float("inf") for _ in completions]
 

@@ -86,6 +86,9 @@ DATA = {
     ),
     "data.data": lambda: supervised("SFT", data=[{"question": "?"}]),
     "rewards.fails": lambda: grpo(env={"reward_functions": f"{HERE}.raises"}),
+    "rewards.unmade": lambda: grpo(
+        env={"reward_functions": {"function": f"{HERE}.Unmade", "name": "unmade"}}
+    ),
     "rewards.infinite": lambda: grpo(env={"reward_functions": f"{HERE}.infinite"}),
     "rewards.constant": lambda: grpo(env={"reward_functions": f"{HERE}.constant"}),
     "rewards.count": lambda: grpo(env={"reward_functions": f"{HERE}.one_number"}),
@@ -125,6 +128,12 @@ def test_a_broken_model_folder_is_named_before_its_weights_are_loaded(folders, f
 def test_a_policy_is_no_judge(folders):
     experiment = grpo(model=folders["sound"], env={"reward_model": folders["sound"]})
     assert "model.kind" in [finding.id for finding in found(experiment)]
+
+
+def test_a_missing_model_is_told_of_the_experiment_that_names_it():
+    first = supervised("SFT", model="./nosuch").replace(name="first")
+    found = examine([first, grpo(model="${first.model}")], MACHINE)
+    assert {f.where for f in found if f.severity == "error"} == {"first"}
 
 
 def test_a_judge_that_is_made_before_is_no_policy(folders):
