@@ -73,10 +73,7 @@ def _norm(module: nn.Module) -> _Norm:
         return module.forward
 
     def norm(inputs: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        if inputs.dtype != weight.dtype:  # under autocast, where the module promotes
-            return module.forward(inputs)
-        return F.rms_norm(inputs, weight.shape, weight, module.variance_epsilon)
+        return F.rms_norm(inputs, module.weight.shape, module.weight, module.variance_epsilon)
 
     return norm
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +52,6 @@ class TorchEngine:
         steps_between_looks: see `engine.generate`.
         load_weights: puts published weights into the model; by default they are copied into its
             parameters by name.
-        context: entered for each step, such as autocast.
         cuda_graphs: see `engine.generate`.
 
     Raises:
@@ -69,16 +67,14 @@ class TorchEngine:
         max_positions: int = 2048,
         steps_between_looks: int | None = None,
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
-        context: Callable[[], AbstractContextManager] = nullcontext,
         cuda_graphs: bool = True,
     ) -> None:
-        self.model, self._version, self._context = model, version, context
+        self.model, self._version = model, version
         self.device = next(model.parameters()).device
         if steps_between_looks is None:
             is_cpu = self.device.type == "cpu"
             steps_between_looks = 1 if is_cpu else _STEPS_BETWEEN_LOOKS_ON_GPU
-        with context():
-            check_decoding_once(model)
+        check_decoding_once(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
         self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
         self._buffers.version = version or 0
@@ -173,7 +169,7 @@ class TorchEngine:
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []
-        with torch.inference_mode(), self._context():
+        with torch.inference_mode():
             if self._pending is not None and not len(self._decoder.rows):
                 self._put(*self._pending)
             columns = self._decoder.step(admits=self._pending is None)
@@ -263,13 +259,11 @@ class TorchEngine:
             ValueError: the text is longer than the model's positions.
         """
         check_positions(self.model.config, len(token_ids) - 1, _ONE_TOKEN)
-        with self._context():
-            return score_text(self.model, token_ids, top)
+        return score_text(self.model, token_ids, top)
 
     def open(self) -> None:
         """Lays the weights out for decoding now, which the next step would do."""
-        with self._context():
-            self._decoder.open()
+        self._decoder.open()
 
     def _requeue(self) -> None:
         """Takes all rows out of the batch, to be prefilled again with what was sampled of them."""

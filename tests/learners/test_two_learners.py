@@ -139,7 +139,7 @@ def test_half_precision_layers_keep_float32_shards(group):
     batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5), num=1)
     start = tiny.parameters(learner)
     two.train(learner, batches)
-    config = config.copy(copy_frozen=False).language_model(autocast_dtype="bfloat16")
+    config = config.copy(copy_frozen=False).language_model(mixed_precision="bf16")
     state = two.in_both(group, two.train_new, two.paired(config, "fsdp"), batches)
     ours, exact = state["rl_module"][DEFAULT_MODULE_ID], tiny.parameters(learner)
     assert all(tensor.dtype == torch.float32 for tensor in ours.values())
@@ -151,7 +151,7 @@ def test_half_precision_layers_keep_float32_shards(group):
 
 
 def test_half_precision_layers_keep_a_float32_value_head(group):
-    config = two.ppo_ptx(ptx_coeff=0.0).language_model(autocast_dtype="bfloat16")
+    config = two.ppo_ptx(ptx_coeff=0.0).language_model(mixed_precision="bf16")
     batch = tiny.judged(tiny.build(two.alone(config)))
 
     def values_of_a_third(learner, config, batch):

@@ -128,7 +128,7 @@ def test_a_policy_is_no_judge(folders):
 
 
 @pytest.mark.parametrize(("config", "changes", "name"), [
-    ({"autocast_dtype": "bfloat16"}, {"features": frozenset()}, "devices.bfloat16"),
+    ({"mixed_precision": "bf16"}, {"features": frozenset()}, "devices.bfloat16"),
     ({"num_gpus_per_learner": 1}, {}, "devices.gpus"),
     ({"lora": {}, "quantization": "nf4"}, {}, "devices.four_bit"),
     ({"num_env_runners": 6}, {"cpus": 2.0}, "ray.processes"),
@@ -170,7 +170,7 @@ SOUND = {
     "grpo": lambda folders: grpo(),
     "grpo with samplers": lambda folders: grpo(num_env_runners=2, model=folders["sound"]),
     "adapters": lambda folders: grpo(lora={"r": 4}, model=folders["sound"]),
-    "bfloat16": lambda folders: grpo(autocast_dtype="bfloat16"),
+    "bfloat16": lambda folders: grpo(mixed_precision="bf16"),
     "a schedule": lambda folders: grpo(lr_schedule="linear", lr_num_updates=20),
     "evaluation": lambda folders: grpo(evaluation_interval=5),
     "sft": lambda folders: supervised("SFT"),
