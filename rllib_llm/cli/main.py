@@ -15,6 +15,7 @@ from rllib_llm.cli import (
     rollouts,
     serve,
     status,
+    tell,
     train,
 )
 
@@ -36,6 +37,8 @@ app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("status")(status.status)
 app.command("top")(status.top)
+for command in (tell.pause, tell.resume, tell.scale, tell.checkpoint, tell.stop):
+    app.command(command.__name__)(command)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")
 

@@ -108,6 +108,7 @@ def test_evaluation_is_greedy_unless_it_is_told_to_sample():
     assert sampled.get_evaluation_config_object().explore
 
 
+@pytest.mark.slow  # a sampler in a process of its own
 def test_an_evaluation_sends_no_weights_but_the_published_ones():
     config = evaluated(tiny.grpo(), evaluation_num_env_runners=1)
     config.env_runner_cls = Counted

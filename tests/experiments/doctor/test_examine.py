@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rllib_llm.experiments.doctor.examine import examine
+from rllib_llm.experiments.doctor.examine import before_a_run, examine
 from rllib_llm.experiments.doctor.finding import exit_code
 from rllib_llm.experiments.doctor.machine import GIB, Machine
 from tests.experiments.doctor import set_ups
@@ -125,6 +125,15 @@ def test_a_broken_model_folder_is_named_before_its_weights_are_loaded(folders, f
 def test_a_policy_is_no_judge(folders):
     experiment = grpo(model=folders["sound"], env={"reward_model": folders["sound"]})
     assert "model.kind" in [finding.id for finding in found(experiment)]
+
+
+def test_a_judge_that_is_made_before_is_no_policy(folders):
+    judge = supervised("RewardModel", model=folders["sound"], data=set_ups.PAIRS)
+    judge = judge.replace(name="judge")
+    # Until it is made, the model that it starts from stands in for it.
+    policy = grpo(model=folders["sound"], env={"reward_model": "${judge.model}"})
+    assert [f.id for f in examine([judge, policy], MACHINE) if f.severity == "error"] == []
+    before_a_run([judge, policy])
 
 
 @pytest.mark.parametrize(("config", "changes", "name"), [
