@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ _WITHOUT_BFLOAT16 = (
 )  # fmt: skip
 
 
+@functools.cache
 def processor_features() -> frozenset[str]:
     """ "amx_bf16", "avx512_bf16", ...; empty where Linux does not say."""
     try:

@@ -80,6 +80,9 @@ class LanguageModelLearner(TorchLearner):
 
     def _build(self) -> None:
         super().build()
+        # Where a seed is set RLlib has torch compute deterministically, which then also fills all
+        # memory that it hands out before it is written: a twentieth of the time, and no number.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         self.weights_exporter = WeightsExporter(self.module[DEFAULT_MODULE_ID].unwrapped())
         if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
             self.module[DEFAULT_MODULE_ID].unwrapped().compile(self._torch_compile_cfg)

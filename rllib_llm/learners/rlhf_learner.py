@@ -137,8 +137,9 @@ class RLHFLearner(LanguageModelLearner):
         """
         has_critic = self.module[DEFAULT_MODULE_ID].unwrapped().has_critic
         fresh = self.config.off_policy is None
-        whole = has_critic or self.reward_kl_coeff > 0
-        recomputes = self.correction.recomputes or (fresh and whole and self._is_half)
+        recomputes = self.correction.recomputes or (
+            fresh and self._is_half and (has_critic or self.reward_kl_coeff > 0)
+        )
         self._has_own_logprobs = recomputes
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
