@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -24,10 +25,10 @@ from rllib_llm import columns
 from rllib_llm.algorithms import rlhf_results
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
+from rllib_llm.algorithms.own_loop import OwnLoop
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
-from rllib_llm.learners.rlhf_learner import take_advantages
+from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.ray_compat import local_learner
@@ -48,13 +49,14 @@ from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.push import WeightsPush, open_servers
 
 logger = logging.getLogger(__name__)
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
 
-class RLHF(LanguageModelAlgorithm):
+class RLHF(LanguageModelAlgorithm, OwnLoop):
     """Samples, learns, publishes.
 
     Its own state is the weight version and that of the rollout source: the prompt position, and
@@ -69,7 +71,6 @@ class RLHF(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
-        self._calls: OneAfterAnother | None = None  # of a loop of the user's own
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
@@ -91,6 +92,7 @@ class RLHF(LanguageModelAlgorithm):
             background=self._background_publisher(),
             transport=self.config.weights_transport,
         )
+        self._push = self._open_push()
         if local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
             for runner in (self.env_runner, self.eval_env_runner):
@@ -101,6 +103,7 @@ class RLHF(LanguageModelAlgorithm):
         self.recorder = self.make_recorder()
         self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
+        self._server = None if self.config.serve is None else self.serve(**self.config.serve)
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
@@ -140,6 +143,17 @@ class RLHF(LanguageModelAlgorithm):
         )
         return BackgroundPublisher(client, checksum=config.weights_checksum)
 
+    def _open_push(self) -> WeightsPush | None:
+        """For servers that follow nobody, if there are some."""
+        config = self.config
+        if not config.weights_push:
+            return None
+        folder = config.weights_push_folder
+        return WeightsPush(
+            open_servers(config.weights_push),
+            self.trial_folder / "pushed" if folder is None else Path(folder),
+        )
+
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
             self.doing(
@@ -158,7 +172,7 @@ class RLHF(LanguageModelAlgorithm):
         if not self._collectors[self.env_runner_group].pool.num_samplers:
             of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
         self.oversight.waited(learn_start - start, of_samplers)
-        publish_start = self._learn(sampled)
+        publish_start = self.learn(sampled)
         end = time.perf_counter()
         self.oversight.clock.enter(diagnosis.BETWEEN)
         self._log_ages(sampled)
@@ -180,45 +194,34 @@ class RLHF(LanguageModelAlgorithm):
         num_rows = num_prompts * self.config.num_completions
         self.doing(self._sampling(f", {num_rows} are there"))
 
-    def _learn(self, sampled: JudgedBatch) -> float:
+    def learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
-        self.update_learners(sampled.columns, sampled.num_rows)
-        self._record_trained(sampled)
+        told = self.update_learners(sampled.columns, sampled.num_rows)
+        self._record_trained(sampled, told)
         start = time.perf_counter()
         self.oversight.clock.enter(diagnosis.PUBLISHING)
-        self.weights_version += 1
-        self._publish()
+        self.publish_next()
         return start
 
-    def next_batch(self) -> UnderWay[JudgedBatch]:
-        """The batch to be learnt from next, for a loop of one's own (`own_loop.py`)."""
-        return self._own_loop().begin(self.rollouts.next)
+    def publish_next(self) -> None:
+        """As of all loops."""
+        self.weights_version += 1
+        self._publish()
 
-    def submit(self, batch: JudgedBatch) -> UnderWay[dict[str, dict[str, float]]]:
-        """Learns from a batch and publishes the weights, for a loop of one's own; the learners'
-        metrics by group."""
+    def add_gradients(self, sampled: JudgedBatch) -> None:
+        """As of all loops; the batch is kept as one that was learnt from."""
+        told = self.foreach_learner(
+            functools.partial(RLHFLearner.forward_backward, batch=sampled.columns)
+        )
+        self._record_trained(sampled, told)
 
-        def learn() -> dict[str, dict[str, float]]:
-            self._learn(batch)
-            return self.learner_metrics()
-
-        return self._own_loop().begin(learn)
-
-    def _own_loop(self) -> OneAfterAnother:
-        if self._calls is None:
-            self._calls = OneAfterAnother()
-        return self._calls
-
-    def _record_trained(self, sampled: JudgedBatch) -> None:
+    def _record_trained(self, sampled: JudgedBatch, told: dict[str, Any]) -> None:
         """Has the batch kept, with the advantages that the first learner found."""
         if not self.config.store_rollouts:
             return
-        results = self.learner_group.foreach_learner(take_advantages)
-        for result in results:
-            if result.ok and result.get() is not None:
-                found = {columns.ADVANTAGES: result.get()}
-                sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
-        self.recorder.record(sampled.fresh, "trained", iteration=self.iteration + 1)
+        found = {name: told[name] for name in (columns.ADVANTAGES,) if name in told}
+        sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
+        self.recorder.record(sampled.fresh, "trained", iteration=self.weights_version + 1)
 
     @property
     def position(self) -> int:
@@ -231,8 +234,13 @@ class RLHF(LanguageModelAlgorithm):
         return self.weights_version
 
     def _publish(self) -> None:
-        self.published_weights = self._publisher.publish(self.weights_version)
-        self.rollouts.publish(self.published_weights)
+        published = self._publisher.publish(self.weights_version)
+        if self.config.asks_a_server:  # for these weights, by their epoch, too
+            published = self._publisher.announced(published)
+        if self._push is not None and published.version % self.config.weights_push_every == 0:
+            self._push.push(self.export_model, published.epoch, published.version)
+        self.published_weights = published
+        self.rollouts.publish(published)
 
     def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
         """The answer of a group of samplers, made with the weights as they are published."""
@@ -299,8 +307,11 @@ class RLHF(LanguageModelAlgorithm):
                 "weights_name=None must be a name: a server finds the run's weights by it. Set "
                 "weights_name."
             )
-        given = {"weights_name": config.weights_name, "chat_template": config.chat_template}
-        return serve(config.pretrained_model, **{**given, **settings})
+        given = {
+            "name": config.weights_name, "weights_name": config.weights_name,
+            "chat_template": config.chat_template,
+        }  # fmt: skip
+        return serve(config.given_model(), **{**given, **settings})
 
     def held_out_losses(self) -> dict[str, float]:
         """What an evaluation reports beside the judged completions, for the weights as they are."""
@@ -325,6 +336,8 @@ class RLHF(LanguageModelAlgorithm):
         groups["weights"] = rlhf_results.weights_metrics(
             self.published_weights, self._publisher.metrics(), sampled
         )
+        if self._push is not None:
+            groups["weights"]["push_seconds"] = self._push.seconds
         groups["throughput"] = rlhf_results.throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
@@ -334,12 +347,14 @@ class RLHF(LanguageModelAlgorithm):
             "eps": sampled.num_rows / seconds["iteration"],
         }
         rlhf_results.log_as_rllib(self.metrics, sampled)
-        self.samples.write(
-            sampled,
-            iteration=self.iteration + 1,
-            split="train",
-            limit=self.config.num_logged_samples,
-        )
+        every = self.config.log_samples_every
+        if every and (self.weights_version - 1) % every == 0:
+            self.samples.write(
+                sampled,
+                iteration=self.iteration + 1,
+                split="train",
+                limit=self.config.num_logged_samples,
+            )
 
     def step(self) -> dict[str, Any]:
         """As of all algorithms, with what samplers suffered; no held-out results but the latest."""
@@ -380,11 +395,14 @@ class RLHF(LanguageModelAlgorithm):
         return self._collectors[env_runner_group].pool.pop_revived()
 
     def cleanup(self) -> None:
-        if self._calls is not None:
-            self._calls.stop()
+        self.stop_own_loop()
+        if self._server is not None:
+            self._server.close()
         self.rollouts.stop()
         self.recorder.stop()
         self._publisher.stop()
+        if self._push is not None:
+            self._push.close()
         for collector in self._collectors.values():
             collector.pool.actors.stop()
         super().cleanup()

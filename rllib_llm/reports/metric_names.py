@@ -139,6 +139,7 @@ GROUPS = (
         ("weights/versions_behind", "updates", "that the batch is behind the newest"),
         ("weights/bytes", "bytes", "of one version"),
         ("weights/publish_seconds", "s", "that the learner's side took"),
+        ("weights/push_seconds", "s", "that servers took which are told of them"),
         ("weights/transfer_seconds", "s", "until they arrived, the slowest sampler"),
         ("weights/load_seconds", "s", "until they were in use"),
         ("weights/gb_per_s", "GB/s", "transfer and load"),
@@ -156,6 +157,7 @@ GROUPS = (
         ("rollouts/tokens_carried", "tokens", "of them, waiting for their turn"),
         ("rollouts/groups_trained", "groups", "learnt from so far"),
         ("rollouts/groups_rejected", "groups", "not to be learnt from, so far"),
+        ("rollouts/groups_failed", "groups", "that no sampler could make, so far"),
         ("rollouts/rejected/<reason>", "groups", "rejected so far, by a filter's reason, as "
          "`too_few`, `stale` or `late`"),
         ("rollouts/groups_<state>", "groups", "waiting, leased, partial, judged or ready now"),

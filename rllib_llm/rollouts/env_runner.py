@@ -33,7 +33,7 @@ from ray.rllib.utils.typing import StateDict
 
 from rllib_llm.cores import threads_for
 from rllib_llm.dotted import import_dotted
-from rllib_llm.engines.external_engine import open_engine
+from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
@@ -48,6 +48,7 @@ from rllib_llm.rollouts.policy import (
     EnginePolicy,
     ModulePolicy,
     SamplingPolicy,
+    ServerPolicy,
 )
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
@@ -94,7 +95,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))
         kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
         self.sampler = kind(
-            SamplingEnvironment(self.env),
+            SamplingEnvironment(self.env, self.worker_index),
             self._make_policy(),
             params=self._sampling_params,
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
@@ -143,6 +144,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def _make_policy(self) -> SamplingPolicy:
         config = self.config
+        if config.engine == "openai":
+            return ServerPolicy(
+                open_server(config.pretrained_model, **config.server_engine_settings())
+            )
         engine = open_engine(
             config.engine,
             config.pretrained_model,
@@ -316,7 +321,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that are not as published; the error
-        in their place where the published ones cannot be had."""
+        in their place where the published ones cannot be had. One that streams is compared between
+        two of its turns, with what it says it uses: it may have newer weights."""
+        if self.streamer is not None and self.streamer.is_at_work:
+            differing = self.streamer.between_turns(self.sampler.differing_in_use)
+            return self.worker_index, differing
         return self.worker_index, self.sampler.differing(published)
 
     def get_ctor_args_and_kwargs(self):

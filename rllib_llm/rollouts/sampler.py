@@ -53,7 +53,10 @@ class Sampler:
         self.watch = watch or SamplerWatch()
         self.environment = environment
         self.policy = policy
+        # Of the policy, where rows finish on weights before the newest.
+        self.twin: SamplingPolicy | None = None
         self.weights = WeightsReceiver()
+        self._published: tuple[int, int] | None = None  # of the last request
         self._params, self.seed, self.name = params, seed, name
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
@@ -67,8 +70,9 @@ class Sampler:
         try:
             if self.policy.takes_weights:
                 self.weights.ensure(published, self.policy.load)
+            self._published = published.order
             # Of a reward function that asks.
-            self.environment.env.global_step = self.weights.version
+            self.environment.env.global_step = published.version
             batch = self.sample(request)
         finally:
             self.watch.end()
@@ -88,7 +92,7 @@ class Sampler:
         completions = self._generate(rows, request)
         generated = time.perf_counter()
         self.watch.judging()
-        judged = self.environment.judge(completions, return_texts=request.return_texts)
+        judged = self.environment.judge(completions)
         end = time.perf_counter()
         made = {**rows, **completions, **judged.columns}
         sampled = columns.sampled_mask(made)
@@ -128,7 +132,9 @@ class Sampler:
         params = self._params(request.explore)
         self.watch.generating(self.weights.version, params.max_new_tokens)
         row_ids = rows[columns.ROW_ID].cpu()
-        asked = Generation(params, n, self.seed, row_ids, on_step=self.watch.on_step)
+        asked = Generation(
+            params, n, self.seed, row_ids, on_step=self.watch.on_step, weights=self._published
+        )
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return self.policy.generate(prompts, asked)
 
@@ -143,7 +149,19 @@ class Sampler:
         except WeightsLostError as error:
             return [str(error)]
 
+    def differing_in_use(self) -> list[str]:
+        """As `differing`, from what was published as the weights in use, which stay."""
+        in_use = self.weights.in_use
+        if in_use is None or not in_use.ref or not self.policy.takes_weights:
+            return []
+        try:
+            return self.policy.differing(self.weights.published_bytes())
+        except WeightsLostError as error:
+            return [str(error)]
+
     def close(self) -> None:
         """Frees what the policy and the environment hold."""
         self.policy.close()
+        if self.twin is not None:
+            self.twin.close()
         self.environment.env.close()
