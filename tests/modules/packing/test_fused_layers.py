@@ -107,7 +107,9 @@ def test_in_bfloat16_it_is_as_near_to_float64_as_the_models_own(family):
     model = tiny_model(family)
     with torch.no_grad():
         for parameter in model.parameters():  # the same weights in all three
-            parameter.copy_(parameter.bfloat16())
+            # Smaller ones than the tiny models', which multiply every rounding.
+            scale = 0.3 if parameter.ndim == 2 else 1.0
+            parameter.copy_((scale * parameter).bfloat16())
     wanted = dense_rows(model)  # which lays out the attention of this model
     exact, half = copy.deepcopy(model).double(), copy.deepcopy(model)
     for parameter in half.parameters():  # not the rotary embedding's frequencies
@@ -125,8 +127,7 @@ def test_in_bfloat16_it_is_as_near_to_float64_as_the_models_own(family):
 
     truth = everything(exact.model, own)
     ours, theirs = ((everything(half.model, f) - truth).norm() for f in (fused_hidden, own))
-    # Random weights this large multiply every rounding, the models' own as well.
-    assert float(ours) < 1.2 * float(theirs), float(theirs / truth.norm())
+    assert float(ours) < 1.2 * float(theirs), (float(ours), float(theirs), float(truth.norm()))
 
 
 def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
