@@ -30,6 +30,7 @@ from ray.rllib.utils.metrics import (
 
 from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import evaluate_by_request
+from rllib_llm.algorithms.evaluation_envs import open_evaluation_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
@@ -81,12 +82,15 @@ class RLHF(LanguageModelAlgorithm):
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
+        self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
         start = time.monotonic()
         try:
             super().setup(config)
         except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered
             SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
+        if self.eval_env_runner_group is not None:
+            self.evaluation_groups = open_evaluation_envs(self)
         self._collectors = self._make_collectors(time.monotonic() - start)
         for collector in self._collectors.values():
             collector.pool.require_built()
@@ -101,7 +105,8 @@ class RLHF(LanguageModelAlgorithm):
         )
         if local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
-            for runner in (self.env_runner, self.eval_env_runner):
+            named = (group.local_env_runner for _, group in self.evaluation_groups.values())
+            for runner in (self.env_runner, self.eval_env_runner, *named):
                 if runner is not None:
                     runner.share_module(module)
         self.recorder = self.make_recorder()
@@ -393,7 +398,11 @@ class RLHF(LanguageModelAlgorithm):
                 local=group.local_env_runner,
                 timeout_s=self.config.sampler_timeout_s,
             )
-            for group in (self.env_runner_group, self.eval_env_runner_group)
+            for group in (
+                self.env_runner_group,
+                self.eval_env_runner_group,
+                *(group for _, group in self.evaluation_groups.values()),
+            )
             if group is not None
         }
 

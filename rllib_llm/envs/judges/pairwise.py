@@ -77,8 +77,9 @@ class PairwiseJudge:
     ) -> tuple[list[float | Invalid], dict[str, list[float]]]:
         """The score of each completion, `Invalid` where no comparison came about."""
         if self._against == GROUP:
-            met = _met_in_groups(prompts, self._num_opponents)
-            pairs = [(prompts[i], completions[i], completions[j]) for i, j in met]
+            grouped = _met_in_groups(prompts, self._num_opponents)
+            pairs = [(prompts[i], completions[i], completions[j]) for i, j in grouped]
+            met: list[tuple[int, int | None]] = [*grouped]
         else:
             others = reference_column(columns, self._against, len(completions))
             met = [(i, None) for i in range(len(completions))]
@@ -115,8 +116,10 @@ class PairwiseJudge:
         found: dict[Pair, tuple[float, bool] | Invalid] = {}
         halves = zip(unlike, verdicts[: len(unlike)], verdicts[len(unlike) :], strict=True)
         for pair, as_a, as_b in halves:
-            if isinstance(as_a, Invalid) or isinstance(as_b, Invalid):
-                found[pair] = as_a if isinstance(as_a, Invalid) else as_b
+            if isinstance(as_a, Invalid):
+                found[pair] = as_a
+            elif isinstance(as_b, Invalid):
+                found[pair] = as_b
             else:
                 found[pair] = ((as_a + 1.0 - as_b) / 2, as_a == as_b != 0.5)
         return [found.get(pair, (0.5, False)) for pair in pairs]
@@ -129,14 +132,12 @@ class PairwiseJudge:
         return dict(_POINTS)[read_verdict(reply, self._schema)[_BETTER]]
 
 
-def _met_in_groups(
-    prompts: Sequence[str], num_opponents: int | None
-) -> list[tuple[int, int | None]]:
+def _met_in_groups(prompts: Sequence[str], num_opponents: int | None) -> list[tuple[int, int]]:
     """Rows of the same prompt that meet, each pair once: every row and the next ones, in a ring."""
     groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(row)
-    met: dict[frozenset[int], tuple[int, int | None]] = {}
+    met: dict[frozenset[int], tuple[int, int]] = {}
     for rows in groups.values():
         reach = min(num_opponents or len(rows), len(rows) - 1)
         for place, row in enumerate(rows):

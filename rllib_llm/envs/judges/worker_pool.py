@@ -156,14 +156,14 @@ class _Worker:
     def _ask(self, process: subprocess.Popen[bytes], line: Mapping, limit_s: float) -> Any:
         """The answer to one line; raises TimeoutError, or EOFError where the process has ended."""
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        until = time.monotonic() + limit_s
+        until, out = time.monotonic() + limit_s, process.stdout.fileno()
         process.stdin.write(json.dumps(line).encode() + b"\n")
         process.stdin.flush()
         while b"\n" not in self._unread:
             left = until - time.monotonic()
-            if left <= 0 or not multiprocessing.connection.wait([process.stdout], left):
+            if left <= 0 or not multiprocessing.connection.wait([out], left):
                 raise TimeoutError
-            part = os.read(process.stdout.fileno(), _PART)
+            part = os.read(out, _PART)
             if not part:
                 raise EOFError
             self._unread += part
