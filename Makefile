@@ -28,7 +28,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow'
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 1200 -m slow
+	$(BIN)/python -m pytest -q --timeout 1200 -n $(TEST_WORKERS) --dist loadfile -m slow
 
 test-vllm:
 	PYTHON='$(PYTHON)' PIP_FLAGS='$(PIP_FLAGS)' .ci/vllm

@@ -7,6 +7,7 @@ without all that.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ def train(algorithm) -> dict:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n    ")[0]).parse_args()
     nodes = Nodes(1)
     algorithm = make_config().build_algo()
     results = [train(algorithm) for _ in range(3)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,9 +43,6 @@ def new_sampler(env_runner_group: Any, number: int, *, is_reserved: bool) -> Any
     Args:
         number: its worker index.
         is_reserved: the trial's placement group has its place; else any node with room is taken.
-
-    Raises:
-        ValueError: no node has room.
     """
     group = env_runner_group
     arguments = {"config": group._remote_config_obj_ref, "worker_index": number,
@@ -53,17 +51,20 @@ def new_sampler(env_runner_group: Any, number: int, *, is_reserved: bool) -> Any
     if is_reserved and ray.util.get_current_placement_group() is not None:
         index = group._pg_offset + number
         return maker.options(placement_group_bundle_index=index).remote(**arguments)
-    needed = {"CPU": group._remote_args.get("num_cpus") or 0,
-              "GPU": group._remote_args.get("num_gpus") or 0}  # fmt: skip
-    if not any(
-        all(node.get(name, 0.0) >= amount for name, amount in needed.items() if amount)
-        for node in free_by_node()
-    ):
-        raise ValueError(
-            f"one more sampler must find {needed['CPU']:g} CPU and {needed['GPU']:g} GPU on one "
-            "node: none has them free. Give Ray more (--ray-num-cpus, more nodes)."
-        )
     return maker.options(scheduling_strategy="DEFAULT").remote(**arguments)
+
+
+def room_for_samplers(env_runner_group: Any) -> int:
+    """How many more remote samplers of a group the nodes have CPUs and GPUs for."""
+    arguments = env_runner_group._remote_args
+    needed = {"CPU": arguments.get("num_cpus") or 0, "GPU": arguments.get("num_gpus") or 0}
+    wanted = {name: amount for name, amount in needed.items() if amount}
+    if not wanted:
+        return sys.maxsize
+    return sum(
+        min(int(node.get(name, 0.0) / amount) for name, amount in wanted.items())
+        for node in free_by_node()
+    )
 
 
 def put_direct(value: Any, transport: str) -> ray.ObjectRef:
@@ -76,6 +77,24 @@ def free_by_node() -> list[dict[str, float]]:
     from ray._private.state import available_resources_per_node
 
     return list(available_resources_per_node().values())
+
+
+def processes_of(actor: Any) -> list[int]:
+    """Ids of the processes of an actor, and of the actors that it has made, on this node."""
+    from ray._private.state import actors
+
+    table = actors()
+    known = table.get(actor._actor_id.hex())
+    if known is None:
+        return []
+    here = ray.get_runtime_context().get_node_id()
+    return [
+        info["Pid"]
+        for info in table.values()
+        if info["State"] == "ALIVE"
+        and info["Address"]["NodeID"] == here
+        and (info["ActorID"] == known["ActorID"] or info["OwnerAddress"] == known["Address"])
+    ]
 
 
 def rllib_algorithm_class(name: str) -> type:
@@ -198,7 +217,12 @@ def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName,
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray", put="value _owner _tensor_transport"),
-    *_names("ray._private.state", available_resources_per_node=""),
+    *_names("ray.actor:ActorHandle", "_actor_id"),
+    *_names(
+        "ray._private.state",
+        available_resources_per_node="",
+        actors="actor_id job_id actor_state_name",
+    ),
     *_names(
         "ray.rllib.algorithms.algorithm:Algorithm",
         "_progress_metrics",

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from rllib_llm.cores import CpuClock, threads_for, usable_cores
+from rllib_llm.cores import CpuClock, StarvedProcesses, thread_delays, threads_for, usable_cores
 
 
 def test_a_quota_bounds_the_cores(tmp_path):
@@ -39,3 +44,62 @@ def test_a_clock_tells_sleep_from_work():
         pass
     stop.set()
     assert clock.cpu_share > 0
+
+
+def test_processes_are_as_starved_as_their_thread_that_waits_longest():
+    now = [100.0]
+    told = {7: {7: 1.0, 8: 5.0}, 9: {9: 0.0}}  # seconds of delay by thread, of two processes
+    starved = StarvedProcesses([7, 9], lambda: now[0], lambda pid: dict(told[pid]))
+    now[0] += 10.0
+    told[7] = {7: 1.5, 8: 9.0, 20: 3.0}  # a thread that is new tells nothing yet
+    told[9] = {9: 2.0}
+    assert starved.take() == 4.0  # 9 - 5, of thread 8
+    now[0] += 1.0
+    told[9] = {9: 8.0}  # more than has passed: of a look that took its time
+    assert starved.take() == 1.0
+    now[0] += 1.0
+    assert starved.take() == 0.0
+
+
+SPIN = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.nice(int(sys.argv[2]))
+print(flush=True)
+while True:
+    pass
+"""
+
+
+def spinning(core: int, niceness: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", SPIN, str(core), str(niceness)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.skipif(not thread_delays(os.getpid()), reason="the system does not tell of delays")
+def test_a_process_that_gets_no_core_is_starved_and_one_that_is_stopped_is_not():
+    core = min(os.sched_getaffinity(0))
+    processes = [spinning(core, 19), spinning(core, 0)]
+    try:
+        starved = StarvedProcesses([processes[0].pid])
+        time.sleep(1.0)
+        # By the kernel's weights, 15 against 1024, it gets 1.4 % of the core at most.
+        assert starved.take() > 0.5
+        processes[0].send_signal(signal.SIGSTOP)
+        while state_of(processes[0].pid) != "T":
+            time.sleep(0.01)
+        starved.take()
+        time.sleep(0.3)
+        assert starved.take() == 0.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def state_of(pid: int) -> str:
+    """As the kernel has it: "T" is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -10,10 +10,12 @@ from typing import Any
 
 import ray
 from pyarrow.fs import LocalFileSystem
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
+from ray.tune import Trainable
 from ray.util.debug import log_once
 
 from rllib_llm.algorithms.settings.checks import (
@@ -36,7 +38,7 @@ from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.complaints import noted
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
-from rllib_llm.overseer.diagnosis import BETWEEN, SAVING
+from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.storage import fetch_file
 from rllib_llm.tracebacks import raise_plainly
@@ -226,6 +228,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def setup(self, config) -> None:
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
+        self._told_config: dict[str, Any] | None = None  # as results have it
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
         self._fetch_logs()
@@ -254,10 +257,12 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """Reports to the overseer of this Tune run, if it is one, and has samplers do so."""
         overseen = self._storage is not None and self.config.overseer
         folder = self.trial_folder.parent
-        config = self.config.copy(copy_frozen=False)
-        config._overseer = (str(folder), self.trial_id) if overseen else None
-        config.freeze()
-        self.config = config
+        place = (str(folder), self.trial_id) if overseen else None
+        if place != getattr(self.config, "_overseer", None):  # that of a checkpoint is of its run
+            config = self.config.copy(copy_frozen=False)
+            config._overseer = place
+            config.freeze()
+            self.config = config
         if not overseen:
             return
         self.oversight.join(
@@ -267,6 +272,16 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             stage=folder.name,
             algorithm=type(self).__name__,
         )
+        self.oversight.obey(self, lambda: self.doing(f"{PAUSED}: rllib resume goes on", PAUSED))
+
+    def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As RLlib's, which makes a dict of the config for every result: once suffices."""
+        metrics = Trainable.get_auto_filled_metrics(self, *args, **kwargs)
+        if isinstance(metrics.get("config"), AlgorithmConfig):
+            if self._told_config is None:
+                self._told_config = self.config.to_dict()
+            metrics["config"] = dict(self._told_config)
+        return metrics
 
     def scale_samplers(self, num_samplers: int) -> str:
         """Has so many samplers from the next request on, and says how.
@@ -328,7 +343,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """RLlib's result plus the known names, and the latest held-out results under `eval`.
 
         Between iterations it does what the run was told: `overseer/`."""
-        marks = self.oversight.carry_out(self, self.doing)
+        self.oversight.before_iteration()
         try:
             with self._listening():
                 results = super().step()
@@ -342,7 +357,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self.eval_metrics is not None:
             results["eval"] = dict(self.eval_metrics)
         results["time_share"] = self.oversight.end_iteration(self.iteration + 1)
-        marks |= self.oversight.carry_out(self, self.doing)
+        marks = self.oversight.after_iteration()
         self.oversight.clock.enter(BETWEEN)
         return with_headline({**results, **marks})
 

@@ -18,24 +18,16 @@ from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
-from ray.rllib.utils.metrics import (
-    ENV_RUNNER_RESULTS,
-    EPISODE_RETURN_MEAN,
-    EVALUATION_RESULTS,
-    NUM_ENV_STEPS_SAMPLED,
-    NUM_ENV_STEPS_SAMPLED_LIFETIME,
-    NUM_EPISODES,
-    NUM_EPISODES_LIFETIME,
-)
+from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm import columns
+from rllib_llm.algorithms import rlhf_results
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.evaluation_envs import open_evaluation_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
-from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.learners.rlhf_learner import take_advantages
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
@@ -109,6 +101,8 @@ class RLHF(LanguageModelAlgorithm):
             for runner in (self.env_runner, self.eval_env_runner, *named):
                 if runner is not None:
                     runner.share_module(module)
+        if self.env_runner is not None:
+            self.env_runner.watch.tell(lambda text: self.doing(self._sampling(f", {text}")))
         self.recorder = self.make_recorder()
         self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
@@ -160,12 +154,15 @@ class RLHF(LanguageModelAlgorithm):
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        self.doing(f"sampling and judging {num_rows} completions", diagnosis.WAITING)
+        self.doing(self._sampling(), diagnosis.WAITING)
         sampled = self.rollouts.next()
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
-        self.oversight.waited(learn_start - start, {**sampled.timings, **sampled.weights})
+        of_samplers = {**sampled.timings, **sampled.weights}
+        if not self._collectors[self.env_runner_group].pool.num_samplers:
+            of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
+        self.oversight.waited(learn_start - start, of_samplers)
         publish_start = self._learn(sampled)
         end = time.perf_counter()
         self.oversight.clock.enter(diagnosis.BETWEEN)
@@ -179,6 +176,14 @@ class RLHF(LanguageModelAlgorithm):
                 "publish": end - publish_start,
             },
         )
+
+    def _sampling(self, so_far: str = "") -> str:
+        num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
+        return f"sampling and judging {num_rows} completions{so_far}"
+
+    def _tell_of_answers(self, num_prompts: int) -> None:
+        num_rows = num_prompts * self.config.num_completions
+        self.doing(self._sampling(f", {num_rows} are there"))
 
     def _learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
@@ -317,40 +322,15 @@ class RLHF(LanguageModelAlgorithm):
             self._ages = age_metrics(versions, mask, self.weights_version - 1)
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
-        groups = self.learner_metrics()
-        val = groups.setdefault("val", {})
-        if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
-            val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
-        groups["train"] |= sampled.train_metrics()
-        scores = sampled.columns[columns.SCORES][sampled.columns[columns.VALID]]
-        if len(scores) > 1:
-            groups.setdefault("objective", {})["scores_std"] = float(scores.float().std())
-        # Updates between the weights that sampled a token and those that learnt from it.
-        groups["train"]["staleness"] = (
-            self.weights_version - 1 - float(sampled.versions.double().mean())
+        groups = rlhf_results.with_sampling(
+            self.learner_metrics(), sampled, self.weights_version - 1, self._ages
         )
-        if self._ages:
-            groups["off_policy"] = self._ages | with_effective_sample_size(
-                groups.get("off_policy", {})
-            )
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
-        groups["env"] = sampled.env_metrics()
-        groups["weights"] = {
-            "version": self.published_weights.version,
-            "publish_seconds": self.published_weights.publish_seconds,
-            **self._publisher.metrics(),
-            **sampled.weights_metrics(),
-        }
-        sampled_with = self.published_weights.version - 1  # published for the next iteration
-        groups["weights"]["versions_behind"] = sampled_with - groups["weights"]["oldest_version"]
-        num_tokens = int(sampled.sampled_mask.sum())
-        groups["throughput"] = {
-            "tokens_per_s": num_tokens / seconds["iteration"],
-            "samples_per_s": sampled.num_rows / seconds["iteration"],
-            **{f"{name}_seconds": value for name, value in seconds.items()},
-            **sampled.timings,
-        }
+        groups["weights"] = rlhf_results.weights_metrics(
+            self.published_weights, self._publisher.metrics(), sampled
+        )
+        groups["throughput"] = rlhf_results.throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
             **groups,
@@ -358,23 +338,13 @@ class RLHF(LanguageModelAlgorithm):
             "episode": self.position * self.config.num_completions,
             "eps": sampled.num_rows / seconds["iteration"],
         }
-        self._log_rllib_results(sampled)
+        rlhf_results.log_as_rllib(self.metrics, sampled)
         self.samples.write(
             sampled,
             iteration=self.iteration + 1,
             split="train",
             limit=self.config.num_logged_samples,
         )
-
-    def _log_rllib_results(self, sampled: JudgedBatch) -> None:
-        """RLlib's own names; an episode is one step long here."""
-        num_rows = sampled.num_rows
-        for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
-            self.metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="sum")
-        for name in (NUM_ENV_STEPS_SAMPLED_LIFETIME, NUM_EPISODES_LIFETIME):
-            self.metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
-        returns = sampled.train_metrics()["rewards"]
-        self.metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), returns, window=1)
 
     def step(self) -> dict[str, Any]:
         """As of all algorithms, with what samplers suffered; no held-out results but the latest."""
@@ -397,6 +367,7 @@ class RLHF(LanguageModelAlgorithm):
                 ),
                 local=group.local_env_runner,
                 timeout_s=self.config.sampler_timeout_s,
+                **({"tell": self._tell_of_answers} if group is self.env_runner_group else {}),
             )
             for group in (
                 self.env_runner_group,
@@ -408,7 +379,9 @@ class RLHF(LanguageModelAlgorithm):
 
     def scale_samplers(self, num_samplers: int) -> str:
         """As of all algorithms: between two iterations, and what is learnt stays the same."""
-        return self._collectors[self.env_runner_group].pool.scale(num_samplers)
+        pool = self._collectors[self.env_runner_group].pool
+        # Where groups stream, each is leased by whoever has nothing to do.
+        return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
         """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be

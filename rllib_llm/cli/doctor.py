@@ -107,7 +107,7 @@ def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
     from rllib_llm.experiments.doctor.deep import deep_rules
     from rllib_llm.experiments.doctor.finding import Finding
     from rllib_llm.experiments.doctor.stage import make_stage
-    from rllib_llm.experiments.plan import with_stand_ins
+    from rllib_llm.experiments.stand_ins import with_stand_ins
 
     for experiment in with_stand_ins(experiments):
         try:

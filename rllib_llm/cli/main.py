@@ -16,6 +16,7 @@ from rllib_llm.cli import (
     rollouts,
     serve,
     status,
+    tell,
     train,
 )
 
@@ -39,6 +40,8 @@ app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("status")(status.status)
 app.command("top")(status.top)
+for command in (tell.pause, tell.resume, tell.scale, tell.checkpoint, tell.stop):
+    app.command(command.__name__)(command)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")
 

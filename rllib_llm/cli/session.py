@@ -203,7 +203,8 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> f
     Infinite where a model's size is not known: of a hub id it is not before the model is loaded.
     Adapters, which are small, count as nothing, and so do models that a function makes.
     """
-    from rllib_llm.experiments.plan import search_space, with_stand_ins
+    from rllib_llm.experiments.plan import search_space
+    from rllib_llm.experiments.stand_ins import with_stand_ins
     from rllib_llm.tune.search_space import examples
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))

@@ -161,7 +161,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
     console = Console()
     with user_errors(options.verbose):
         from rllib_llm.experiments.doctor.examine import before_a_run
-        from rllib_llm.experiments.plan import check_disk, check_experiments, check_resources
+        from rllib_llm.experiments.plan import check_experiments
+        from rllib_llm.experiments.room import check_disk, check_resources
 
         experiments = with_options(experiments, options)
         with shown_warnings() as told:

@@ -21,6 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rllib_llm import columns
 from rllib_llm.data.encoding import pad_left
+from rllib_llm.envs.bandit_settings import (
+    check_bandit_settings,
+    check_positive_integers,
+    checked_options,
+)
 from rllib_llm.envs.checked_completions import (
     BanditEnvError,
     check_actions,
@@ -30,8 +35,6 @@ from rllib_llm.envs.checked_completions import (
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.modules.model_limits import check_lengths, num_positions
-
-RESET_OPTIONS = ("position", "num_prompts", "num_completions")
 
 
 class BanditEnv(VectorEnv):
@@ -76,10 +79,10 @@ class BanditEnv(VectorEnv):
         device: str | torch.device = "cpu",
         vocab_size: int | None = None,
     ) -> None:
-        _check_positive_integers(
+        check_positive_integers(
             num_envs=num_envs, max_prompt_len=max_prompt_len, max_completion_len=max_completion_len
         )
-        _check_settings(tokenizer, kl_coeff, temperature, reference)
+        check_bandit_settings(tokenizer, kl_coeff, temperature, reference)
         rewards.check_columns(prompts.row(int(prompts.indices(0, 1)[0])).columns)
         self.tokenizer = tokenizer
         self.prompts = prompts
@@ -139,7 +142,7 @@ class BanditEnv(VectorEnv):
             "position": self.position,
             "num_prompts": self.num_envs,
             "num_completions": 1,
-            **_checked_options(options),
+            **checked_options(options),
         }
         return self._deal(**chosen)
 
@@ -308,41 +311,3 @@ def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool
                 model=name,
                 longest_prompt=None if chosen else env.longest_prompt(),
             )
-
-
-def _check_positive_integers(**settings: int) -> None:
-    for name, value in settings.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BanditEnvError(
-                f"{name}={value!r} must be an integer of at least 1: it counts rows or tokens. "
-                "Set it higher."
-            )
-
-
-def _check_settings(tokenizer: Any, kl_coeff: float, temperature: float, reference: Any) -> None:
-    if tokenizer.pad_token_id is None:
-        raise BanditEnvError(
-            "tokenizer.pad_token_id=None must be a token id: prompts of unequal length are padded. "
-            "Set tokenizer.pad_token, to one that is not the EOS token."
-        )
-    if not temperature > 0:
-        raise BanditEnvError(
-            f"temperature={temperature!r} must be above 0: logits are divided by it. "
-            "Use the sampler's temperature (1.0 where it is greedy)."
-        )
-    if not kl_coeff >= 0 or (kl_coeff > 0 and reference is None):
-        raise BanditEnvError(
-            f"kl_coeff={kl_coeff!r} must be at least 0, and 0 without a reference: it weighs the "
-            "KL to the reference model. Give a reference or set it to 0."
-        )
-
-
-def _checked_options(options: Mapping[str, int] | None) -> dict[str, int]:
-    for name, value in (options or {}).items():
-        lowest = 0 if name == "position" else 1
-        if name not in RESET_OPTIONS or not isinstance(value, int) or value < lowest:
-            raise BanditEnvError(
-                f"options[{name!r}]={value!r} must be an integer of at least {lowest} under one of "
-                f"{list(RESET_OPTIONS)}: these choose the prompts. Correct it."
-            )
-    return dict(options or {})

@@ -1,13 +1,11 @@
-"""What can be known before anything runs: configs, names, resources, disk."""
+"""What can be known of experiments before anything runs: configs, names, data, resources."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import math
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.settings.schema import build_config, flat_settings
@@ -18,17 +16,13 @@ from rllib_llm.experiments.check_data import check_data, data_settings
 from rllib_llm.experiments.check_sources import check_sources
 from rllib_llm.experiments.experiment import Experiment
 from rllib_llm.experiments.scheduling import make_scheduler, make_searcher
-from rllib_llm.experiments.yaml_experiments import references, substitute
-from rllib_llm.storage import Place
+from rllib_llm.experiments.stand_ins import with_stand_ins
 from rllib_llm.suggestions import suggestion
 from rllib_llm.tune.flat_results import number
 from rllib_llm.tune.search_space import examples, to_tune
 from rllib_llm.user_errors import UserError
 
-# A checkpoint holds weights and Adam's two moments; a fourth share is for critic and model folder.
-CHECKPOINT_SHARES = 4
 COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials usually stop by
-LEAST_FREE_BYTES = 100 * 1024**2
 INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
 NUM_TO_KEEP = 2  # by default, beside the best one
 
@@ -53,59 +47,6 @@ def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
     if complaints:
         raise UserError("\n".join(complaints))
     return needed
-
-
-def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
-    """Return the experiments with `${name.model}` replaced by the model that `name` starts from.
-
-    Raises:
-        UserError: an experiment uses another's result that will not be saved.
-    """
-    by_name = {experiment.name: experiment for experiment in experiments}
-    stand_ins: dict[str, Any] = {}
-    filled = []
-    for experiment in experiments:
-        for name, product in references(vars(experiment)):
-            if product == "rollouts":
-                _check_keeps_rollouts(by_name[name], experiment.name)
-            elif by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
-                raise UserError(
-                    f"{name}.checkpoint_config.checkpoint_at_end=False must be true: "
-                    f"{experiment.name!r} uses ${{{name}.{product}}}. Drop the key."
-                )
-        config = substitute(
-            experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
-        )
-        model = _model_of(config)
-        if isinstance(model, str):
-            stand_ins[f"{experiment.name}.model"] = model
-        filled.append(experiment.replace(config=config))
-    return filled
-
-
-def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
-    from rllib_llm.algorithms.rlhf import RLHF
-
-    name = experiment.name
-    if not issubclass(algorithm_class(experiment.run, name), RLHF):
-        raise UserError(
-            f"{user}: ${{{name}.rollouts}} must be of an experiment that samples: "
-            f"{name}.run={experiment.run!r} does not. Name one of GRPO, PPOPtx, ..."
-        )
-    section = experiment.config.get("rollouts")
-    section = section if isinstance(section, dict) else {}
-    kept = experiment.config.get("store_rollouts", section.get("store", True))
-    if kept is False:
-        raise UserError(
-            f"{name}.config.store_rollouts=False must be true: {user!r} uses "
-            f"${{{name}.rollouts}}. Drop the key."
-        )
-
-
-def _model_of(config: Mapping[str, Any]) -> Any:
-    """What the experiment starts from, wherever in its config it stands."""
-    section = config.get("language_model")
-    return config.get("model") or (section.get("model") if isinstance(section, dict) else None)
 
 
 def check_experiment(experiment: Experiment) -> dict[str, float]:
@@ -285,47 +226,6 @@ def _check_stock_env(env: str) -> None:
     )
 
 
-def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -> None:
-    """Check that the cluster can hold one trial, which would otherwise wait for ever.
-
-    Raises:
-        UserError: it cannot.
-    """
-    for name, amount in needed.items():
-        if amount > cluster.get(name, 0.0):
-            raise UserError(
-                f"one trial reserves {amount:g} {name}s and must fit into Ray's "
-                f"{cluster.get(name, 0.0):g}: it would wait for ever. Give Ray more (--ray-num-"
-                f"{name.lower()}s, a bigger cluster), or lower num_env_runners, num_learners or "
-                f"num_{name.lower()}s_per_..."
-            )
-
-
-def check_disk(experiments: list[Experiment], folder: Place, free: int | None = None) -> None:
-    """Check that the disk of `folder` has room for the experiments' checkpoints; a URL has no end.
-
-    Models that are not local folders are of unknown size and count as small. `free`: its free
-    bytes, where they are known.
-
-    Raises:
-        UserError: there is too little.
-    """
-    if not isinstance(folder, Path):
-        return
-    needed = LEAST_FREE_BYTES
-    for experiment in with_stand_ins(experiments):
-        model_bytes = _folder_bytes(_model_of(experiment.config))
-        needed += model_bytes * CHECKPOINT_SHARES * _num_checkpoints(experiment)
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free if free is None else free
-    if free < needed:
-        raise UserError(
-            f"storage_path={str(folder)!r} must have about {_gigabytes(needed)} free for the "
-            f"checkpoints: {_gigabytes(free)} are. Free some, choose another disk with "
-            "--storage-path, or keep fewer with --keep-checkpoints-num."
-        )
-
-
 def _reserved(request: Any) -> dict[str, float]:
     """Return the sum of a placement group's bundles."""
     total: dict[str, float] = {}
@@ -333,23 +233,3 @@ def _reserved(request: Any) -> dict[str, float]:
         for name, amount in bundle.items():
             total[name] = total.get(name, 0.0) + amount
     return total
-
-
-def _num_checkpoints(experiment: Experiment) -> int:
-    """Return how many checkpoints one trial keeps, as far as the experiment says."""
-    settings = experiment.checkpoint_config
-    frequency = settings.get("checkpoint_frequency") or 0
-    iterations = experiment.stop.get("training_iteration", 0)
-    made = 1 + (int(iterations) // frequency if frequency else 0)
-    return min(made, settings.get("num_to_keep") or made)
-
-
-def _folder_bytes(model: Any) -> int:
-    if not isinstance(model, str) or not Path(model).expanduser().is_dir():
-        return 0
-    folder = Path(model).expanduser()
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1024**3:.2f} GiB"

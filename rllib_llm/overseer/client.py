@@ -11,10 +11,12 @@ import json
 import time
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.overseer.commands import LOST
 from rllib_llm.overseer.http_server import ADDRESS_FILE
 from rllib_llm.overseer.overseer import is_settled
 from rllib_llm.user_errors import UserError
@@ -53,23 +55,32 @@ class Run:
 
         Args:
             timeout_s: how long to wait for answers; a command is carried out when the trial's
-                iteration ends, however long that takes.
+                iteration ends, however long that takes. One that is not answered by then is
+                "waiting", and one that its overseer has forgotten is "lost".
 
         Raises:
             NoOverseerError: nobody answers.
             UserError: no such command.
         """
         body = json.dumps({"name": command, "arguments": arguments}).encode()
-        ids = self._ask("/commands", body)["ids"]
-        if not ids:
-            return []
-        path = "/commands?" + "&".join(f"id={one}" for one in ids)
+        told = self._ask("/commands", body)["commands"]
         end = time.monotonic() + timeout_s
-        while True:
-            commands = self._ask(path)["commands"]
-            if is_settled(commands) or time.monotonic() >= end:
-                return commands
+        while not is_settled(told) and time.monotonic() < end:
             time.sleep(POLL_S)
+            told = self._asked_again(told)
+        return told
+
+    def _asked_again(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What became of commands; they stay as they were while nobody answers."""
+        ids = {command["id"]: command for command in told}
+        try:
+            found = self._ask("/commands?" + "&".join(f"id={one}" for one in ids))["commands"]
+        except NoOverseerError:  # it is started again, or the run has ended
+            return told
+        known = {command["id"]: command for command in found}
+        lost = {"state": LOST, "answer": "the overseer was started again; whether it was carried "
+                "out shows in rllib status"}  # fmt: skip
+        return [known.get(one, {**command, **lost}) for one, command in ids.items()]
 
     def _ask(self, path: str, body: bytes | None = None) -> Any:
         return json.loads(self._read(path, body))
@@ -85,14 +96,18 @@ class Run:
             with opener.open(request, timeout=SECONDS_TO_ANSWER) as response:
                 return response.read()
         except urllib.error.HTTPError as error:
-            text = json.loads(error.read() or b"{}").get("error", str(error))
-            raise UserError(text) from error
+            if error.code == HTTPStatus.BAD_REQUEST:
+                raise UserError(json.loads(error.read())["error"]) from error
+            raise self._nobody(error) from error  # somebody else has its port now
         except (OSError, HTTPException, ValueError, KeyError) as error:
-            raise NoOverseerError(
-                f"run={str(self.folder)!r} must be a run that goes on, on this machine: its "
-                f"overseer does not answer ({error}). Look whether the run has ended; a new "
-                "overseer is there within a minute."
-            ) from error
+            raise self._nobody(error) from error
+
+    def _nobody(self, error: Exception) -> NoOverseerError:
+        return NoOverseerError(
+            f"run={str(self.folder)!r} must be a run that goes on, on this machine: its "
+            f"overseer does not answer ({error}). Look whether the run has ended; a new "
+            "overseer is there within a minute."
+        )
 
 
 def find_run(folder: str | Path) -> Run:

@@ -7,6 +7,7 @@ from typing import Any
 
 NAMES = ("pause", "resume", "scale", "checkpoint", "stop")
 WAITING, DONE, REFUSED = "waiting", "done", "refused"
+LOST = "lost"  # the overseer that knew of it has ended
 
 
 class CommandError(ValueError):

@@ -1,7 +1,7 @@
 """The overseer over HTTP, on loopback alone, for whoever has the run's token.
 
 GET  /health /status /topology /metrics      GET /commands?id=1&id=2
-POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"ids": [...]}
+POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"commands": [{"id", ...}]}
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
             if urlsplit(self.path).path != "/commands" or length > MAX_BODY:
                 raise CommandError(f"{self.path} takes no command of {length} bytes.")
             body = json.loads(self.rfile.read(length) or b"{}")
-            ids = self.overseer.command(str(body.get("name")), body.get("arguments"))
+            told = self.overseer.command(str(body.get("name")), body.get("arguments"))
         except (ValueError, AttributeError, TypeError) as error:
             self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
             return
-        self._send_json({"ids": ids})
+        self._send_json({"commands": told})
 
     def _is_allowed(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -6,7 +6,6 @@ nobody but those who ask for the run's status.
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
@@ -44,12 +43,12 @@ class Link:
         describe: Callable[[], Mapping[str, Any]],
         open: Callable[[Path], Any] = open_overseer,
     ) -> None:
-        self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self._folder, self._part, self._describe, self._open = folder, part, describe, open
         self._incarnation = uuid.uuid4().hex
         self._seen: set[int] = set()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._ended = threading.Event()
+        self._ended, self._wake = threading.Event(), threading.Event()
         self._overseer: Any = None
         self._fixed = {
             "part": part,
@@ -60,44 +59,54 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="overseer-link", daemon=True)
         self._thread.start()
 
+    @property
+    def is_open(self) -> bool:
+        """Until it is closed."""
+        return not self._ended.is_set()
+
+    def next_command(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
+        """The oldest command that nobody has taken yet; None where none comes in `timeout_s`."""
+        try:
+            return self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
+        except queue.Empty:
+            return None
+
     def answer(self, command: Mapping[str, Any], text: str, *, refused: bool = False) -> None:
-        """Says what became of a command."""
+        """Says what became of a command, at once where the overseer answers."""
         state = REFUSED if refused else DONE
         self._answers.put({"id": command["id"], "state": state, "answer": text})
-        self._ended.wait(0)
+        self._wake.set()
 
     def close(self) -> None:
         """Ends the thread, the last answers being told."""
         self._ended.set()
+        self._wake.set()
         self._thread.join(SECONDS_TO_LEAVE)
 
     def _run(self) -> None:
-        waits = itertools.accumulate(itertools.repeat(2.0), lambda a, b: min(a * b, MAX_INTERVAL_S))
         pause = INTERVAL_S
         answers: list[dict[str, Any]] = []
         while True:
             is_last = self._ended.is_set()
+            self._wake.clear()
             while not self._answers.empty():
                 answers.append(self._answers.get_nowait())
             try:
-                self._exchange(answers)
+                self._exchange(answers, is_last)
                 answers, pause = [], INTERVAL_S
-                waits = itertools.accumulate(
-                    itertools.repeat(2.0), lambda a, b: min(a * b, MAX_INTERVAL_S)
-                )
             except (RayError, GetTimeoutError, ValueError, RuntimeError, ConnectionError):
-                self._overseer, pause = None, next(waits)
+                self._overseer, pause = None, min(2 * pause, MAX_INTERVAL_S)
             if is_last:
                 return
-            self._ended.wait(pause)
+            self._wake.wait(pause)
 
-    def _exchange(self, answers: list[dict[str, Any]]) -> None:
+    def _exchange(self, answers: list[dict[str, Any]], is_last: bool) -> None:
         if self._overseer is None:
             self._overseer = self._open(self._folder)
         report = {**self._describe(), **self._fixed, "answers": answers}
         for command in ray.get(self._overseer.report.remote(report), timeout=ANSWER_S):
             if command["id"] not in self._seen:
                 self._seen.add(command["id"])
-                self.commands.put(command)
-        if self._ended.is_set():
+                self._commands.put(command)
+        if is_last:
             self._overseer.leave.remote(self._part)

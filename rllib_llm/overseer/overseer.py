@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rllib_llm.overseer.commands import DONE, REFUSED, WAITING, Command, check_command
+from rllib_llm.overseer.commands import DONE, LOST, REFUSED, WAITING, Command, check_command
 from rllib_llm.overseer.diagnosis import diagnose
 
 SILENT_SECONDS = 15.0  # after which a part counts as silent
@@ -60,8 +60,10 @@ class Overseer:
             self._parts.pop(part, None)
             self._heard.pop(part, None)
 
-    def command(self, name: str, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Tells every trial that is alive; ids of the commands.
+    def command(
+        self, name: str, arguments: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Tells every trial that is alive; the commands.
 
         Raises:
             CommandError: no such command.
@@ -70,16 +72,16 @@ class Overseer:
         check_command(name, given)
         with self._lock:
             alive = [part for part in self._alive() if part["kind"] == "trial"]
-            ids = []
+            given_out = []
             for part in alive:
                 command = Command(
                     next(self._ids), name, part["part"], part["incarnation"], dict(given)
                 )
                 self._commands[command.id] = command
-                ids.append(command.id)
+                given_out.append(command.to_dict())
             for old in list(self._commands)[:-MAX_KEPT]:
                 del self._commands[old]
-            return ids
+            return given_out
 
     def commands(self, ids: list[int] | None = None) -> list[dict[str, Any]]:
         """Commands and what became of them, all that are remembered or those asked for."""
@@ -138,5 +140,5 @@ class Overseer:
 
 
 def is_settled(commands: list[dict[str, Any]]) -> bool:
-    """Whether all of these were answered."""
-    return all(command["state"] in (DONE, REFUSED) for command in commands)
+    """Whether nothing more will be heard of these."""
+    return all(command["state"] in (DONE, REFUSED, LOST) for command in commands)

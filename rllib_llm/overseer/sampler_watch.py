@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from rllib_llm.overseer.phases import PhaseClock
 
 IDLE, WEIGHTS, GENERATING = "waiting for a request", "loading weights", "generating"
 JUDGING, STARTING = "judging", "starting"
+SECONDS_BETWEEN_WORDS = 1.0
 
 
 class SamplerWatch:
@@ -22,11 +25,23 @@ class SamplerWatch:
         self._version: int | None = None
         self._link: Link | None = None
         self._facts: dict[str, Any] = {}
+        self._say: Callable[[str], None] | None = None
+        self._said = 0.0  # monotonic seconds
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Has `say` called once a second while the next request is generated for: nobody knows yet
+        how long that takes."""
+        self._say = say
 
     def join(self, folder: Path, part: str, **facts: Any) -> None:
         """Reports to the overseer of the Tune run in `folder` from now on."""
         self._facts = facts
         self._link = Link(folder, part, self._describe)
+
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """What a decode loop is to call after each token; None where nobody is told."""
+        return None if self._link is None and self._say is None else self._token
 
     def begin(self, position: int, num_prompts: int) -> None:
         """Prompts of a request."""
@@ -39,9 +54,12 @@ class SamplerWatch:
         self._version, self._max_tokens = version, max_tokens
         self.clock.enter(GENERATING)
 
-    def token(self) -> None:
+    def _token(self) -> None:
         """One more token of each completion in the batch."""
         self._tokens += 1
+        if self._say is not None and time.monotonic() - self._said >= SECONDS_BETWEEN_WORDS:
+            self._said = time.monotonic()
+            self._say(f"{GENERATING} token {self._tokens} of {self._max_tokens}")
 
     def judging(self) -> None:
         """The completions are there."""
@@ -49,7 +67,7 @@ class SamplerWatch:
 
     def end(self) -> None:
         """The request is answered, or failed."""
-        self._prompts = None
+        self._prompts = self._say = None
         self.clock.enter(IDLE)
 
     def text(self) -> str:

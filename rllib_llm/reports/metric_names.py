@@ -191,7 +191,7 @@ GROUPS = (
         ("throughput/tokens_per_s", "tokens/s", "sampled tokens over the whole iteration"),
         ("throughput/samples_per_s", "completions/s", "over the whole iteration"),
         ("throughput/<name>_seconds", "s", "of the parts of an iteration"),
-        ("time_share/starved", "share", "in which the trial's thread was ready and had no core"),
+        ("time_share/starved", "share", "in which trial or sampler was ready and had no core"),
         ("time_share/<phase>", "share", "of the time since the last result, by what it went into"),
         ("faults/<name>", "times, s", "what went wrong among samplers and was mended"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def plot_stage(
     """Draw the trials' results into the PNG `file`; None where there is nothing to draw."""
     trials = [read_results(folder) for folder in trial_folders]
     is_ours = any("episode" in result for results in trials for result in results)
-    (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
+    x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
+    known = [*(PANELS if is_ours else STOCK_PANELS)]
+    known += part_panels([result for results in trials for result in results])
     panels = [p for p in known if any(len(series(t, x_key, p.key)[1]) > 1 for t in trials)]
     if not panels:
         return None
@@ -87,6 +90,19 @@ def plot_stage(
     figure.savefig(file)
     plt.close(figure)
     return file
+
+
+def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
+    """One panel for each part of a reward, where there are several."""
+    keys = sorted({key for result in results for key in result})
+    parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
+    names = [key.removeprefix("train/").removesuffix("_rewards") for key in parts]
+    if len(parts) < 2:
+        return ()
+    return tuple(
+        Panel(f"Reward: {name}", "before its weight", key, f"eval/{name}")
+        for key, name in zip(parts, names, strict=True)
+    )
 
 
 def _draw(

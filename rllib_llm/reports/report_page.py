@@ -14,7 +14,14 @@ from typing import Any
 from rllib_llm.reports.environment import read_environment
 from rllib_llm.reports.metrics_view import Metric, summary_metrics
 from rllib_llm.reports.page_rows import page_rows
-from rllib_llm.reports.plot import PANELS, STOCK_PANELS, STOCK_X_AXIS, X_AXIS, Panel
+from rllib_llm.reports.plot import (
+    PANELS,
+    STOCK_PANELS,
+    STOCK_X_AXIS,
+    X_AXIS,
+    Panel,
+    part_panels,
+)
 from rllib_llm.reports.signs import signs
 from rllib_llm.tune.flat_results import flatten, number
 from rllib_llm.tune.samples import SAMPLES_FILE
@@ -154,7 +161,7 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     is_ours = any("episode" in result for result in results)
     (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
     found = []
-    for panel in (*known, *_part_panels(results), *EXTRA_PANELS):
+    for panel in (*known, *part_panels(results), *EXTRA_PANELS):
         xs, ys = series(results, x_key, panel.key)
         curves = [{"name": "training", "x": _thin(xs), "y": _thin(ys)}] if ys else []
         if panel.eval_key:
@@ -166,19 +173,6 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "title": panel.title, "unit": panel.unit, "x_title": x_title, "curves": curves,
             })  # fmt: skip
     return found
-
-
-def _part_panels(results: list[dict[str, Any]]) -> list[Panel]:
-    """One panel for each part of a reward, where there are several."""
-    keys = sorted({key for result in results for key in result})
-    parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
-    names = [key.removeprefix("train/").removesuffix("_rewards") for key in parts]
-    if len(parts) < 2:
-        return []
-    return [
-        Panel(f"Reward: {name}", "before its weight", key, f"eval/{name}")
-        for key, name in zip(parts, names, strict=True)
-    ]
 
 
 def _thin(values: list[float]) -> list[float]:

@@ -6,6 +6,7 @@ Pure functions of flat results, one per iteration, so that progress and report s
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ FALLEN = 0.9  # of the first training loss: it has learnt something
 COLLAPSED = 0.1  # of the first entropy
 LITTLE_ENTROPY = 0.1  # nats per token; text has 1 to 3
 MUCH_STARVED = 0.3  # of the time without a core, though ready to compute
+SLOW = 3.0  # times the median of the iterations before
+NUM_BEFORE = 20  # iterations that a slow one is compared with
 MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than under the reference
 # What the rules read: all else of a result need not be kept.
 KEYS = (
@@ -33,6 +36,7 @@ KEYS = (
     "objective/kl",
     "train/output_length",
     "time_share/starved",
+    "time_this_iter_s",
 )
 
 
@@ -153,6 +157,23 @@ def starved(rows: Rows) -> str:
     )
 
 
+def slow_iteration(rows: Rows) -> str:
+    """The last iteration took much longer than those before, for want of cores."""
+    seconds = [number(row.get("time_this_iter_s")) for row in rows[-NUM_BEFORE - 1 :]]
+    known = [value for value in seconds if value is not None]
+    starved_share = number(rows[-1].get("time_share/starved")) if rows else None
+    if len(known) <= IN_A_ROW or seconds[-1] is None or (starved_share or 0.0) < MUCH_STARVED:
+        return ""
+    last, usual = known[-1], statistics.median(known[:-1])
+    if last < SLOW * usual:
+        return ""
+    return (
+        f"it took {last:.3g} s, the median of those before is {usual:.3g} s: for "
+        f"{starved_share:.0%} of the time it was ready to compute and had no core, because other "
+        "processes used them. Look at what else runs on the machine."
+    )
+
+
 RULES: Mapping[str, Callable[[Rows], str]] = {
     "constant rewards": constant_rewards,
     "flat groups": flat_groups,
@@ -160,6 +181,7 @@ RULES: Mapping[str, Callable[[Rows], str]] = {
     "entropy collapse": entropy_collapse,
     "KL explosion": kl_explosion,
     "starved": starved,
+    "slow iteration": slow_iteration,
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray.exceptions import RayError, RayTaskError
 
+from rllib_llm.cores import StarvedProcesses
 from rllib_llm.openai_client import ServerError
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES_PER_SAMPLER = 3  # in a row, without an answer of anyone in between
 MAX_FAILURES = 3  # of one part, where an exception may pass by itself
+LOOK_FROM = 0.5  # of its limit: from then on it is looked at why a sampler is silent
 POLL_SECONDS = 0.2  # between looks at who died; answers of all are seen at once
 
 
@@ -46,8 +50,9 @@ class Flight:
 
     part: Part | None
     call: Any  # the reference that becomes the answer
-    sent: float  # monotonic seconds
+    sent: float  # monotonic seconds; later by the time in which the sampler had no core
     limit: float | None  # seconds
+    starved: StarvedProcesses | None = None  # once it is silent for long
 
 
 class LocalSampler(Protocol):
@@ -69,6 +74,7 @@ class Collector:
         pool: the remote samplers.
         local: the sampler of this process, which serves where the pool is empty.
         timeout_s: of an answer, see `TimeLimit`.
+        tell: called with the prompts of a request that were answered so far, as they come.
     """
 
     def __init__(
@@ -77,8 +83,10 @@ class Collector:
         *,
         local: LocalSampler | None = None,
         timeout_s: float | str | None = "auto",
+        tell: Callable[[int], None] = lambda num_prompts: None,
     ):
         self.pool = pool
+        self.tell = tell
         self.local = local
         self.limit = TimeLimit(timeout_s)
         self.flights: dict[int, Flight] = {}  # by worker
@@ -120,6 +128,7 @@ class _Collection:
         nodes = dict.fromkeys(collector.nodes.get(worker, "") for worker in asked)
         self.published = dataclasses.replace(published, nodes=tuple(filter(None, nodes)))
         self.done: dict[int, JudgedBatch] = {}  # by start of their part
+        self.spent: dict[int, Counter[str]] = {}  # seconds by worker, of all parts that it did
         self.num_losses = 0  # since the last answer
         self.first_failure: SampleFailure | None = None
         self.someone_seen = time.monotonic()
@@ -137,7 +146,11 @@ class _Collection:
             # only where no other is idle.
             for flight in self.flights.values():
                 flight.part = None
-        return concatenate([self.done[start] for start in sorted(self.done)])
+        batch = concatenate([self.done[start] for start in sorted(self.done)])
+        # They work at the same time: who spent most was waited for.
+        names = {name for spent in self.spent.values() for name in spent}
+        timings = {name: max(float(spent[name]) for spent in self.spent.values()) for name in names}
+        return dataclasses.replace(batch, timings=timings)
 
     def _send(self) -> None:
         if not self.waiting:
@@ -180,7 +193,14 @@ class _Collection:
         self.collector.nodes[worker] = answer.node
         self.collector.limit.record(seconds, flight.part.num_prompts)
         self.done[flight.part.start] = answer
+        self.spent.setdefault(worker, Counter()).update(answer.timings)
         self.num_losses = 0
+        if self.waiting or self.flights:
+            self.collector.tell(self.request.num_prompts - self._num_missing())
+
+    def _num_missing(self) -> int:
+        parts = [*self.waiting, *(flight.part for flight in self.flights.values())]
+        return sum(part.num_prompts for part in parts if part is not None)
 
     def _fail(self, part: Part, failure: SampleFailure, seconds: float) -> None:
         self.first_failure = self.first_failure or failure
@@ -211,19 +231,29 @@ class _Collection:
     def _take_from_the_silent(self) -> None:
         now = time.monotonic()
         for worker, flight in list(self.flights.items()):
-            if flight.limit is None or now - flight.sent <= flight.limit:
+            if flight.limit is None or not self._is_silent(worker, flight, now, flight.limit):
                 continue
             del self.flights[worker]
             self.pool.replace(
                 worker,
-                f"it gave no answer in {flight.limit:.0f} s (sampler_timeout_s="
-                f"{self.collector.limit.setting!r}; slowest answer so far "
+                f"it gave no answer in {flight.limit:.0f} s in which it had cores to work on "
+                f"(sampler_timeout_s={self.collector.limit.setting!r}; slowest answer so far "
                 f"{self.collector.limit.slowest:.1f} s)",
             )
             if flight.part is not None:
                 flight.part.num_hung += 1
                 self._give_back(flight.part, now - flight.sent)
                 self.num_losses += 1
+
+    def _is_silent(self, worker: int, flight: Flight, now: float, limit: float) -> bool:
+        """Whether a sampler gave no answer in `limit` seconds in which it could have worked: one
+        that other processes leave no core to is not hung."""
+        if now - flight.sent <= LOOK_FROM * limit:
+            return False
+        if flight.starved is None:
+            flight.starved = StarvedProcesses(self.actors.processes(worker), time.monotonic)
+        flight.sent += flight.starved.take()
+        return now - flight.sent > limit
 
     def _give_back(self, part: Part, seconds: float) -> None:
         self.waiting.append(part)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from rllib_llm import columns
+from rllib_llm.cores import CpuClock
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.environment import SamplingEnvironment
@@ -62,6 +63,7 @@ class Sampler:
             WeightsLostError: these are not to be had.
         """
         self.watch.begin(request.position, request.num_prompts)
+        cores = CpuClock()
         try:
             if self.policy.takes_weights:
                 self.weights.ensure(published, self.policy.load)
@@ -71,6 +73,7 @@ class Sampler:
         finally:
             self.watch.end()
         batch.weights = self.weights.metrics()
+        batch.timings["starved_seconds"] = cores.starved_seconds
         return batch
 
     def sample(self, request: SampleRequest) -> JudgedBatch:
@@ -125,7 +128,7 @@ class Sampler:
         params = self._params(request.explore)
         self.watch.generating(self.weights.version, params.max_new_tokens)
         row_ids = rows[columns.ROW_ID].cpu()
-        asked = Generation(params, n, self.seed, row_ids, on_step=self.watch.token)
+        asked = Generation(params, n, self.seed, row_ids, on_step=self.watch.on_step)
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return self.policy.generate(prompts, asked)
 

@@ -8,13 +8,14 @@ from typing import Any
 import ray
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rllib_llm.ray_compat import new_sampler, sampler_manager
+from rllib_llm.ray_compat import new_sampler, processes_of, room_for_samplers, sampler_manager
 
 STOP_SECONDS = 5.0
+LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report
 
 
 class SamplerActors:
-    """Handles of the samplers that RLlib's group has created, by worker index (from 1).
+    """Handles of the samplers that RLlib's group has created, by worker (from 1, and never twice).
 
     A call belongs to whoever made it: one that nobody asks about any more is in nobody's way.
     RLlib is told who is dead and who is back, so that what it reports stays true.
@@ -24,6 +25,7 @@ class SamplerActors:
         self._group = group
         self._manager = sampler_manager(group)
         self._handles = dict(self._manager.actors())
+        self._numbers = {worker: worker for worker in self._handles}
         self._num_reserved = len(self._handles)
 
     @property
@@ -35,9 +37,19 @@ class SamplerActors:
         """Indices of those that are not known to be dead."""
         return self._manager.healthy_actor_ids()
 
+    def worker_called(self, number: int) -> int | None:
+        """The worker that calls itself so (`worker_index`), None where it has left: of those that
+        are added each has the number of one that left."""
+        return next((w for w, known in self._numbers.items() if known == number), None)
+
+    def number(self, worker: int) -> int:
+        """What a worker calls itself."""
+        return self._numbers[worker]
+
     def mark(self, worker: int, *, healthy: bool) -> None:
-        """Notes that a sampler died or came back."""
-        self._manager.set_actor_state(worker, healthy=healthy)
+        """Notes that a sampler died or came back; nothing of one that has left."""
+        if worker in self._handles:
+            self._manager.set_actor_state(worker, healthy=healthy)
 
     def call(self, worker: int, method: str, *args: Any) -> ray.ObjectRef:
         """Starts a call; a sampler works at one at a time, in order."""
@@ -57,31 +69,43 @@ class SamplerActors:
         """
         return ray.get(call, timeout=timeout_s)
 
+    def processes(self, worker: int) -> list[int]:
+        """Ids of a sampler's processes, where it is on this node."""
+        return processes_of(self._handles[worker])
+
     def kill(self, worker: int) -> None:
         """Ends a sampler's process, a stopped one as well: Ray turns to SIGKILL in the end, and
         starts it again."""
         ray.kill(self._handles[worker], no_restart=False)
 
     def add(self, num_samplers: int) -> list[int]:
-        """Starts so many more; their indices.
+        """Starts so many more; their workers.
 
         Raises:
-            ValueError: the cluster has no place for them.
+            ValueError: the cluster has no place for all of them.
         """
-        added = []
-        for _ in range(num_samplers):
-            number = len(self._handles) + 1  # as the sampler calls itself
-            is_reserved = number <= self._num_reserved  # by the trial, one of those that left
-            handle = new_sampler(self._group, number, is_reserved=is_reserved)
-            self._manager.add_actors([handle])
-            worker = max(self._manager.actors())
-            self._handles[worker] = handle
-            added.append(worker)
-        return added
+        numbers = range(len(self._handles) + 1, len(self._handles) + num_samplers + 1)
+        # Places of samplers that left are the trial's still.
+        num_unreserved = sum(number > self._num_reserved for number in numbers)
+        room = room_for_samplers(self._group) if num_unreserved else 0
+        if num_unreserved > room:
+            raise ValueError(
+                f"{num_unreserved} more samplers must find CPUs and GPUs that nobody has reserved: "
+                f"there is room for {room}. Give Ray more (--ray-num-cpus, more nodes)."
+            )
+        return [self._add(number) for number in numbers]
+
+    def _add(self, number: int) -> int:
+        handle = new_sampler(self._group, number, is_reserved=number <= self._num_reserved)
+        self._manager.add_actors([handle])
+        worker = max(self._manager.actors())
+        self._handles[worker], self._numbers[worker] = handle, number
+        return worker
 
     def remove(self, worker: int) -> None:
         """Ends a sampler for good; what it was asked is given to others."""
-        del self._handles[worker]
+        self.ready([self.call(worker, "stop")], LEAVE_SECONDS)
+        del self._handles[worker], self._numbers[worker]
         ray.kill(self._manager.remove_actor(worker))
 
     def stop(self) -> None:

@@ -62,9 +62,12 @@ class SamplerPool:
         revived, self._revived = self._revived, []
         return revived
 
-    def scale(self, num_samplers: int) -> str:
+    def scale(self, num_samplers: int, *, at_most: int | None) -> str:
         """Has so many samplers from the next request on, and says how. Requests are cut as before,
         so the completions are the same bit for bit.
+
+        Args:
+            at_most: how many are ever asked at once; None: all there are.
 
         Raises:
             ValueError: nobody would ask so many, there are none, or the cluster has no place.
@@ -75,9 +78,9 @@ class SamplerPool:
                 f"samplers={num_samplers} must be left alone: this run samples in the learner's "
                 "process. Start it with num_env_runners: 1 or more."
             )
-        if num_samplers > self.num_parts:
+        if at_most is not None and num_samplers > at_most:
             raise ValueError(
-                f"samplers={num_samplers} must be at most {self.num_parts}: a request is cut into "
+                f"samplers={num_samplers} must be at most {at_most}: a request is cut into "
                 "so many parts, and others would change round-off. Start runs that are to grow "
                 "with sampling_parts set."
             )
@@ -89,6 +92,7 @@ class SamplerPool:
             self.actors.remove(worker)
             self._down_since.pop(worker, None)
             self._pings.pop(worker, None)
+            self._added.discard(worker)
         return f"{num_samplers} samplers instead of {have}"
 
     def replace(self, worker: int, reason: str) -> None:

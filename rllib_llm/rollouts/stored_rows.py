@@ -16,6 +16,8 @@ from rllib_llm.envs.checked_completions import decode_completions
 from rllib_llm.envs.sampled_tokens import NO_VERSION
 from rllib_llm.rollouts.request import JudgedBatch
 
+ONE_AFTER_THE_OTHER = ("generate_seconds", "judge_seconds")  # timings that follow one another
+
 
 @dataclass(frozen=True)
 class AboutRun:
@@ -39,7 +41,7 @@ def rows_of(
     """The rows of `batch`, which is on the CPU; a column that it lacks is left out."""
     have = batch.columns
     num_rows = batch.num_rows
-    seconds = sum(value for name, value in batch.timings.items() if name.endswith("_seconds"))
+    seconds = sum(batch.timings.get(name, 0.0) for name in ONE_AFTER_THE_OTHER)
     constants: dict[str, Any] = {
         "run": about.run,
         "env": about.env,

@@ -10,7 +10,7 @@ from typing import Any
 from ray.tune import Callback
 from ray.tune.result import SHOULD_CHECKPOINT, TRAINING_ITERATION
 
-from rllib_llm.overseer.oversight import STOP_RUN
+from rllib_llm.overseer.orders import STOP_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +70,19 @@ class SaveOnStop(Callback):
             return
         if all(_is_saved(trial) for trial in trials):
             self._ended = True
-            if callable(self._end_run):
-                self._end_run(signal.SIGINT, None)
+            self._end(trials)
         elif not self._told:
             self._told = True
             logger.warning(
                 "Stopping: a checkpoint is saved when this iteration ends. Once more stops at once."
             )
+
+    def _end(self, trials: list[Any]) -> None:
+        if callable(self._end_run):
+            self._end_run(signal.SIGINT, None)
+            return
+        for trial in trials:  # Tune handles no signals in other threads: each ends with a result
+            trial.stopping_criterion = {TRAINING_ITERATION: 1}
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self.__exit__()

@@ -27,8 +27,8 @@ DECAY = {"lr_schedule": "linear", "lr_num_updates": 60, "lr_num_warmup_updates":
 TIMES = {"throughput", "timers", "eps", "date", "timestamp", "pid", "hostname", "node_ip", "config",
          "trial_id", "fault_tolerance", "env_runner_group", "perf", "time_this_iter_s",
          "time_total_s", "time_since_restore", "iterations_since_restore", "warmup_time",
-         "num_training_step_calls_per_iteration", "done", "checkpoint_dir_name", "tokens_per_s",
-         "rollout_store"}  # fmt: skip
+         "num_training_step_calls_per_iteration", "time_share", "done", "checkpoint_dir_name",
+         "tokens_per_s", "rollout_store"}  # fmt: skip
 _num_calls = 0
 
 

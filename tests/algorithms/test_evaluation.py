@@ -147,6 +147,7 @@ def test_further_environments_that_cannot_be_are_refused(settings, message):
         config.validate()
 
 
+@pytest.mark.slow  # a sampler in a process of its own
 def test_an_evaluation_sends_no_weights_but_the_published_ones():
     config = evaluated(tiny.grpo(), evaluation_num_env_runners=1)
     config.env_runner_cls = Counted

@@ -135,6 +135,7 @@ def has_noted(folder: Path, checkpoint: str) -> bool:
     return any(name in text for text in texts for name in (checkpoint, checkpoint.encode().hex()))
 
 
+@pytest.mark.slow  # a run in a process of its own, killed and gone on with
 def test_a_killed_command_goes_on_with_resume(experiment, tmp_path, ray_session):
     kill_after_a_noted_checkpoint(experiment, tmp_path / "run" / "a")
     assert not (tmp_path / "run" / "a" / "stage.json").exists()

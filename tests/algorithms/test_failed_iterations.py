@@ -55,7 +55,8 @@ def experiment(tmp_path):
     return ["train", "file", str(file), "--storage-path", str(tmp_path), "--experiment-name", "run"]
 
 
-@pytest.mark.parametrize("max_failures", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a run, and one that goes on with it
+@pytest.mark.parametrize("max_failures", [0, 3])
 def test_a_run_goes_on_from_the_iteration_before(experiment, tmp_path, max_failures):
     result = CliRunner().invoke(app, [*experiment, "--set", f"max_failures={max_failures}"])
     assert result.exit_code == 1

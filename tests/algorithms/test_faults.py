@@ -45,6 +45,7 @@ def errors_logged_by(name):
         logging.getLogger(name).removeHandler(handler)
 
 
+@pytest.mark.slow  # waits for its time to pass
 def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise():
     with tiny.built(tiny.grpo()) as algorithm:
         undisturbed = tiny.train(algorithm, 3), tiny.weights(algorithm)
@@ -80,6 +81,7 @@ def raise_or_wait(learner):
     learner.all_reduce(torch.zeros(1))  # which the first never comes to
 
 
+@pytest.mark.slow  # learners in processes of their own
 def test_an_exception_in_one_of_two_learners_ends_both():
     config = tiny.sft(train_batch_size_per_learner=3).learners(num_learners=2)
     with tiny.built(config) as algorithm:
@@ -89,6 +91,7 @@ def test_an_exception_in_one_of_two_learners_ends_both():
             algorithm.train()
 
 
+@pytest.mark.slow  # waits for a sampler that never comes
 def test_an_evaluation_that_nobody_makes_has_no_results_and_the_third_ends_the_run():
     config = tiny.grpo().evaluation(
         evaluation_interval=1, evaluation_duration=3, evaluation_num_env_runners=1

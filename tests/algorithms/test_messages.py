@@ -34,7 +34,7 @@ class Trial(GRPO):
         return result, said, (self.trial_folder / ACTIVITY_FILE).is_file()
 
 
-@pytest.mark.parametrize("num_env_runners", [0, 1])
+@pytest.mark.parametrize("num_env_runners", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_warnings_and_prints_of_a_trial_stand_in_its_folder(num_env_runners):
     config = tiny.grpo().env_runners(num_env_runners=num_env_runners)
     config.env_config["reward_functions"] = f"{HERE}.fragile"
@@ -67,6 +67,7 @@ class OutspokenLearner(GRPOLearner):
         return super().prepare(batch)
 
 
+@pytest.mark.slow  # a learner in a process of its own
 def test_a_learner_in_a_process_of_its_own_is_heard():
     config = tiny.grpo(learner_class=OutspokenLearner).learners(num_learners=1)
     trial = ray.remote(num_cpus=1)(Trial).remote(config)

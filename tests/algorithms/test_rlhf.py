@@ -47,7 +47,7 @@ def build_mamba():
     return spread_out(model), tokenizer
 
 
-@pytest.mark.parametrize("num_env_runners", [0, 1])
+@pytest.mark.parametrize("num_env_runners", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_decoded_is_refused_before_anything_is_sampled(num_env_runners):
     config = tiny.grpo().language_model(model=f"{__name__}.build_mamba")
     config.env_runners(num_env_runners=num_env_runners)
@@ -94,6 +94,7 @@ class DieOnce:
         os._exit(1)
 
 
+@pytest.mark.slow  # a sampler that dies
 def test_one_sampler_learns_what_none_learns(undisturbed, tmp_path):
     """Also when it dies in the midst of an iteration, and nobody else is there."""
     marker = tmp_path / "died"
@@ -117,6 +118,7 @@ def assert_sampled_with_the_newest_weights(algorithm, version):
     torch.testing.assert_close(batch.columns[columns.SAMPLER_LOGPROBS], own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # learners in processes of their own
 def test_two_learners_learn_what_one_learns():
     one = tiny.ppo(train_batch_size_per_learner=12, minibatch_size=6, ptx_data=tiny.TEXTS,
                    ptx_coeff=0.1, ptx_batch_size=4)  # fmt: skip

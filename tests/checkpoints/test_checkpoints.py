@@ -83,6 +83,7 @@ def test_a_live_algorithm_goes_back_to_an_older_checkpoint(tmp_path):
         tiny.assert_same_weights(tiny.weights(algorithm), latest)
 
 
+@pytest.mark.slow  # a sampler in a process of its own
 def test_samplers_get_restored_weights_with_a_request_alone(tmp_path):
     config = tiny.grpo().env_runners(num_env_runners=1, env_runner_cls=Counted)
     with tiny.built(config) as algorithm:

@@ -256,6 +256,7 @@ def test_options_on_both_sides():
     )
 
 
+@pytest.mark.slow  # two runs
 def test_a_checkpoint_at_its_end_is_not_gone_on_from(tmp_path, ray_session):
     with tiny.built(tiny.sft()) as algorithm:
         tiny.train(algorithm, 2)

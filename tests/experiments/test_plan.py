@@ -2,13 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.experiments.plan import (
-    check_disk,
-    check_experiments,
-    check_resources,
-    search_space,
-    with_stand_ins,
-)
+from rllib_llm.experiments.plan import check_experiments, search_space
+from rllib_llm.experiments.room import check_disk, check_resources
+from rllib_llm.experiments.stand_ins import with_stand_ins
 from rllib_llm.experiments.yaml_experiments import Experiment, load
 from rllib_llm.user_errors import UserError
 from tests.tiny_models import byte_tokenizer, llama, save

@@ -95,6 +95,7 @@ def test_a_killed_learner_is_named(make):
         group.foreach_actor(learn, kwargs={"waits": [0]})
 
 
+@pytest.mark.slow  # waits for its time to pass
 def test_a_stopped_learner_is_killed_after_its_time(make):
     group = make(2, timeout_s=6.0)
     # Without a limit, so that both have been started.

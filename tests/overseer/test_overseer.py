@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rllib_llm.cli.main import app
 from rllib_llm.overseer.client import NoOverseerError, find_run
 from rllib_llm.overseer.commands import CommandError
 from rllib_llm.overseer.http_server import OverseerServer
-from rllib_llm.overseer.overseer import SILENT_SECONDS, Overseer
+from rllib_llm.overseer.overseer import SILENT_SECONDS, Overseer, is_settled
 from rllib_llm.user_errors import UserError
+from tests.cli.said import said
 
 
 class Clock:
@@ -40,7 +45,8 @@ def sampler(**more) -> dict:
 def test_a_command_is_told_until_it_is_answered():
     overseer = Overseer(Clock())
     assert overseer.report(trial()) == []
-    (number,) = overseer.command("scale", {"samplers": 2})
+    (given,) = overseer.command("scale", {"samplers": 2})
+    number = given["id"]
     for _ in range(2):  # an answer may be lost
         (told,) = overseer.report(trial())
         assert (told["id"], told["name"], told["arguments"]) == (number, "scale", {"samplers": 2})
@@ -53,9 +59,9 @@ def test_a_command_is_told_until_it_is_answered():
 def test_a_process_that_was_started_again_is_not_told_what_the_one_before_was():
     overseer = Overseer(Clock())
     overseer.report(trial())
-    (number,) = overseer.command("stop")
+    (given,) = overseer.command("stop")
     assert overseer.report(trial(incarnation="two")) == []
-    assert overseer.commands([number])[0]["state"] == "refused"
+    assert overseer.commands([given["id"]])[0]["state"] == "refused"
 
 
 def test_commands_go_to_trials_that_are_alive():
@@ -108,8 +114,48 @@ def test_a_run_is_found_by_its_folder_and_tells_what_it_does(served):
         run.tell("explode")
 
 
+def test_a_command_that_its_overseer_forgot_is_lost(served):
+    overseer, _, folder = served
+    overseer.report(trial())
+    (command,) = find_run(folder).tell("pause", timeout_s=0.0)
+    assert command["state"] == "waiting"
+    overseer._commands.clear()  # as of one that was started again
+    (found,) = find_run(folder)._asked_again([command])
+    assert found["state"] == "lost" and "rllib status" in found["answer"]
+    assert is_settled([found])
+
+
+def test_the_command_line_tells_a_run_and_shows_the_answer(served):
+    overseer, _, folder = served
+    overseer.report(trial())
+    assert "none has been heard" in invoke("pause", folder / "ppo", code=2, silent=overseer)
+    overseer.report(trial())
+    told = "trial t: told; it does so after this iteration"
+    assert told in invoke("pause", folder, "--wait", "0")
+    assert "samplers=0 must be" in invoke("scale", folder, "--samplers", "0", code=2)
+    threading.Thread(target=answer_once, args=(overseer, "refused", "no"), daemon=True).start()
+    assert "trial t: no" in invoke("scale", folder, "--samplers", "9", code=2)
+
+
+def invoke(command, *arguments, code=0, silent=None):
+    """What `rllib` prints; `silent`: an overseer whose parts have been silent for long."""
+    if silent is not None:
+        silent._heard = dict.fromkeys(silent._heard, 0.0)
+    result = CliRunner().invoke(app, [command, *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return said(result.output)
+
+
+def answer_once(overseer, state, text):
+    """As a trial does, whatever it is told next."""
+    while not (told := [one for one in overseer.report(trial()) if one["name"] == "scale"]):
+        time.sleep(0.02)
+    overseer.report(trial(answers=[{"id": told[0]["id"], "state": state, "answer": text}]))
+
+
 def test_nobody_is_let_in_without_the_token(served):
-    _, server, _ = served
+    overseer, server, _ = served
+    overseer.report(trial())
     mode = stat.S_IMODE(server.file.stat().st_mode)
     assert mode == 0o600
     right = f"Bearer {server.token}"
@@ -118,6 +164,11 @@ def test_nobody_is_let_in_without_the_token(served):
         with pytest.raises(urllib.error.HTTPError) as raised:
             urllib.request.urlopen(request, timeout=5)
         assert raised.value.code == 401
+        request.full_url, request.data = f"{server.url}/commands", b'{"name": "stop"}'
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(request, timeout=5)
+        assert raised.value.code == 401
+    assert overseer.commands() == []
 
 
 def test_an_overseer_that_is_started_again_has_another_address_and_the_same_token(tmp_path):

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from rllib_llm.reports.plot import PANELS, _draw, _running_mean, plot_stage
+from rllib_llm.reports.plot import PANELS, _draw, _running_mean, part_panels, plot_stage
 
 
 def write_results(folder, rows):
@@ -40,6 +40,20 @@ def test_two_trials_give_one_picture_with_ink_of_two_colours(tmp_path):
     for red, green, blue in [(0x0B, 0x6E, 0x99), (0xC4, 0x54, 0x0A)]:
         near = np.abs(image * 255 - (red, green, blue)).max(axis=-1) < 3
         assert near.sum() > 200
+
+
+def test_each_part_of_a_reward_has_a_plot_of_its_own(tmp_path):
+    flat = [{"train/correct_rewards": 0.5, "train/format_rewards": 0.9}]
+    assert [panel.title for panel in part_panels(flat)] == ["Reward: correct", "Reward: format"]
+    assert part_panels([{"train/correct_rewards": 0.5}]) == ()  # it is the reward itself
+    rows = rl_rows(8)
+    without = plot_stage("a", [write_results(tmp_path / "a", rows)], ["a"], tmp_path / "a.png")
+    for row in rows:
+        row["train"] = {"correct_rewards": 0.5, "format_rewards": 0.9}
+    parts = plot_stage("b", [write_results(tmp_path / "b", rows)], ["b"], tmp_path / "b.png")
+    # 5 plots take two rows of three, 7 take three.
+    before, after = (matplotlib.image.imread(file).shape[0] for file in (without, parts))
+    assert after - before == round(2.5 * 150)
 
 
 def test_nothing_to_draw_gives_no_file(tmp_path):

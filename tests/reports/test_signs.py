@@ -79,7 +79,7 @@ def test_the_newest_result_shows_its_signs_and_only_what_rules_read_is_kept():
     assert [sign.name for sign in latest_signs(results)] == ["constant rewards"]
     assert latest_signs(results[:2]) == [] and latest_signs([]) == []
     assert kept({**results[0], "env/other": 3.0}) == results[0]
-    assert len(RULES) == 6 and "training_iteration" in KEYS
+    assert len(RULES) == 7 and "training_iteration" in KEYS
 
 
 def test_a_trial_without_cores_is_told():
@@ -87,3 +87,12 @@ def test_a_trial_without_cores_is_told():
     assert (sign.name, sign.iteration) == ("starved", 4)
     assert "40% of the time" in sign.text
     assert signs(rows(time_share__starved=[0.1, 0.5, 0.2, 0.5])) == []
+
+
+def test_a_slow_iteration_that_had_no_cores_is_told():
+    slow = {"time_this_iter_s": [3.0, 4.0, 3.0, 112.0], "time_share__starved": [0.0, 0.0, 0.0, 0.8]}
+    (sign,) = signs(rows(**slow))
+    assert (sign.name, sign.iteration) == ("slow iteration", 4)
+    assert "112 s" in sign.text and "is 3 s" in sign.text and "80% of the time" in sign.text
+    assert signs(rows(**{**slow, "time_share__starved": [0.0] * 4})) == []  # it had them
+    assert signs(rows(**{**slow, "time_this_iter_s": [3.0, 4.0, 3.0, 8.0]})) == []

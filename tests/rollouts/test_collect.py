@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 
 from rllib_llm.openai_client import ServerError
@@ -93,13 +96,29 @@ def test_a_silent_sampler_is_killed_and_its_part_goes_to_another(samplers, expec
     assert used.pool.faults.seconds_lost >= 0.01 * does.count(HANGS)
 
 
-def test_without_a_limit_a_silent_sampler_is_waited_for(samplers):
+class Starved:
+    """Stands for `StarvedProcesses` that got no core at all."""
+
+    def __init__(self, pids, clock):
+        self._clock, self._at = clock, clock()
+
+    def take(self):
+        passed, self._at = self._clock() - self._at, self._clock()
+        return passed
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, timeout_s, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module, "StarvedProcesses", Starved)
     group = ScriptedActors(samplers[:1], does=[HANGS])
-    used = collector(group, timeout_s=None)
+    used = collector(group, timeout_s=timeout_s)
     ready, looks = group.ready, []
 
     def wakes_up(calls, timeout_s):
         looks.append(1)
+        now[0] += 10.0
         if len(looks) == 50:
             for call in calls:
                 group.ends[call] = samplers[0].serve(REQUEST, publication())
@@ -253,3 +272,24 @@ def test_a_failed_request_leaves_nobody_in_the_way_of_the_next(samplers, expecte
     assert_same_batch(used.collect(REQUEST, publication()), expected)
     assert used.collect(SampleRequest(0, 2, 2), publication()).num_rows == 4
     assert group.served[-2:] == [(1, -5), (2, -4)]
+
+
+class Timed:
+    """A sampler that says that each request took a second."""
+
+    def __init__(self, sampler):
+        self._sampler = sampler
+
+    def serve(self, request, published):
+        batch = self._sampler.serve(request, published)
+        return dataclasses.replace(batch, timings={"judge_seconds": 1.0})
+
+
+def test_what_a_sampler_spent_on_all_its_parts_was_waited_for(samplers):
+    group, told = ScriptedActors([Timed(one) for one in samplers[:2]], first=REQUEST.position), []
+    pool = SamplerPool(group, Faults(), num_parts=5)
+    batch = Collector(pool, tell=told.append).collect(REQUEST, publication())
+    # Parts of 1, 1, 2, 1 and 2 prompts go to two samplers in turns: one does three of them.
+    assert [worker for worker, _ in group.served] == [1, 2, 1, 2, 1]
+    assert batch.timings == {"judge_seconds": 3.0}
+    assert told == [1, 2, 4, 5]  # at the end there is nothing to be told

@@ -75,6 +75,9 @@ class ScriptedActors:
         else:
             self.dead.setdefault(worker, 0)
 
+    def processes(self, worker):
+        return []
+
     def kill(self, worker):
         self.killed.append(worker)
 

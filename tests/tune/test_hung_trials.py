@@ -29,6 +29,7 @@ def world(monkeypatch):
     clock, killed = Clock(), []
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "ray", SimpleNamespace(kill=killed.append))
+    monkeypatch.setattr(module, "processes_of", lambda actor: [])
     return clock, killed
 
 
@@ -126,4 +127,51 @@ def test_a_save_that_hangs_is_ended_too(world):
         assert killed == []
         clock.now += 4.0
         callback.on_step_end(0, trials)
+    assert killed == ["an actor of a"]
+
+
+class ScriptedStarvation:
+    """Stands for `StarvedProcesses`: of the time between two looks, the share that the processes
+    waited for cores."""
+
+    def __init__(self, clock, share):
+        self.clock, self.share, self.at = clock, share, clock.now
+
+    def take(self):
+        passed, self.at = self.clock.now - self.at, self.clock.now
+        return self.share * passed
+
+
+def silent_for(clock, callback, trials, seconds):
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        callback.on_step_end(0, trials)
+
+
+def test_a_starved_trial_is_not_a_hung_one(world, monkeypatch):
+    clock, killed = world
+    share = 0.9
+    monkeypatch.setattr(
+        module, "StarvedProcesses", lambda pids, ticks: ScriptedStarvation(clock, share)
+    )
+    callback, trials = RestartHungTrials(timeout_s=100.0), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    # It is looked at from 50 s on; of what is left of the limit, a tenth of each second counts.
+    silent_for(clock, callback, trials, 50 + 499)
+    assert killed == []
+    silent_for(clock, callback, trials, 3)
+    assert killed == ["an actor of a"]
+
+
+def test_a_trial_that_was_paused_is_given_time_again(world, monkeypatch):
+    clock, killed = world
+    says_paused = [True]
+    monkeypatch.setattr(module, "is_paused", lambda trial: says_paused[0])
+    callback, trials = RestartHungTrials(timeout_s=100.0), [trial("a")]
+    callback.on_trial_start(0, trials, trials[0])
+    silent_for(clock, callback, trials, 10_000)
+    says_paused[0] = False
+    silent_for(clock, callback, trials, 50)  # it is looked at every 50 s, half of the limit
+    assert killed == []
+    silent_for(clock, callback, trials, 51)
     assert killed == ["an actor of a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,23 @@ def test_the_second_does_not_wait(stopped):
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert told == []
+
+
+def test_a_run_in_another_thread_ends_with_the_result_after_the_saved_one():
+    """`rllib stop` reaches it, though Tune handles no signals there."""
+    callback, trials = SaveOnStop(), [Trial(3, 2)]
+    thread = threading.Thread(target=callback.setup)
+    thread.start()
+    thread.join()
+    trials[0].stopping_criterion = {"training_iteration": 100}
+    result = {"stop_run": True}
+    callback.on_trial_result(0, trials, trials[0], result)
+    assert result["should_checkpoint"]
+    callback.on_step_end(0, trials)
+    assert trials[0].stopping_criterion == {"training_iteration": 100}  # it is not saved yet
+    trials[0].latest_checkpoint_result = SimpleNamespace(metrics={"training_iteration": 3})
+    callback.on_step_end(1, trials)
+    assert trials[0].stopping_criterion == {"training_iteration": 1}
 
 
 def test_tune_can_pickle_it(stopped):

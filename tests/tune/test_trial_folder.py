@@ -36,6 +36,7 @@ def storage(tmp_path):
     return context
 
 
+@pytest.mark.slow  # scripts in processes of their own
 @pytest.mark.usefixtures("ray_session")
 def test_relative_paths_mean_the_folder_of_the_script(storage):
     process = Process.remote()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -28,11 +29,27 @@ def test_wandb_works_offline_without_an_account_and_gets_the_texts(
     trial = StageResult.load(tmp_path / "run" / "a").best_trial_folder
     (offline,) = trial.glob("wandb/offline-run-*")
     assert list(offline.glob("*.wandb"))
+    assert texts_of(offline) >= {"Say", "number 1", "number 2"}
+
+    result = CliRunner().invoke(
+        app,
+        ["train", "file", str(file), "--storage-path", str(tmp_path), "--experiment-name", "run",
+         "--wandb-project", "trial", "--wandb-run-name", "mine", "--resume",
+         "--stop", "{training_iteration: 3}"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    first, second = sorted(trial.glob("wandb/offline-run-*"))
+    # W&B appends what is synced under an id that it knows to the run of that id.
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
+    assert "number 3" in texts_of(second)
+    assert not {"number 1", "number 2"} & texts_of(second)  # it has them already
+
+
+def texts_of(offline: Path) -> set[str]:
+    """The texts in the tables of an offline run."""
     tables = sorted(offline.glob("files/media/table/samples_*.json"))
-    texts = [row for table in tables for row in json.loads(table.read_text())["data"]]
-    assert {text for row in texts for text in row if isinstance(text, str)} >= {
-        "Say", "number 1", "number 2"
-    }  # fmt: skip
+    rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
+    return {text for row in rows for text in row if isinstance(text, str)}
 
 
 def test_without_key_login_or_offline_mode_the_error_says_what_to_do(monkeypatch, tmp_path):

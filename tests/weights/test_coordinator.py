@@ -90,6 +90,7 @@ class Impatient:
         return ray.get(ref, timeout=LONG)
 
 
+@pytest.mark.slow  # waits for its time to pass
 def test_the_publisher_has_a_stopped_coordinator_started_again(name):
     pid = CoordinatorClient(name).stats()["pid"]
     os.kill(pid, signal.SIGSTOP)

@@ -87,6 +87,7 @@ def test_readers_stay_connected(start):
     assert max(last - first for first, last in zip(open_files[3], open_files[-1], strict=True)) < 8
 
 
+@pytest.mark.slow  # waits between attempts
 def test_a_transfer_that_fails_is_tried_again_and_given_up(start):
     learner = start(Learner, "in_metadata")
     sampler = start(Sampler, "in_metadata", max_attempts=3)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.data.order import permutation
+from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.calculator import calculator
@@ -64,8 +65,11 @@ class Calculator(ConversationEnv):
         return float(conversation.reply.content.strip() == conversation.task["answer"])
 
 
+DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **Calculator.defaults}
+
+
 def create(env_config: Mapping[str, Any]) -> Calculator:
-    """The environment; its settings are those of conversations and `Calculator.defaults`."""
+    """The environment; its settings and their defaults are `DEFAULTS`."""
     return Calculator(env_config)
 
 

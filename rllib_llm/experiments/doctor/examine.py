@@ -51,7 +51,8 @@ def examine(
         folder: where results will go, for the disk.
         is_here: Ray will be started on this machine.
     """
-    from rllib_llm.experiments.plan import check_disk, with_stand_ins
+    from rllib_llm.experiments.room import check_disk
+    from rllib_llm.experiments.stand_ins import with_stand_ins
 
     found = list(installation_rules(machine.versions))
     try:
@@ -121,7 +122,7 @@ def before_a_run(experiments: list[Experiment]) -> None:
     Raises:
         UserError: the errors, a line each.
     """
-    from rllib_llm.experiments.plan import with_stand_ins
+    from rllib_llm.experiments.stand_ins import with_stand_ins
 
     errors = []
     for experiment in with_stand_ins(experiments):

@@ -20,7 +20,8 @@ def model_rules(stage: Stage) -> Iterator[Finding]:
     for setting, folder in stage.models().items():
         config = _read_json(Path(folder) / "config.json")
         yield from _weights(setting, Path(folder))
-        yield from _kind(setting, config, stage)
+        if not stage.is_made_before(setting):
+            yield from _kind(setting, config, stage)
     if stage.is_rlhf or stage.config.pretrained_model is not None:
         yield from _tokenizer(stage)
 

@@ -38,6 +38,12 @@ class Stage:
         return isinstance(self.config, RLHFConfig)
 
     @property
+    def is_conversation(self) -> bool:
+        """Whether its environment answers: only there is known what is judged, and how long it
+        gets."""
+        return bool(self.env) and "max_prompt_len" not in self.env
+
+    @property
     def num_samplers(self) -> int:
         """Sampler processes."""
         return int(getattr(self.config, "num_env_runners", 0) or 0) if self.is_rlhf else 0
@@ -59,18 +65,29 @@ class Stage:
 
     def models(self) -> dict[str, str]:
         """Every model that is read, by the setting that names it, where it is a local folder."""
+        return {
+            setting: str(Path(value).expanduser())
+            for setting, value in self._named_models().items()
+            if isinstance(value, str) and Path(value).expanduser().is_dir()
+        }
+
+    def is_made_before(self, setting: str) -> bool:
+        """Whether an earlier experiment makes that model, which another stands in for so far."""
+        from rllib_llm.experiments.stand_ins import StandIn
+
+        return isinstance(self._named_models()[setting], StandIn)
+
+    def _named_models(self) -> dict[str, Any]:
         named = {
             "model": self.config.pretrained_model,
             "critic_model": getattr(self.config, "critic_model", None),
             "reward_model": self.env.get("reward_model"),
             "reference": self.env.get("reference"),
         }
-        found = {}
-        for setting, value in named.items():
-            value = value.get("model") if isinstance(value, Mapping) else value
-            if isinstance(value, str) and Path(value).expanduser().is_dir():
-                found[setting] = str(Path(value).expanduser())
-        return found
+        return {
+            setting: value.get("model") if isinstance(value, Mapping) else value
+            for setting, value in named.items()
+        }
 
 
 def first_rows(data: Any, name: str) -> Rows | None:

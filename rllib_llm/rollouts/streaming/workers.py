@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES_PER_SAMPLER = 3  # in a row, without a batch in between
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_GONE = 10.0  # in which the last call of a sampler that left may still be given a lease
 ADVICE = (
     "Look for the reason in the workers' logs (out of memory is common), and raise "
     "max_num_env_runner_restarts or sampler_timeout_s."
@@ -102,7 +103,7 @@ class RemoteWorkers:
     """Samplers in actors of their own.
 
     Each is asked every second to be at work. One that died is asked whether it is back, see
-    `SamplerPool`.
+    `SamplerPool`. What one holds that left for good (`SamplerPool.scale`) is given to others.
 
     Args:
         pool: of the samplers.
@@ -119,7 +120,9 @@ class RemoteWorkers:
         *,
         answer_seconds: float = LEAST_SECONDS,
     ) -> None:
-        self._pool, self._actors = pool, pool.actors
+        self._pool, self._actors, self._ledger = pool, pool.actors, ledger
+        self._numbers: dict[int, int] = {}  # of the workers that there were at the last look
+        self._gone: dict[int, float] = {}  # numbers of those that left, and when
         self._answer_seconds = answer_seconds
         self._order = StreamOrder(uuid.uuid4().hex, ledger.actor, settings)
         self._asked: dict[int, tuple[Any, float]] = {}  # calls and their times, by worker
@@ -135,6 +138,7 @@ class RemoteWorkers:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
+        self._give_back_of_gone()
         answered = set(self._actors.ready([call for call, _ in self._asked.values()], 0.0))
         for worker, (call, asked) in list(self._asked.items()):
             if call not in answered:
@@ -157,6 +161,20 @@ class RemoteWorkers:
         if healthy:
             self._someone_seen = self._looked
 
+    def _give_back_of_gone(self) -> None:
+        """Has the leases of samplers that left wait again."""
+        numbers = {worker: self._actors.number(worker) for worker in self._actors.workers}
+        for worker in self._numbers.keys() - numbers.keys():
+            self._gone[self._numbers[worker]] = self._looked
+            self._asked.pop(worker, None)
+        self._numbers = numbers
+        for number, since in list(self._gone.items()):
+            # One that was added since has its number, and frees what it does not know itself.
+            if number in numbers.values() or self._looked - since > SECONDS_GONE:
+                del self._gone[number]
+            else:
+                self._ledger.call("lease", str(number), 0, [])
+
     def _require_progress(self) -> None:
         pool = self._pool
         have = f"num_healthy_samplers={len(self._actors.healthy())} must be at least 1"
@@ -172,7 +190,9 @@ class RemoteWorkers:
 
     def replace(self, sampler: str, reason: str) -> None:
         """As of all workers."""
-        worker = int(sampler)
+        worker = self._actors.worker_called(int(sampler))
+        if worker is None:
+            return
         self._asked.pop(worker, None)
         self._num_losses += 1
         self._pool.faults.requests_retried += 1

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rllib_llm.experiments.doctor.examine import examine
+from rllib_llm.experiments.doctor.examine import before_a_run, examine
 from rllib_llm.experiments.doctor.finding import exit_code
 from rllib_llm.experiments.doctor.machine import GIB, Machine
 from tests.experiments.doctor import set_ups
-from tests.experiments.doctor.set_ups import HERE, MACHINE, SUMS, grpo, supervised
+from tests.experiments.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
 CHAT = [{"role": "user", "content": "1"}]
@@ -127,6 +127,15 @@ def test_a_policy_is_no_judge(folders):
     assert "model.kind" in [finding.id for finding in found(experiment)]
 
 
+def test_a_judge_that_is_made_before_is_no_policy(folders):
+    judge = supervised("RewardModel", model=folders["sound"], data=set_ups.PAIRS)
+    judge = judge.replace(name="judge")
+    # Until it is made, the model that it starts from stands in for it.
+    policy = grpo(model=folders["sound"], env={"reward_model": "${judge.model}"})
+    assert [f.id for f in examine([judge, policy], MACHINE) if f.severity == "error"] == []
+    before_a_run([judge, policy])
+
+
 @pytest.mark.parametrize(("config", "changes", "name"), [
     ({"autocast_dtype": "bfloat16"}, {"features": frozenset()}, "devices.bfloat16"),
     ({"num_gpus_per_learner": 1}, {}, "devices.gpus"),
@@ -173,6 +182,10 @@ SOUND = {
     "bfloat16": lambda folders: grpo(autocast_dtype="bfloat16"),
     "a schedule": lambda folders: grpo(lr_schedule="linear", lr_num_updates=20),
     "evaluation": lambda folders: grpo(evaluation_interval=5),
+    "tools": lambda folders: conversations("rllib_llm/Calculator-v0", max_turns=3),
+    "a conversation": lambda folders: conversations(
+        "rllib_llm/Conversation-v0", prompts=SUMS, reward_functions=f"{HERE}.says_something"
+    ),
     "sft": lambda folders: supervised("SFT"),
     "sft of a folder": lambda folders: supervised("SFT", model=folders["sound"]),
     "reward model": lambda folders: supervised("RewardModel"),

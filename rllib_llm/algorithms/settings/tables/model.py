@@ -147,9 +147,9 @@ FAULT_TOLERANCE = Section(
             name="overseer",
             type=bool,
             default=False,
-            meaning="whether a run under Tune can be watched while it goes on",
-            note="`rllib status` and `rllib top`. A small process of its own; the run does not "
-            "depend on it.",
+            meaning="whether a run under Tune can be watched and told what to do while it goes on",
+            note="`rllib status`, `rllib top`, `rllib pause` and the like. A small process of its "
+            "own; the run does not depend on it.",
         ),
     ),
 )

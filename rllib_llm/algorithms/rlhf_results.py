@@ -1,0 +1,86 @@
+"""What an iteration of RLHF reports: by group and name as in `reports/metric_names.py`, and under
+the names that RLlib uses for all algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.rllib.utils.metrics import (
+    ENV_RUNNER_RESULTS,
+    EPISODE_RETURN_MEAN,
+    NUM_ENV_STEPS_SAMPLED,
+    NUM_ENV_STEPS_SAMPLED_LIFETIME,
+    NUM_EPISODES,
+    NUM_EPISODES_LIFETIME,
+)
+from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
+
+from rllib_llm import columns
+from rllib_llm.learners.off_policy import with_effective_sample_size
+from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.weights.published import PublishedWeights
+
+Groups = dict[str, dict[str, Any]]
+
+
+def with_sampling(
+    groups: Groups, sampled: JudgedBatch, learnt_version: int, ages: dict[str, float]
+) -> Groups:
+    """The learners' metrics with those of the batch that they learnt from.
+
+    Args:
+        groups: of the learners; changed.
+        sampled: the rows that were new in this iteration.
+        learnt_version: of the weights before the update.
+        ages: of all rows that were learnt from, where that is corrected for, or empty.
+    """
+    val = groups.setdefault("val", {})
+    if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
+        val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
+    groups["train"] |= sampled.train_metrics()
+    scores = sampled.columns[columns.SCORES][sampled.columns[columns.VALID]]
+    if len(scores) > 1:
+        groups.setdefault("objective", {})["scores_std"] = float(scores.float().std())
+    # Updates between the weights that sampled a token and those that learnt from it.
+    groups["train"]["staleness"] = learnt_version - float(sampled.versions.double().mean())
+    if ages:
+        groups["off_policy"] = ages | with_effective_sample_size(groups.get("off_policy", {}))
+    groups["env"] = sampled.env_metrics()
+    return groups
+
+
+def weights_metrics(
+    published: PublishedWeights, publisher: Mapping[str, float], sampled: JudgedBatch
+) -> dict[str, Any]:
+    """Of the weights published last, and how far behind them the oldest row was sampled."""
+    found = {
+        "version": published.version,
+        "publish_seconds": published.publish_seconds,
+        **publisher,
+        **sampled.weights_metrics(),
+    }
+    sampled_with = published.version - 1  # the last ones are for the next iteration
+    found["versions_behind"] = sampled_with - found["oldest_version"]
+    return found
+
+
+def throughput(sampled: JudgedBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Sampled tokens and rows per second of "iteration", and the seconds of its parts."""
+    return {
+        "tokens_per_s": int(sampled.sampled_mask.sum()) / seconds["iteration"],
+        "samples_per_s": sampled.num_rows / seconds["iteration"],
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        **sampled.timings,
+    }
+
+
+def log_as_rllib(metrics: MetricsLogger, sampled: JudgedBatch) -> None:
+    """RLlib's own names; an episode is one step long here."""
+    num_rows = sampled.num_rows
+    for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
+        metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="sum")
+    for name in (NUM_ENV_STEPS_SAMPLED_LIFETIME, NUM_EPISODES_LIFETIME):
+        metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
+    returns = sampled.train_metrics()["rewards"]
+    metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), returns, window=1)

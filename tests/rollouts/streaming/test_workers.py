@@ -1,0 +1,104 @@
+"""Samplers that leave a stream and come to it: what they hold, and what they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.rollouts.faults import Faults
+from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.streaming import workers as module
+from rllib_llm.rollouts.streaming.serving import ServingSettings
+from rllib_llm.rollouts.streaming.workers import SECONDS_GONE, RemoteWorkers
+
+
+class Actors:
+    """`SamplerActors` that answer at once; one that left cannot be asked."""
+
+    def __init__(self, numbers):
+        self.numbers = dict(numbers)
+        self.killed = []
+
+    @property
+    def workers(self):
+        return list(self.numbers)
+
+    def healthy(self):
+        return self.workers
+
+    def number(self, worker):
+        return self.numbers[worker]
+
+    def worker_called(self, number):
+        return next((w for w, known in self.numbers.items() if known == number), None)
+
+    def call(self, worker, method, *args):
+        assert worker in self.numbers
+        return worker
+
+    def ready(self, calls, timeout_s):
+        return calls
+
+    def answer(self, call, timeout_s=None):
+        assert call in self.numbers, "nobody asks one that has left"
+
+    def mark(self, worker, *, healthy):
+        assert worker in self.numbers
+
+    def kill(self, worker):
+        self.killed.append(worker)
+
+
+class Ledger:
+    """Notes what is called."""
+
+    actor = None
+
+    def __init__(self):
+        self.called = []
+
+    def call(self, name, *args):
+        self.called.append((name, *args))
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """(workers of two samplers, their actors, the ledger, the clock)"""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    actors, ledger = Actors({1: 1, 2: 2}), Ledger()
+    workers = RemoteWorkers(SamplerPool(actors, Faults()), ledger, ServingSettings(1))
+    return workers, actors, ledger, now
+
+
+def look(workers, now, seconds=1.0):
+    now[0] += seconds
+    workers.work()
+
+
+def test_what_a_sampler_held_that_left_waits_again(world):
+    workers, actors, ledger, now = world
+    look(workers, now)
+    assert ledger.called == []
+    del actors.numbers[2]
+    look(workers, now)
+    look(workers, now)
+    # As of a sampler that holds nothing. Its last call may come late, so it is said again.
+    assert ledger.called == [("lease", "2", 0, [])] * 2
+    look(workers, now, SECONDS_GONE + 1)
+    ledger.called.clear()
+    look(workers, now)
+    assert ledger.called == []
+
+
+def test_one_that_comes_takes_the_number_of_one_that_left(world):
+    workers, actors, ledger, now = world
+    del actors.numbers[2]
+    look(workers, now)
+    actors.numbers[3] = 2  # RLlib gives no worker twice
+    ledger.called.clear()
+    look(workers, now)
+    assert ledger.called == []  # it frees what it does not know itself
+    workers.replace("2", "silent")
+    assert actors.killed == [3]
+    workers.replace("7", "silent")  # of one that has left: nobody is killed
+    assert actors.killed == [3]
