@@ -180,6 +180,12 @@ class Tasks(MadeRows):
         )  # fmt: skip
 
 
+def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion"} of solved tasks; see `Tasks`."""
+    tasks = Tasks(datasets, num_tasks=num_tasks, seed=seed)
+    return [{"prompt": task["prompt"], "completion": task["answer"]} for task in tasks]
+
+
 def score_tasks(
     completions: Sequence[str],
     task: Sequence[int],

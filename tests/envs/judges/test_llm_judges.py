@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import time
 
 import pytest
 
@@ -186,6 +187,21 @@ def test_a_judge_that_fails_makes_its_row_invalid_and_never_0(trouble, reason):
     assert judged.valid.tolist() == [True, False]
     assert reason in judged.reasons[1] and judged.reasons[0] == ""
     assert judged.failed["ReferenceJudge"].tolist() == [False, True]
+
+
+def test_a_judge_that_times_out_costs_its_rows_and_not_the_run():
+    """slime #1361: one time-out of the judge ended the run."""
+
+    def answer(path, body):
+        if asked(body, "answer") == "slow":
+            time.sleep(1.0)
+        return verdict(correct=True)
+
+    with serving(answer) as server:
+        judge = ReferenceJudge(server.base_url, "judge", timeout_s=0.2, max_attempts=1)
+        slow, quick = call(judge, ["slow", "quick"], answer=["x", "x"])
+    assert isinstance(slow, Invalid) and "Timeout" in slow.reason
+    assert quick == 1.0
 
 
 def test_a_verdict_in_a_code_block_is_read():

@@ -97,6 +97,23 @@ def test_a_service_is_not_run_over():
     assert len(server.requests) == 12 and server.most_at_once <= 3
 
 
+def test_a_service_that_hangs_is_given_up():
+    """OpenRLHF #1123, #1140: a run that waits for ever, or takes another row's reward."""
+
+    def answer(path, body):
+        if body["response"] == "slow":
+            time.sleep(1.0)
+        return 200, float(len(body["response"])), {}
+
+    with serving(answer) as server:
+        judge = RemoteReward(
+            f"{server.base_url}/rm", shape="slime", timeout_s=0.2, max_attempts=1
+        )  # fmt: skip
+        first, hung, last = call(judge, ["a", "slow", "ccc"])
+    assert (first, last) == (1.0, 3.0)
+    assert isinstance(hung, Invalid) and "Timeout" in hung.reason
+
+
 def test_settings_that_ask_nothing_are_refused():
     with pytest.raises(ValueError, match="shape='verl', batch_size=32 must be one of"):
         RemoteReward("http://localhost/rm", shape="verl")
