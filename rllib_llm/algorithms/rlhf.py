@@ -23,8 +23,8 @@ from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm import columns
 from rllib_llm.algorithms import rlhf_results
+from rllib_llm.algorithms.eval_envs import open_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_by_request
-from rllib_llm.algorithms.evaluation_envs import open_evaluation_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
@@ -84,7 +84,7 @@ class RLHF(LanguageModelAlgorithm):
             SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
         if self.eval_env_runner_group is not None:
-            self.evaluation_groups = open_evaluation_envs(self)
+            self.evaluation_groups = open_eval_envs(self)
         self._collectors = self._make_collectors(time.monotonic() - start)
         for collector in self._collectors.values():
             collector.pool.require_built()

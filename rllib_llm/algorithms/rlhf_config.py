@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
+from rllib_llm.algorithms.eval_envs import check_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_held_out
-from rllib_llm.algorithms.evaluation_envs import check_evaluation_envs
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
 from rllib_llm.algorithms.settings.engine_checks import check_engine
@@ -208,4 +208,4 @@ class RLHFConfig(LanguageModelConfig):
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
         )  # fmt: skip
         check_evaluation(self)
-        check_evaluation_envs(self)
+        check_eval_envs(self)

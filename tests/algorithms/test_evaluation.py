@@ -118,7 +118,7 @@ def test_further_environments_are_reported_by_name():
             "pass_at": [1, 4], "pass_on": "correct",
         },
     }  # fmt: skip
-    config = evaluated(tiny.grpo()).sampling(evaluation_envs=envs, num_logged_samples=9)
+    config = evaluated(tiny.grpo()).sampling(eval_envs=envs, num_logged_samples=9)
     with tiny.built(config) as algorithm:
         result = algorithm.train()["eval"]
         rows = [samples(algorithm, f"eval/{name}")[:9] for name in ("easy", "sums")]
@@ -136,13 +136,13 @@ def test_further_environments_are_reported_by_name():
     ("settings", "message"),
     [
         ({"evaluation_interval": None}, "left out without evaluation_interval"),
-        ({"evaluation_envs": {"a/b": {}}}, "results are reported as eval/<name>/<metric>"),
-        ({"evaluation_envs": {"a": {"env_confg": {}}}}, "env_confg"),
+        ({"eval_envs": {"a/b": {}}}, "results are reported as eval/<name>/<metric>"),
+        ({"eval_envs": {"a": {"env_confg": {}}}}, "env_confg"),
     ],
 )
 def test_further_environments_that_cannot_be_are_refused(settings, message):
     config = evaluated(tiny.grpo(), evaluation_interval=settings.pop("evaluation_interval", 1))
-    config.sampling(evaluation_envs={"a": {}, **settings.get("evaluation_envs", {})})
+    config.sampling(eval_envs={"a": {}, **settings.get("eval_envs", {})})
     with pytest.raises(ValueError, match=message):
         config.validate()
 

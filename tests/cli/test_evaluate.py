@@ -63,7 +63,7 @@ def test_pass_at_k_of_several_completions_of_each_prompt(run_folder, tmp_path):
     checkpoint = StageResult.load(run_folder / "ppo").checkpoint
     out = tmp_path / "results.json"
     arguments = ["evaluate", str(checkpoint), "--samples", "16", "--pass-at", "1,4,16"]
-    further = {"evaluation_envs": {"two": {"env_config": {"digits": 2}}}}
+    further = {"eval_envs": {"two": {"env_config": {"digits": 2}}}}
     result = CliRunner().invoke(
         app,
         [*arguments, "--pass-on", "correct", "--duration", "48", "--out", str(out),

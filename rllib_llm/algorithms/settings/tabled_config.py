@@ -177,8 +177,8 @@ class TabledConfig(AlgorithmConfig):
         with noted():
             refuse_inert(self)
         overlays = {"evaluation_config": self.evaluation_config}
-        named = getattr(self, "evaluation_envs", None) or {}
-        overlays |= {f"evaluation_envs.{name}": overlay for name, overlay in named.items()}
+        named = getattr(self, "eval_envs", None) or {}
+        overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
         for name, overlay in overlays.items():
             if isinstance(overlay, Mapping):
                 given = flattened(type(self), overlay)

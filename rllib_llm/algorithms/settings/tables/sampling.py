@@ -208,7 +208,7 @@ SAMPLING = Section(
             note="None: the score itself.",
         ),
         Setting(
-            name="evaluation_envs",
+            name="eval_envs",
             type=dict[str, dict[str, Any]] | None,
             default=None,
             meaning="further environments with held-out results, by name: eval/<name>/<metric>",

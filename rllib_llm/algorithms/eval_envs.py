@@ -1,6 +1,6 @@
-"""Further environments of an evaluation, by name: the setting `evaluation_envs`.
+"""Further environments of an evaluation, by name: the setting `eval_envs`.
 
-    evaluation_envs:
+    eval_envs:
       hard: {env_config: {digits: 4}}
       gsm: {env: rllib_llm/RLHF-v0, env_config: {prompts: gsm.jsonl, ...}, evaluation_duration: 32}
 
@@ -21,33 +21,33 @@ from rllib_llm.algorithms.settings.checks import require
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
-def check_evaluation_envs(config: Any) -> None:
+def check_eval_envs(config: Any) -> None:
     """Raises ValueError where names or settings of further environments cannot be."""
-    envs = config.evaluation_envs
+    envs = config.eval_envs
     if not envs:
         return
     require(
         bool(config.evaluation_interval) or config.in_evaluation,
-        "evaluation_envs", sorted(envs), "left out without evaluation_interval",
+        "eval_envs", sorted(envs), "left out without evaluation_interval",
         "nothing is evaluated", "Set evaluation_interval",
     )  # fmt: skip
     for name, overlay in envs.items():
         require(
             bool(_NAME.fullmatch(name)) and isinstance(overlay, Mapping),
-            "evaluation_envs", {name: overlay}, "{name: {env, env_config, ...}}",
+            "eval_envs", {name: overlay}, "{name: {env, env_config, ...}}",
             "results are reported as eval/<name>/<metric>",
             "Take a name of letters and digits, and a mapping of settings",
         )  # fmt: skip
 
 
-def evaluation_env_config(config: Any, name: str) -> Any:
+def eval_env_config(config: Any, name: str) -> Any:
     """The config of the samplers of one further environment, not validated.
 
     `config`: the algorithm's.
     """
-    overlay = dict(config.evaluation_envs[name])
+    overlay = dict(config.eval_envs[name])
     base = config.copy(copy_frozen=False)
-    base.evaluation_envs = None
+    base.eval_envs = None
     settings = dict(config.evaluation_config or {})
     if overlay.get("env", base.env) != base.env:
         base.env_config = {}
@@ -58,15 +58,15 @@ def evaluation_env_config(config: Any, name: str) -> Any:
     return base.get_evaluation_config_object()
 
 
-def open_evaluation_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
+def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
     """(config, samplers) of each further environment by name.
 
     Raises:
         ValueError: settings that cannot be.
     """
     opened = {}
-    for name in algorithm.config.evaluation_envs or {}:
-        config = evaluation_env_config(algorithm.config, name)
+    for name in algorithm.config.eval_envs or {}:
+        config = eval_env_config(algorithm.config, name)
         config.validate()
         config.freeze()
         group = EnvRunnerGroup(
