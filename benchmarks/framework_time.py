@@ -1,6 +1,6 @@
 """Where an iteration's time goes that is not generating, judging, forward, backward or optimiser.
 
-    python benchmarks/framework_time.py [--rows 256] [--tokens 64] [--iterations 5]
+    python benchmarks/framework_time.py [--rows 256] [--tokens 64] [--iterations 5] [--no-store]
 
 GRPO on a small Llama, sampler and learner in the driver's process, one thread, every completion of
 full length, one optimiser step. JSON: CPU and wall milliseconds (medians) of each part; the
@@ -16,13 +16,13 @@ import statistics
 
 import ray
 import torch
+from full_length import full_length
 from stopwatch import Stopwatch, add
 
 from rllib_llm import GRPOConfig
 from rllib_llm.algorithms.grpo import GRPO
 
 WORK = ("generate", "judge", "forward", "backward", "optimiser")
-PROMPT_LEN = 16
 LEARNER_SPANS = {
     "forward": "forward",
     "backward": "backward",
@@ -36,32 +36,11 @@ LEARNER_SPANS = {
 ALGORITHM_SPANS = {"_log": "results", "training_step": "loop", "step": "RLlib's step"}
 
 
-def judge(completions: list[str], **columns) -> list[float]:
-    return [float(len(text) % 7) for text in completions]
-
-
 def make_config(args: argparse.Namespace, watch: Stopwatch) -> GRPOConfig:
-    prompts = [{"prompt": "the food was " + "very " * (i % 5) + "good"} for i in range(64)]
-    config = (
-        GRPOConfig(algo_class=watch.timed_class(GRPO, ALGORITHM_SPANS))
-        .language_model(model="rllib_llm.envs.toys.reviews_model.build_model")
-        .environment(
-            "rllib_llm/RLHF-v0",
-            env_config={
-                "prompts": prompts,
-                "reward_functions": [{"function": judge, "name": "length"}],
-                "max_prompt_len": PROMPT_LEN,
-                "max_completion_len": args.tokens,
-            },
-        )
-        .sampling(
-            num_completions=8,
-            max_new_tokens=args.tokens,
-            min_new_tokens=args.tokens,
-            log_samples_every=0,
-        )
-        .training(train_batch_size_per_learner=args.rows, lr=1e-5, ref_kl_coeff=0.0)
+    config = full_length(
+        GRPOConfig(algo_class=watch.timed_class(GRPO, ALGORITHM_SPANS)), args.rows, args.tokens
     )
+    config.sampling(log_samples_every=0).training(lr=1e-5).rollouts(store=not args.no_store)
     runner = watch.timed_runner(config.env_runner_cls, serve="sampler, rest")
     config.env_runners(env_runner_cls=runner)
     learner = watch.timed_class(config.get_default_learner_class(), LEARNER_SPANS)
@@ -73,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="completions of an iteration")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--no-store", action="store_true", help="keep no rollouts")
     args = parser.parse_args()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "RAY_ADDRESS" not in os.environ:

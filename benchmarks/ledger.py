@@ -28,6 +28,7 @@ from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.weights.published import PublishedWeights
 
 NUM_PROCESSES = 4  # that emulate samplers
+WARM_UP_SECONDS = 2.0
 
 
 def judged(lease: Lease, num_bytes: int) -> list[JudgedGroup]:
@@ -39,6 +40,9 @@ def judged(lease: Lease, num_bytes: int) -> list[JudgedGroup]:
 @ray.remote(num_cpus=0)
 class Samplers:
     """Threads that each do what a sampler's does."""
+
+    def is_there(self) -> bool:
+        return True
 
     def run(self, actor: Any, names: list[str], size: int, num_bytes: int, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -77,14 +81,15 @@ def with_actor(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]
         ledger.call("publish", PublishedWeights(0))
         names = [str(i) for i in range(args.samplers)]
         processes = [Samplers.remote() for _ in range(NUM_PROCESSES)]
+        ray.get([process.is_there.remote() for process in processes])
         calls = [
             process.run.remote(
                 ledger.actor, names[i::NUM_PROCESSES], args.groups_per_lease, args.group_bytes,
-                args.seconds + 5,
+                args.seconds + WARM_UP_SECONDS,
             )
             for i, process in enumerate(processes)
         ]  # fmt: skip
-        learn(ledger, time.monotonic() + 5, 0.1)  # until all have started
+        learn(ledger, time.monotonic() + WARM_UP_SECONDS, 0.1)
         cpu, start = ledger.look()["cpu_seconds"], time.monotonic()
         num_groups = learn(ledger, start + args.seconds, 0.1)
         seconds = time.monotonic() - start

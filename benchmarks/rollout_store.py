@@ -21,6 +21,7 @@ from pathlib import Path
 
 import ray
 import torch
+from full_length import full_length
 
 from rllib_llm import GRPOConfig, columns
 from rllib_llm.data.rollout_schema import conform
@@ -91,29 +92,9 @@ def writer(num_rows: int, num_batches: int, folder: Path) -> dict[str, float]:
     }
 
 
-def judge(completions: list[str], **columns) -> list[float]:
-    return [float(len(text) % 7) for text in completions]
-
-
 def share(args: argparse.Namespace) -> dict[str, float]:
     """CPU and wall seconds of an iteration with and without the store, medians."""
-    prompts = [{"prompt": "the food was " + "very " * (i % 5) + "good"} for i in range(64)]
-    config = (
-        GRPOConfig()
-        .language_model(model="rllib_llm.envs.toys.reviews_model.build_model")
-        .environment(
-            "rllib_llm/RLHF-v0",
-            env_config={
-                "prompts": prompts,
-                "reward_functions": [{"function": judge, "name": "length"}],
-                "max_prompt_len": 16,
-                "max_completion_len": args.tokens,
-            },
-        )
-        .sampling(num_completions=8, max_new_tokens=args.tokens, min_new_tokens=args.tokens)
-        .training(train_batch_size_per_learner=args.rows, ref_kl_coeff=0.0)
-        .debugging(log_level="ERROR")
-    )
+    config = full_length(GRPOConfig(), args.rows, args.tokens).debugging(log_level="ERROR")
     algorithm = config.build_algo()
     stored, nothing = algorithm.recorder, RecordsNothing()
     spent: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}

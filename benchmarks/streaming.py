@@ -1,6 +1,6 @@
 """Wall time of synchronous and streaming runs where completions have lengths of a long tail.
 
-    python benchmarks/streaming.py [--iterations 12] [--seeds 3] [--step-ms 4] [--mean-steps 40]
+    python benchmarks/streaming.py [--iterations 8] [--seeds 3] [--step-ms 4] [--mean-steps 40]
                                    [--modes sync lockstep-1 free-1 free-2-oversampled]
 
 GRPO on one-digit sums with two samplers. Decode time is emulated, so that two cores can show it: a
@@ -38,9 +38,10 @@ STEP_SECONDS, MEAN_STEPS, LEARN_SECONDS = "BENCH_STEP_S", "BENCH_MEAN_STEPS", "B
 MODES = {
     "sync": {},
     "lockstep-1": {"max_staleness": 1},
-    "free-1": {"max_staleness": 1, "schedule": "free", "window": 8},
+    "free-1": {"max_staleness": 1, "schedule": "free", "window": 8, "in_flight": "keep"},
     "free-2-oversampled": {
-        "max_staleness": 2, "schedule": "free", "window": 8, "oversample": 1.25,
+        "max_staleness": 2, "schedule": "free", "window": 8, "in_flight": "keep",
+        "oversample": 1.25,
     },
 }  # fmt: skip
 NUM_PROMPTS, NUM_COMPLETIONS = 32, 8
@@ -65,6 +66,13 @@ class SlowEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.num_running + len(self._held)
+
+    def holds(self, row_id: Any) -> bool:
+        return row_id in self._held or self._engine.holds(row_id)
 
     def add(self, rows: Sequence[Any]) -> None:
         self._engine.add(rows)
@@ -194,7 +202,7 @@ def measure(mode: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--mean-steps", type=float, default=40.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.complaints import noted
+from rllib_llm.learners.language_model_learner import MESSAGES, TOLD
 from rllib_llm.listening import Listener, Message
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
@@ -327,8 +328,9 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             groups.setdefault(group, {})[leaf] = float(value)
         return groups
 
-    def update_learners(self, columns: dict[str, Any], num_rows: int) -> None:
-        """Gives every learner the whole batch; each takes its share of every mini-batch."""
+    def update_learners(self, columns: dict[str, Any], num_rows: int) -> dict[str, Any]:
+        """Gives every learner the whole batch; each takes its share of every mini-batch. Returns
+        what learners tell beside their metrics, see `LanguageModelLearner.told`."""
         self.has_begun_to_learn = True
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
         if self.learner_group.is_local:
@@ -336,8 +338,34 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         else:
             refs = [ray.put(batch)] * self.config.num_learners
             results = self.learner_group.update(batch_refs=refs)
+        told = self._take_told(results)
         self.metrics.aggregate(results, key=LEARNER_RESULTS)
-        self._tell_of_learners()
+        return told
+
+    def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Has every learner make a call whose results are those of an update; what they tell."""
+        self.has_begun_to_learn = True
+        results = [answer.get() for answer in self.learner_group.foreach_learner(call)]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        told = self._take_told(results)
+        self.metrics.aggregate(results, key=LEARNER_RESULTS)
+        return told
+
+    def pop_learner_metrics(self) -> dict[str, dict[str, float]]:
+        """`learner_metrics`, which are forgotten: in a loop of one's own no result does so."""
+        groups = self.learner_metrics()
+        self.metrics.delete(LEARNER_RESULTS)
+        return groups
+
+    def _take_told(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """Takes what learners tell out of their results; what they said is written down."""
+        told: dict[str, Any] = {}
+        for result in results:
+            told |= (mine := result.pop(TOLD))
+            self.tell(mine[MESSAGES])
+        return told
 
     def step(self) -> dict[str, Any]:
         """RLlib's result plus the known names, and the latest held-out results under `eval`.

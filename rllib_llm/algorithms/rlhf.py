@@ -26,10 +26,10 @@ from rllib_llm.algorithms import rlhf_results
 from rllib_llm.algorithms.eval_envs import open_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-from rllib_llm.algorithms.own_loop import OneAfterAnother, UnderWay
+from rllib_llm.algorithms.own_loop import OwnLoop
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
-from rllib_llm.learners.rlhf_learner import take_advantages
+from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.ray_compat import local_learner
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
 
-class RLHF(LanguageModelAlgorithm):
+class RLHF(LanguageModelAlgorithm, OwnLoop):
     """Samples, learns, publishes.
 
     Its own state is the weight version and that of the rollout source: the prompt position, and
@@ -72,7 +72,6 @@ class RLHF(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
-        self._calls: OneAfterAnother | None = None  # of a loop of the user's own
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
@@ -178,7 +177,7 @@ class RLHF(LanguageModelAlgorithm):
         if not self._collectors[self.env_runner_group].pool.num_samplers:
             of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
         self.oversight.waited(learn_start - start, of_samplers)
-        publish_start = self._learn(sampled)
+        publish_start = self.learn(sampled)
         end = time.perf_counter()
         self.oversight.clock.enter(diagnosis.BETWEEN)
         self._log_ages(sampled)
@@ -200,45 +199,34 @@ class RLHF(LanguageModelAlgorithm):
         num_rows = num_prompts * self.config.num_completions
         self.doing(self._sampling(f", {num_rows} are there"))
 
-    def _learn(self, sampled: JudgedBatch) -> float:
+    def learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
-        self.update_learners(sampled.columns, sampled.num_rows)
-        self._record_trained(sampled)
+        told = self.update_learners(sampled.columns, sampled.num_rows)
+        self._record_trained(sampled, told)
         start = time.perf_counter()
         self.oversight.clock.enter(diagnosis.PUBLISHING)
-        self.weights_version += 1
-        self._publish()
+        self.publish_next()
         return start
 
-    def next_batch(self) -> UnderWay[JudgedBatch]:
-        """The batch to be learnt from next, for a loop of one's own (`own_loop.py`)."""
-        return self._own_loop().begin(self.rollouts.next)
+    def publish_next(self) -> None:
+        """As of all loops."""
+        self.weights_version += 1
+        self._publish()
 
-    def submit(self, batch: JudgedBatch) -> UnderWay[dict[str, dict[str, float]]]:
-        """Learns from a batch and publishes the weights, for a loop of one's own; the learners'
-        metrics by group."""
+    def add_gradients(self, sampled: JudgedBatch) -> None:
+        """As of all loops; the batch is kept as one that was learnt from."""
+        told = self.foreach_learner(
+            functools.partial(RLHFLearner.forward_backward, batch=sampled.columns)
+        )
+        self._record_trained(sampled, told)
 
-        def learn() -> dict[str, dict[str, float]]:
-            self._learn(batch)
-            return self.learner_metrics()
-
-        return self._own_loop().begin(learn)
-
-    def _own_loop(self) -> OneAfterAnother:
-        if self._calls is None:
-            self._calls = OneAfterAnother()
-        return self._calls
-
-    def _record_trained(self, sampled: JudgedBatch) -> None:
+    def _record_trained(self, sampled: JudgedBatch, told: dict[str, Any]) -> None:
         """Has the batch kept, with the advantages that the first learner found."""
         if not self.config.store_rollouts:
             return
-        results = self.learner_group.foreach_learner(take_advantages)
-        for result in results:
-            if result.ok and result.get() is not None:
-                found = {columns.ADVANTAGES: result.get()}
-                sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
-        self.recorder.record(sampled.fresh, "trained", iteration=self.iteration + 1)
+        found = {name: told[name] for name in (columns.ADVANTAGES,) if name in told}
+        sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
+        self.recorder.record(sampled.fresh, "trained", iteration=self.weights_version + 1)
 
     @property
     def position(self) -> int:
@@ -364,12 +352,14 @@ class RLHF(LanguageModelAlgorithm):
             "eps": sampled.num_rows / seconds["iteration"],
         }
         rlhf_results.log_as_rllib(self.metrics, sampled)
-        self.samples.write(
-            sampled,
-            iteration=self.iteration + 1,
-            split="train",
-            limit=self.config.num_logged_samples,
-        )
+        every = self.config.log_samples_every
+        if every and (self.weights_version - 1) % every == 0:
+            self.samples.write(
+                sampled,
+                iteration=self.iteration + 1,
+                split="train",
+                limit=self.config.num_logged_samples,
+            )
 
     def step(self) -> dict[str, Any]:
         """As of all algorithms, with what samplers suffered; no held-out results but the latest."""
@@ -414,8 +404,7 @@ class RLHF(LanguageModelAlgorithm):
         return self._collectors[env_runner_group].pool.pop_revived()
 
     def cleanup(self) -> None:
-        if self._calls is not None:
-            self._calls.stop()
+        self.stop_own_loop()
         if self._server is not None:
             self._server.close()
         self.rollouts.stop()

@@ -148,7 +148,7 @@ class RLHFConfig(LanguageModelConfig):
             on_stale=self.on_stale,
             groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
             max_rejected=int(self.max_resampling * num_groups),
-            texts_every=self.log_samples_every,
+            returns_texts=bool(self.log_samples_every),
             timeout_s=self.sampler_timeout_s,
         )
 

@@ -71,10 +71,11 @@ def check_version(schema: pa.Schema, where: str) -> None:
 
 def conform(table: pa.Table) -> pa.Table:
     """`table` with exactly the columns of `SCHEMA`: those it lacks are null."""
-    columns = [
-        table.column(field.name).cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(table.num_rows, field.type)
-        for field in SCHEMA
-    ]
+    given = dict(zip(table.column_names, table.columns, strict=True))
+    columns = []
+    for field in SCHEMA:
+        column = given.get(field.name)
+        if column is None:
+            column = pa.nulls(table.num_rows, field.type)
+        columns.append(column if column.type == field.type else column.cast(field.type))
     return pa.table(columns, schema=SCHEMA)

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from rllib_llm.data.rollout_schema import conform
+from rllib_llm.data.rollout_schema import SCHEMA, conform
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,14 @@ MAX_SECONDS_TO_STOP = 300.0  # that the end of a run waits for the writer
 ROLLOUTS = "rollouts"  # the folder in a trial's
 STORE_FILE = "_store.json"
 COMPRESSION = "zstd"
+
+# Of the columns that hold texts, and of those that hold one value that readers skip files by.
+_TEXTS = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
+_SINGLE = [
+    field.name
+    for field in SCHEMA
+    if not pa.types.is_nested(field.type) and field.name not in ("prompt", "completion", "messages")
+]
 
 MakeTable = Callable[[], pa.Table]
 
@@ -255,8 +263,9 @@ class _Files:
         self.filesystem.create_dir(partition, recursive=True)
         path = f"{partition}/part-{self.next_file:08d}.parquet"
         sink = pa.BufferOutputStream()
-        texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
-        pq.write_table(table, sink, compression=COMPRESSION, use_dictionary=texts)
+        pq.write_table(
+            table, sink, compression=COMPRESSION, use_dictionary=_TEXTS, write_statistics=_SINGLE
+        )
         content = sink.getvalue()
         self._put(path, content)
         self.next_file += 1

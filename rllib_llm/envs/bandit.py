@@ -55,7 +55,8 @@ class BanditEnv(VectorEnv):
         kl_coeff: share of the KL in the rewards, `rewards = scores - kl_coeff * kl`; at least 0.
         temperature: of the reference's log-probs, the sampler's own; above 0.
         prompt_overflow: "truncate_left" keeps the end of a prompt too long, "error" refuses it.
-        return_texts: adds prompt_texts and completion_texts to the infos of `step`.
+        return_texts: adds prompt_texts and completion_texts to the infos of `step`, also where no
+            reward function has the completions decoded.
         device: of every tensor going out.
         vocab_size: ids allowed in completions; the tokenizer's unless the model has more.
     """
@@ -235,7 +236,7 @@ class BanditEnv(VectorEnv):
             "num_completion_tokens": mask.sum(-1),
             columns.PROMPT_INDEX: self._prompt_index(),
         }
-        if self.return_texts:
+        if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
         if self.reference is not None:
             self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))

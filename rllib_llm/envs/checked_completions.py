@@ -26,7 +26,11 @@ def decode_completions(
     last token keeps it, so that prompt + completion reads as one text.
     """
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    heads = tokenizer.batch_decode([[last] for last in last_prompt_ids], **options)
+    lasts = list(dict.fromkeys(last_prompt_ids))
+    texts_of = dict(
+        zip(lasts, tokenizer.batch_decode([[i] for i in lasts], **options), strict=True)
+    )
+    heads = [texts_of[last] for last in last_prompt_ids]
     joined = [[last, *ids] for last, ids in zip(last_prompt_ids, completions, strict=True)]
     texts = tokenizer.batch_decode(joined, **options)
     alone = [i for i, text in enumerate(texts) if not text.startswith(heads[i])]

@@ -102,7 +102,6 @@ class ConversationEnv:
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
-        self.return_texts = False
         self.has_warned = False  # that a rollout failed
         model = self.settings["model"]
         self.max_tokens = self.settings["max_tokens"] or (num_positions(model) if model else None)

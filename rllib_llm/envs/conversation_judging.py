@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def judge(
         {name: column.to(env.device) for name, column in batch.items()},
         {name: table.rows(sound, column) for name, column in components.items()},
         _metrics(table, attempts, sound, judged),
-        _texts(table, attempts) if env.return_texts else {},
+        _texts(table, attempts),
     )
 
 
@@ -183,14 +184,16 @@ def _metrics(
 
 
 def _texts(table: _Table, attempts: Sequence[Attempt]) -> dict[str, list[str]]:
-    """Of each row its rollout's first messages and what was said behind them."""
-    shown: dict[str, list[str]] = {"prompt": [], "completion": []}
+    """Of each row its rollout's first messages and what was said behind them, and all of them as
+    JSON."""
+    shown: dict[str, list[str]] = {"prompt": [], "completion": [], "messages": []}
     for attempt in table.owners:
         conversation = attempt.conversation
         messages = conversation.messages
         start = len(conversation.nodes[0].messages) if conversation.nodes else 0
         for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
             shown[name].append("\n".join(_shown(message) for message in part))
+        shown["messages"].append(json.dumps(messages, ensure_ascii=False))
     return shown
 
 

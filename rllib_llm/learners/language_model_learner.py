@@ -14,7 +14,7 @@ With the strategy "ddp" each learner holds all weights, with "fsdp" a share (`sh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ from rllib_llm.modules.pretrained import resolve_dtype
 from rllib_llm.weights.exporter import WeightsExporter
 
 Batch = dict[str, torch.Tensor]
+TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
+MESSAGES = "messages"  # of what is told
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
 
@@ -72,6 +74,7 @@ class LanguageModelLearner(TorchLearner):
         self.means = WeightedMeans()
         self.effective = EffectiveSettings()
         self._sharded: ShardedModule | None = None
+        self._accumulated: list[tuple[torch.Tensor, Batch]] = []  # losses and batches since a step
         self._listener = Listener("learner") if self.config.num_learners else None
         with self._listening():
             self._build()
@@ -88,6 +91,10 @@ class LanguageModelLearner(TorchLearner):
     def _listening(self) -> AbstractContextManager[Any]:
         """Notes what this process says while a block runs, where nobody watches it: in an actor."""
         return self._listener or nullcontext()
+
+    def told(self) -> dict[str, Any]:
+        """What goes back with an update's metrics under `TOLD`: what this process has said."""
+        return {MESSAGES: self.take_messages()}
 
     def take_messages(self) -> list[Message]:
         """What an actor has said since the last call."""
@@ -204,10 +211,12 @@ class LanguageModelLearner(TorchLearner):
     def update(
         self, batch=None, *, training_data=None, batch_refs=None, timesteps=None, **kwargs
     ) -> dict[str, Any]:
-        """Takes all optimiser steps for one batch; the same batch goes to every learner."""
+        """Takes all optimiser steps for one batch; the same batch goes to every learner. Beside
+        the metrics there is `told` under `TOLD`, so that nobody has to ask for it."""
         self._check_is_built()
         with self._listening():
-            return self._take_steps(batch, training_data, batch_refs, timesteps or {})
+            metrics = self._take_steps(batch, training_data, batch_refs, timesteps or {})
+        return {**metrics, TOLD: self.told()}
 
     def _take_steps(
         self, batch: Any, training_data: Any, batch_refs: Any, timesteps: dict[str, Any]
@@ -226,10 +235,44 @@ class LanguageModelLearner(TorchLearner):
         self.after_gradient_based_update(timesteps=timesteps)
         return self.metrics.reduce()
 
+    def forward_backward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Adds the gradient of a batch's loss, the whole batch as one mini-batch, to what
+        `optimizer_step` takes next; results as those of `update`."""
+        with self._listening():
+            rows = self.prepare(self._on_device(batch))
+            if not self._accumulated:
+                self._zero_gradients()
+                self._weights_seq_no += 1
+            with seeded_dropout(self.config, self._weights_seq_no, self.rank):
+                self._accumulated.append((self._gradient(rows), rows))
+            self._log_means()
+        return {**self.metrics.reduce(), TOLD: self.told()}
+
+    def optimizer_step(self) -> dict[str, Any]:
+        """Takes one optimiser step with the gradients added up; results as those of `update`.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        if not self._accumulated:
+            raise RuntimeError(
+                "batches=0 must be at least 1: there is no gradient to take a step with. Call "
+                "forward_backward(batch) first."
+            )
+        with self._listening():
+            loss = torch.stack([loss for loss, _ in self._accumulated]).sum()
+            rows = self._accumulated[-1][1]
+            self._accumulated = []
+            self._step(loss, rows)
+            self._log_means()
+        return {**self.metrics.reduce(), TOLD: self.told()}
+
     def _columns(self, training_data: TrainingData) -> Batch:
         training_data.validate()
         training_data.solve_refs()
-        batch = training_data.batch.policy_batches[DEFAULT_MODULE_ID]
+        return self._on_device(training_data.batch.policy_batches[DEFAULT_MODULE_ID])
+
+    def _on_device(self, batch: Mapping[str, Any]) -> Batch:
         return {name: torch.as_tensor(column).to(self._device) for name, column in batch.items()}
 
     def _minibatches(self, rows: Batch) -> Iterator[torch.Tensor]:
@@ -256,9 +299,16 @@ class LanguageModelLearner(TorchLearner):
         )
 
     def _update_minibatch(self, minibatch: Batch) -> None:
-        self.start_minibatch(minibatch)
+        self._zero_gradients()
+        self._step(self._gradient(minibatch), minibatch)
+
+    def _zero_gradients(self) -> None:
         for optimizer in self._named_optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+
+    def _gradient(self, minibatch: Batch) -> torch.Tensor:
+        """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
+        self.start_minibatch(minibatch)
         loss = torch.zeros((), device=self._device)
         options = self.forward_options()
         for micro_batch in self.micro_batches(minibatch):
@@ -268,7 +318,7 @@ class LanguageModelLearner(TorchLearner):
         for extra in self.extra_losses():
             extra.backward()
             loss += extra.detach()
-        self._step(loss, minibatch)
+        return loss
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """This learner's rows of `batch`, cut into micro-batches without dead padding."""

@@ -30,7 +30,7 @@ class RLHFLearner(LanguageModelLearner):
     def build(self) -> None:
         self.ref_kl = _kl_coefficient(self.config)
         self.score_scale = scores.RunningScoreScale()
-        self.last_advantages: torch.Tensor | None = None  # [B, T], where rollouts are kept
+        self._advantages: torch.Tensor | None = None  # [B, T] of the update, where they are kept
         self._num_minibatches = 0  # of the current update, begun so far
         super().build()
         self.correction = OffPolicyCorrection.from_config(self.config, self.means)
@@ -64,6 +64,11 @@ class RLHFLearner(LanguageModelLearner):
 
     # --- once per update ---------------------------------------------------------------------
 
+    def told(self) -> dict[str, Any]:
+        """Also the first learner's advantages, where rollouts are kept."""
+        found, self._advantages = self._advantages, None
+        return super().told() | ({} if found is None else {columns.ADVANTAGES: found})
+
     def prepare(self, batch: Batch) -> Batch:
         self._num_minibatches = 0
         batch = dict(batch)
@@ -78,7 +83,7 @@ class RLHFLearner(LanguageModelLearner):
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
         if self.config.store_rollouts and self.rank == 0:
-            self.last_advantages = batch[columns.ADVANTAGES].cpu()
+            self._advantages = batch[columns.ADVANTAGES].cpu()
         num_valid = int(batch[columns.VALID].sum())
         if measured is not None and num_valid:
             mean_kl = float(kl.sum() / num_valid)
@@ -356,9 +361,3 @@ def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:
     if config.ref_kl_target is None:
         return FixedKLCoefficient(config.ref_kl_coeff)
     return AdaptiveKLCoefficient(config.ref_kl_coeff, config.ref_kl_target, config.ref_kl_horizon)
-
-
-def take_advantages(learner: RLHFLearner) -> torch.Tensor | None:
-    """The advantages [B, T] of the learner's latest update, once; None of all but the first."""
-    found, learner.last_advantages = learner.last_advantages, None
-    return found

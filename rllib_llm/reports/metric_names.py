@@ -158,6 +158,7 @@ GROUPS = (
         ("rollouts/tokens_carried", "tokens", "of them, waiting for their turn"),
         ("rollouts/groups_trained", "groups", "learnt from so far"),
         ("rollouts/groups_rejected", "groups", "not to be learnt from, so far"),
+        ("rollouts/groups_failed", "groups", "that no sampler could make, so far"),
         ("rollouts/rejected/<reason>", "groups", "rejected so far, by a filter's reason, as "
          "`too_few`, `stale` or `late`"),
         ("rollouts/groups_<state>", "groups", "waiting, leased, partial, judged or ready now"),

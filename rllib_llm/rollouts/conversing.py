@@ -39,7 +39,6 @@ class ConversationSampler(Sampler):
         params = self._params(request.explore)
         ends = (*params.stop_token_ids, *env.chat_format.stop_token_ids)
         params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
-        env.return_texts = request.return_texts
         start = time.perf_counter()
         self.watch.generating(self.weights.version, params.max_new_tokens)
         with contextlib.closing(EngineLoop(self.policy.open_engine(self.weights.version))) as loop:
@@ -60,7 +59,8 @@ class ConversationSampler(Sampler):
             "judge_seconds": time.perf_counter() - over,
         }
         return JudgedBatch(
-            columns=judged.columns,
+            columns=judged.columns
+            | self.environment.replica_column(judged.columns[columns.SCORES]),
             rewards=judged.columns[columns.SCORES],
             components=judged.components,
             metrics=judged.metrics,

@@ -95,7 +95,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))
         kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
         self.sampler = kind(
-            SamplingEnvironment(self.env),
+            SamplingEnvironment(self.env, self.worker_index),
             self._make_policy(),
             params=self._sampling_params,
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
@@ -321,7 +321,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that are not as published; the error
-        in their place where the published ones cannot be had."""
+        in their place where the published ones cannot be had. One that streams is compared between
+        two of its turns, with what it says it uses: it may have newer weights."""
+        if self.streamer is not None and self.streamer.is_at_work:
+            differing = self.streamer.between_turns(self.sampler.differing_in_use)
+            return self.worker_index, differing
         return self.worker_index, self.sampler.differing(published)
 
     def get_ctor_args_and_kwargs(self):

@@ -18,7 +18,7 @@ class Judgement:
     """What an environment says of B completions.
 
     rewards: [B] float32, `step`'s own. columns: those of the training batch. components, metrics:
-    [B] float32 by name. texts: {"prompt", "completion"}, where they were asked for and given.
+    [B] float32 by name. texts: {"prompt", "completion"}, where the environment gave them.
     """
 
     rewards: torch.Tensor
@@ -33,10 +33,15 @@ class SamplingEnvironment:
 
     Args:
         env: a `gymnasium.vector.VectorEnv` that keeps the contract of `BanditEnv`.
+        replica: which of the run's environments it is.
     """
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    def __init__(self, env: Any, replica: int = 0) -> None:
+        self.env, self._replica = env, replica
+
+    def replica_column(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`columns.REPLICA` for as many rows as `like` has."""
+        return {columns.REPLICA: torch.full_like(like, self._replica, dtype=torch.int32)}
 
     def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
         """The prompts of a request, those of a group adjacent, and which they are."""
@@ -58,11 +63,10 @@ class SamplingEnvironment:
             columns.PROMPT_INDEX: infos[columns.PROMPT_INDEX],
             columns.ROW_ID: row_ids.to(device),
             columns.GROUP: positions.repeat_interleave(n).to(device),
+            **self.replica_column(row_ids.to(device)),
         }
 
-    def judge(
-        self, completions: Mapping[str, torch.Tensor], *, return_texts: bool = False
-    ) -> Judgement:
+    def judge(self, completions: Mapping[str, torch.Tensor]) -> Judgement:
         """What `step` returns for completions of the last prompts.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
@@ -83,7 +87,7 @@ class SamplingEnvironment:
             judged[columns.REF_LOGPROBS] = infos[columns.REF_LOGPROBS]
         judged.update(told_columns(infos, completions[columns.COMPLETION_MASK]))
         texts = {}
-        if return_texts and "completion_texts" in infos:
+        if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
         return Judgement(
             rewards, judged, _rows(infos, "components"), _rows(infos, "metrics"), texts

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -72,40 +73,32 @@ class Asked:
         """How many completions are wanted."""
         return len(self.row_ids)
 
-    async def complete(
+    def begin(
         self,
         i: int,
         token_ids: Sequence[int] = (),
         *,
         params: SamplingParams | None = None,
         turn: int = 0,
-    ) -> Ended:
-        """The policy's own completion number `i`, behind the prompt and `token_ids`.
+    ) -> Future[Ended]:
+        """Begins the policy's own completion number `i`, behind the prompt and `token_ids`.
 
         Args:
             params: others than those asked for.
             turn: names the randomness where one completion is asked for several times.
         """
-        return await asyncio.wrap_future(self._submit(i, token_ids, params, turn))
-
-    def complete_now(
-        self,
-        i: int,
-        token_ids: Sequence[int] = (),
-        *,
-        params: SamplingParams | None = None,
-        turn: int = 0,
-    ) -> Ended:
-        """As `complete`, for a function that is not async."""
-        return self._submit(i, token_ids, params, turn).result()
-
-    def _submit(
-        self, i: int, token_ids: Sequence[int], params: SamplingParams | None, turn: int
-    ) -> Any:
         return self._loop.submit(
             [*self.prompt_ids, *token_ids], params or self.params, seed=self._seed,
             row=self.row_ids[i], turn=turn,
         )  # fmt: skip
+
+    async def complete(self, *args: Any, **kwargs: Any) -> Ended:
+        """What `begin` begins, once it has ended."""
+        return await asyncio.wrap_future(self.begin(*args, **kwargs))
+
+    def complete_now(self, *args: Any, **kwargs: Any) -> Ended:
+        """As `complete`, for a function that is not async."""
+        return self.begin(*args, **kwargs).result()
 
 
 Generate: TypeAlias = Callable[[Asked], Sequence[Generated] | Awaitable[Sequence[Generated]]]

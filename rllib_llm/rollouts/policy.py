@@ -120,12 +120,20 @@ class ModulePolicy:
     ) -> None:
         self.module: Any = None
         self.loader = ModuleLoader(alias=alias)
+        self._alias = alias
         self.has_weights = is_pretrained
         self._make_module = make_module
         self._max_rows = max_rows
         self._cuda_graphs = cuda_graphs
         self._is_shared = False
         self._pending_state: Mapping[str, torch.Tensor] | None = None
+
+    def twin(self) -> ModulePolicy:
+        """Another one with a module of its own: two versions of the weights side by side."""
+        return type(self)(
+            self._make_module, alias=self._alias, max_rows=self._max_rows,
+            cuda_graphs=self._cuda_graphs, is_pretrained=False,
+        )  # fmt: skip
 
     def share(self, module: RLModule) -> None:
         """Samples with `module` itself, the learner's: no copy, no transfer.

@@ -52,7 +52,8 @@ class JudgedBatch:
     messages: what was said in the process that made it.
     pad_token_id: what stands in prompts and completions where there is no token.
     num_replayed: rows at the end that were learnt from before.
-    texts: {"prompt": [...], "completion": [...]} when asked for.
+    texts: {"prompt": [...], "completion": [...]} where they were decoded: when asked for, or for a
+        reward function.
     """
 
     columns: dict[str, Column]
@@ -158,6 +159,11 @@ class SampleFailure:
     weights_lost: bool = False
     no_server: bool = False
 
+    @property
+    def kind(self) -> str:
+        """The exception's class, one word."""
+        return self.error.partition(":")[0]
+
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
         return cls(
@@ -195,8 +201,11 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         rewards=torch.cat([b.rewards for b in batches]),
         components=_concatenate_all(batches, "components"),
         metrics=_concatenate_all(batches, "metrics"),
+        # Groups of a checkpoint may come from an environment that decoded nothing.
         texts={
-            name: [text for b in batches for text in b.texts[name]] for name in batches[0].texts
+            name: [text for b in batches for text in b.texts[name]]
+            for name in batches[0].texts
+            if all(name in b.texts for b in batches)
         },
         # Samplers work at the same time: the slowest is what was waited for.
         timings={name: max(b.timings[name] for b in batches) for name in batches[0].timings},

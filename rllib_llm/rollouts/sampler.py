@@ -53,6 +53,8 @@ class Sampler:
         self.watch = watch or SamplerWatch()
         self.environment = environment
         self.policy = policy
+        # Of the policy, where rows finish on weights before the newest.
+        self.twin: SamplingPolicy | None = None
         self.weights = WeightsReceiver()
         self._published: tuple[int, int] | None = None  # of the last request
         self._params, self.seed, self.name = params, seed, name
@@ -90,7 +92,7 @@ class Sampler:
         completions = self._generate(rows, request)
         generated = time.perf_counter()
         self.watch.judging()
-        judged = self.environment.judge(completions, return_texts=request.return_texts)
+        judged = self.environment.judge(completions)
         end = time.perf_counter()
         made = {**rows, **completions, **judged.columns}
         sampled = columns.sampled_mask(made)
@@ -147,7 +149,19 @@ class Sampler:
         except WeightsLostError as error:
             return [str(error)]
 
+    def differing_in_use(self) -> list[str]:
+        """As `differing`, from what was published as the weights in use, which stay."""
+        in_use = self.weights.in_use
+        if in_use is None or not in_use.ref or not self.policy.takes_weights:
+            return []
+        try:
+            return self.policy.differing(self.weights.published_bytes())
+        except WeightsLostError as error:
+            return [str(error)]
+
     def close(self) -> None:
         """Frees what the policy and the environment hold."""
         self.policy.close()
+        if self.twin is not None:
+            self.twin.close()
         self.environment.env.close()

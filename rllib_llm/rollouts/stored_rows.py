@@ -80,6 +80,7 @@ _SCALARS = (
     ("position", columns.GROUP),
     ("group", columns.GROUP),
     ("prompt_index", columns.PROMPT_INDEX),
+    ("replica", columns.REPLICA),
     ("score", columns.SCORES),
     ("valid", columns.VALID),
 )
@@ -97,87 +98,102 @@ def _tokens(batch: JudgedBatch) -> dict[str, pa.Array]:
     have = batch.columns
     rows = {}
     if columns.PROMPT_IDS in have:
-        rows["prompt_ids"] = _ragged(have[columns.PROMPT_IDS].int(), have[columns.PROMPT_MASK])
+        prompts = _Ragged(have[columns.PROMPT_MASK])
+        rows["prompt_ids"] = prompts.lists(have[columns.PROMPT_IDS])
     if columns.COMPLETION_MASK not in have:
         return rows
-    mask, sampled = have[columns.COMPLETION_MASK], batch.sampled_mask
-    for name, column in _PER_TOKEN:
-        if column in have:
-            values = have[column].expand(mask.shape)
-            rows[name] = _ragged(values if values.is_floating_point() else values.int(), mask)
-    rows["loss_mask"] = _ragged(sampled, mask)
-    rows["tokens"] = pa.array(sampled.sum(dim=1).int().numpy())
+    sampled = batch.sampled_mask
+    tokens = _Ragged(have[columns.COMPLETION_MASK])
+    rows |= {name: tokens.lists(have[column]) for name, column in _PER_TOKEN if column in have}
+    rows["loss_mask"] = tokens.lists(sampled)
+    rows["tokens"] = pa.array(sampled.sum(dim=1, dtype=torch.int32).numpy())
     if columns.WEIGHTS_VERSION in have:
-        rows["version_spans"] = _spans(have[columns.WEIGHTS_VERSION], mask, sampled)
+        rows["version_spans"] = tokens.spans(
+            have[columns.WEIGHTS_VERSION].where(sampled, NO_VERSION)
+        )
     return rows
 
 
-def _ragged(values: Tensor, mask: Tensor) -> pa.ListArray:
-    """Of each row the values where `mask` [B, T] is True."""
-    return pa.ListArray.from_arrays(_offsets(mask.sum(dim=1)), pa.array(values[mask].numpy()))
+class _Ragged:
+    """Rows of which the entries count where `mask` [B, T] is True; none are looked at twice."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._shape = mask.shape
+        self._lengths = mask.sum(dim=1).numpy()
+        self._offsets = _offsets(self._lengths)
+        self._flat = np.flatnonzero(mask.numpy())  # places in the flattened rows
+
+    def values(self, column: Tensor) -> np.ndarray:
+        """The entries of a column [B, T], or [B, 1] for all tokens alike, one row after the
+        other; ids as int32."""
+        if column.shape != self._shape:
+            values = np.repeat(column.reshape(-1).numpy(), self._lengths)
+        else:
+            values = column.reshape(-1).numpy().take(self._flat)
+        return values.astype(np.int32) if values.dtype == np.int64 else values
+
+    def rows(self, column: Tensor) -> list[list[int]]:
+        """The entries of each row."""
+        values, ends = self.values(column).tolist(), self._offsets.to_pylist()
+        return [values[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+
+    def lists(self, column: Tensor) -> pa.ListArray:
+        """The entries, a list for each row."""
+        return pa.ListArray.from_arrays(self._offsets, pa.array(self.values(column)))
+
+    def spans(self, versions: Tensor) -> pa.ListArray:
+        """Of each row the runs {version, start, end} of tokens that the same weights sampled,
+        counted from the completion's first token; what nobody sampled lies between them."""
+        flat = self.values(versions)
+        firsts = self._offsets.to_numpy()[:-1]
+        begins = np.ones(len(flat) + 1, dtype=bool)
+        begins[1:-1] = flat[1:] != flat[:-1]
+        begins[firsts] = True
+        bounds = np.flatnonzero(begins)
+        start, end = bounds[:-1], bounds[1:]
+        kept = flat[start] != NO_VERSION
+        start, end = start[kept], end[kept]
+        rows = np.searchsorted(firsts, start, side="right") - 1
+        spans = pa.StructArray.from_arrays(
+            [
+                pa.array(flat[start]),
+                pa.array((start - firsts[rows]).astype(np.int32)),
+                pa.array((end - firsts[rows]).astype(np.int32)),
+            ],
+            names=["version", "start", "end"],
+        )
+        return pa.ListArray.from_arrays(_offsets(np.bincount(rows, minlength=len(firsts))), spans)
 
 
-def _offsets(lengths: Tensor) -> pa.Array:
-    ends = np.concatenate([[0], lengths.numpy().cumsum()])
-    return pa.array(ends, pa.int32())
-
-
-def _spans(versions: Tensor, mask: Tensor, sampled: Tensor) -> pa.ListArray:
-    """Of each row the runs {version, start, end} of tokens that the same weights sampled, counted
-    from the completion's first token; what nobody sampled lies between them."""
-    flat = versions.where(sampled, NO_VERSION)[mask]
-    lengths = mask.sum(dim=1)
-    rows = torch.repeat_interleave(torch.arange(len(mask)), lengths)
-    firsts = lengths.cumsum(0) - lengths
-    place = torch.arange(len(flat)) - firsts[rows]
-    begins = torch.ones(len(flat), dtype=torch.bool)
-    begins[1:] = (flat[1:] != flat[:-1]) | (rows[1:] != rows[:-1])
-    start = begins.nonzero().squeeze(1)
-    end = torch.cat([start[1:], torch.tensor([len(flat)])])[: len(start)]
-    kept = flat[start] != NO_VERSION
-    start, end = start[kept], end[kept]
-    spans = pa.StructArray.from_arrays(
-        [
-            pa.array(flat[start].int().numpy()),
-            pa.array(place[start].int().numpy()),
-            pa.array((place[start] + end - start).int().numpy()),
-        ],
-        names=["version", "start", "end"],
-    )
-    counts = torch.bincount(rows[start], minlength=len(mask))
-    return pa.ListArray.from_arrays(_offsets(counts), spans)
+def _offsets(lengths: np.ndarray) -> pa.Array:
+    return pa.array(np.concatenate([[0], lengths.cumsum()]), pa.int32())
 
 
 def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.MapArray:
     """Of each row the numbers by name, those left out that nobody reported (NaN)."""
     names = sorted(found)
-    table = torch.zeros(num_rows, 0)
-    if names:
-        table = torch.stack([found[name].float() for name in names], dim=1)
-    known = ~table.isnan()
-    keys = np.broadcast_to(np.array(names, dtype=object), (num_rows, len(names)))[known.numpy()]
+    table = np.zeros((num_rows, len(names)), dtype=np.float32)
+    for place, name in enumerate(names):
+        table[:, place] = found[name].numpy()
+    known = ~np.isnan(table)
+    keys = np.broadcast_to(np.arange(len(names)), known.shape)[known]
     return pa.MapArray.from_arrays(
-        _offsets(known.sum(dim=1)),
-        pa.array(keys, pa.string()),
-        pa.array(table[known].numpy(), pa.float32()),
+        _offsets(known.sum(axis=1)),
+        pa.array(names, pa.string()).take(pa.array(keys)),
+        pa.array(table[known]),
     )
 
 
 def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
-    """Prompt and completion as text, decoded here unless the environment did."""
+    """Prompt and completion as text, decoded here unless the environment did; of a conversation
+    its messages."""
     if batch.texts:
-        return {name: pa.array(batch.texts[name], pa.string()) for name in ("prompt", "completion")}
+        return {name: pa.array(texts, pa.string()) for name, texts in batch.texts.items()}
     have = batch.columns
     if tokenizer is None or columns.COMPLETION_MASK not in have:
         return {}
-    prompts = [ids[mask].tolist() for ids, mask in
-               zip(have[columns.PROMPT_IDS], have[columns.PROMPT_MASK], strict=True)]  # fmt: skip
-    completions = [
-        ids[mask].tolist()
-        for ids, mask in zip(
-            have[columns.COMPLETION_IDS], have[columns.COMPLETION_MASK], strict=True
-        )
-    ]
+    prompts = _Ragged(have[columns.PROMPT_MASK]).rows(have[columns.PROMPT_IDS])
+    completions = _Ragged(have[columns.COMPLETION_MASK]).rows(have[columns.COMPLETION_IDS])
     texts = decode_completions(tokenizer, [ids[-1] for ids in prompts], completions)
     return {
         "prompt": pa.array(_prompt_texts(tokenizer, prompts), pa.string()),

@@ -70,7 +70,7 @@ def test_the_first_batch_is_fresh_and_all_others_one_update_old(undisturbed):
     assert [t["groups_trained"] for t in told] == [4, 8, 12, 16]
 
 
-@pytest.mark.parametrize("num_samplers", [1, 3])
+@pytest.mark.parametrize("num_samplers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_samplers_learns_the_same_bit_for_bit(undisturbed, num_samplers):
     metrics, weights, _ = learn(streaming(num_samplers))
     assert metrics == undisturbed[0]
@@ -90,6 +90,7 @@ class SlowJudge:
         return tiny.num_digits(completions)
 
 
+@pytest.mark.slow
 def test_delays_and_deaths_change_nothing_in_lockstep(undisturbed):
     """Samplers of unequal speed; one is killed, then the ledger."""
     config = streaming(2)
@@ -108,6 +109,7 @@ def test_delays_and_deaths_change_nothing_in_lockstep(undisturbed):
     assert [m["objective"] for m in metrics] == [m["objective"] for m in undisturbed[0]]
 
 
+@pytest.mark.slow
 def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise(undisturbed):
     config = streaming(2).fault_tolerance(sampler_timeout_s=5.0)
 
@@ -119,8 +121,12 @@ def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise(undisturbed
     tiny.assert_same_weights(weights, undisturbed[1])
 
 
-@pytest.mark.parametrize("num_samplers", [0, 2])
-def test_a_restored_run_goes_on_as_if_nothing_had_happened(undisturbed, tmp_path, num_samplers):
+@pytest.mark.parametrize("num_samplers, others", [
+    (0, 0), pytest.param(0, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_restored_run_goes_on_as_if_nothing_had_happened(
+    undisturbed, tmp_path, num_samplers, others
+):
     with tiny.built(streaming(num_samplers)) as algorithm:
         metrics = tiny.train(algorithm, 2)
         path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
@@ -128,10 +134,21 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(undisturbed, tmp_path
         algorithm.restore_from_path(path)
         assert metrics + tiny.train(algorithm, 2) == undisturbed[0]
         tiny.assert_same_weights(tiny.weights(algorithm), undisturbed[1])
-    with tiny.built(streaming(2 - num_samplers)) as other:
+    with tiny.built(streaming(others)) as other:
         other.restore_from_path(path)
         assert metrics + tiny.train(other, 2) == undisturbed[0]
         tiny.assert_same_weights(tiny.weights(other), undisturbed[1])
+
+
+def test_evaluation_does_not_stop_a_stream_nor_change_it(undisturbed):
+    """Complaint: no evaluation in asynchronous training, or one that stalls it (slime; prime-rl
+    #1802)."""
+    config = streaming().evaluation(evaluation_interval=2, evaluation_duration=4)
+    with tiny.built(config) as algorithm:
+        results = [algorithm.train() for _ in range(4)]
+        tiny.assert_same_weights(tiny.weights(algorithm), undisturbed[1])
+    assert [tiny.learnt(result) for result in results] == undisturbed[0]
+    assert all("eval" in result for result in results)  # the first is before training
 
 
 def test_without_staleness_filters_or_surplus_batches_are_sampled_on_demand():
@@ -156,7 +173,7 @@ def all_pass(group):
     return True, ""
 
 
-@pytest.mark.parametrize("num_samplers", [0, 2])
+@pytest.mark.parametrize("num_samplers", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_free_run_trains_every_prompt_once_and_not_older_than_allowed(num_samplers):
     results, batches = [], []
     with tiny.built(streaming(num_samplers, schedule="free", max_staleness=2)) as algorithm:
@@ -172,15 +189,20 @@ def test_a_free_run_trains_every_prompt_once_and_not_older_than_allowed(num_samp
 
 
 def test_a_free_run_that_is_restored_loses_nothing_and_trains_nothing_twice(tmp_path):
-    config = streaming(2, schedule="free", max_staleness=1)
-    with tiny.built(config) as algorithm:
-        tiny.train(algorithm, 2)
+    """And its sampler holds what was published, whenever it is asked."""
+    with tiny.built(streaming(1, schedule="free", max_staleness=1)) as algorithm:
+        results = [algorithm.train() for _ in range(2)]
         path = algorithm.save_to_path(str(tmp_path / "checkpoint"))
-    with tiny.built(config.copy(copy_frozen=False)) as other:
-        other.restore_from_path(path)
-        batch = other.rollouts.next()
-        assert batch.columns[columns.GROUP][::3].tolist() == [8, 9, 10, 11]
-        assert other.position == 12
+        results.append(algorithm.train())
+        assert algorithm.verify_weights() == {}
+        algorithm.restore_from_path(path)
+        for first in (8, 12):
+            batch = algorithm.rollouts.next()
+            assert batch.columns[columns.GROUP][::3].tolist() == list(range(first, first + 4))
+            assert algorithm.position == first + 4
+            algorithm.submit(batch).result()
+    assert_accounted(results)
+    assert max(result["rollouts"]["age_max"] for result in results) <= 1
 
 
 def has_even_best(group):
@@ -188,11 +210,15 @@ def has_even_best(group):
     return int(group.scores.max()) % 2 == 0, "odd"
 
 
-def test_filters_are_deterministic_in_lockstep_and_other_prompts_take_the_place():
+@pytest.mark.slow
+def test_filters_are_deterministic_in_lockstep():
     learnt = [learn(streaming(n, filters=[f"{__name__}.has_even_best"]), 3) for n in (0, 2)]
     assert learnt[0][0] == learnt[1][0]
     tiny.assert_same_weights(learnt[0][1], learnt[1][1])
-    told = learnt[0][2][-1]
+
+
+def test_other_prompts_take_the_place_of_those_that_filters_refuse():
+    told = learn(streaming(filters=[f"{__name__}.has_even_best"]), 3)[2][-1]
     assert told["groups_trained"] == 12 and told["rejected/odd"] >= 1
     assert told["groups_rejected"] == told["rejected/odd"]
 
@@ -224,6 +250,7 @@ class FailLater:
         return tiny.num_digits(completions)
 
 
+@pytest.mark.slow
 def test_a_failure_ahead_is_raised_where_its_batch_is_wanted():
     config = streaming(1)
     config.env_config["reward_functions"] = {"function": f"{__name__}.FailLater", "kwargs": {},

@@ -153,6 +153,25 @@ def test_a_completion_of_eos_alone_has_no_text():
     assert infos["completion_texts"] == [""]
 
 
+@pytest.mark.parametrize("return_texts", [False, True])
+def test_texts_are_told_where_they_were_decoded(return_texts):
+    """For a function that wants them, so that who keeps them need not decode again; else on
+    request."""
+
+    def length(prompt_ids, prompt_mask, completion_ids, completion_mask):
+        return completion_mask.sum(-1)
+
+    length.wants_tokens = True
+    for function, wants in ((length, False), (num_words, True)):
+        env = word_env(
+            rewards=RewardSum(function), return_texts=return_texts, prompts=PromptSource(["red"])
+        )
+        env.reset()
+        *_, infos = env.step(answer(env, "sat", "ran"))
+        told = [" sat", " ran"] if wants or return_texts else None
+        assert infos.get("completion_texts") == told
+
+
 def test_token_functions_need_no_texts():
     class Spy:
         wants_tokens = True

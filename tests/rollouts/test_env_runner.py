@@ -37,6 +37,7 @@ def test_the_columns_of_a_batch(batch):
     prompt = batch.columns[columns.PROMPT_IDS].shape[1]
     tokens = (15, length)
     assert found == {
+        columns.REPLICA: ((15,), torch.int32),
         columns.PROMPT_IDS: ((15, prompt), torch.int64),
         columns.PROMPT_MASK: ((15, prompt), torch.bool),
         columns.COMPLETION_IDS: (tokens, torch.int64),
@@ -131,9 +132,9 @@ def test_without_exploration_the_likeliest_tokens_are_taken(sampler):
         assert torch.equal(logits[len(prompt) - 1 : -1].argmax(-1), completion)
 
 
-def test_texts_come_on_request(sampler, batch):
-    assert batch.texts == {}
+def test_texts_come_on_request_or_where_a_reward_function_has_them_decoded(sampler):
     texts = sampler.serve(SampleRequest(0, 2, 2, return_texts=True), publication()).texts
+    assert sampler.serve(SampleRequest(0, 2, 2), publication()).texts == texts
     assert texts["prompt"][0] == texts["prompt"][1] != texts["prompt"][2]
     assert len(texts["completion"]) == 4
 

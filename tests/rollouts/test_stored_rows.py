@@ -43,6 +43,7 @@ def batch(**changes) -> JudgedBatch:
             columns.GROUP: torch.tensor([3, 3]),
             columns.ROW_ID: torch.tensor([6, 7]),
             columns.PROMPT_INDEX: torch.tensor([40, 40]),
+            columns.REPLICA: torch.tensor([2, 2]).int(),
             columns.ADVANTAGES: torch.tensor([[0.5], [-0.5]]),
         },
         "rewards": torch.tensor([0.75, 0.0]),
@@ -82,7 +83,7 @@ def test_versions_are_spans_between_what_nobody_sampled():
 def test_who_and_why():
     first, second = rows(batch(), status="rejected", reason="spread")
     assert (first["position"], first["group"], first["sample"]) == (3, 3, 0)
-    assert (second["sample"], second["prompt_index"]) == (1, 40)
+    assert (second["sample"], second["prompt_index"], second["replica"]) == (1, 40, 2)
     assert first["status"] == "rejected" and first["reason"] == "spread"
     assert first["score"] == 1.0 and first["reward"] == 0.75 and first["valid"]
     assert first["rewards"] == [("right", 1.0)]  # nobody said how short it is
@@ -98,8 +99,10 @@ def test_held_out_rows_have_a_group_of_their_own_size():
 
 
 def test_texts_are_the_environments_or_decoded():
-    given = batch(texts={"prompt": ["p", "p"], "completion": ["a", "b"]})
-    assert [row["completion"] for row in rows(given)] == ["a", "b"]
+    texts = {"prompt": ["p", "p"], "completion": ["a", "b"], "messages": ["[1]", "[2]"]}
+    found = rows(batch(texts=texts))
+    assert [row["completion"] for row in found] == ["a", "b"]
+    assert [row["messages"] for row in found] == ["[1]", "[2]"]
     assert rows(batch())[0]["completion"] is None  # no tokenizer to decode with
     tokenizer = byte_tokenizer()
     made = batch()

@@ -19,11 +19,17 @@ class TokenAccount:
     trained_groups: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # tokens by reason
     rejected_groups: Counter[str] = field(default_factory=Counter)  # by reason
+    failed_groups: int = 0
 
     def reject(self, reason: str, num_tokens: int, *, num_groups: int = 1) -> None:
         """Tokens, or whole groups, that nobody learns from."""
         self.rejected[reason] += num_tokens
         self.rejected_groups[reason] += num_groups
+
+    def fail(self, num_tokens: int) -> None:
+        """A group that is not to be had, with what there was of it."""
+        self.failed_groups += 1
+        self.reject("failed", num_tokens, num_groups=0)
 
     def check(self, carried: int) -> None:
         """Raises AssertionError where a token is not accounted for."""
@@ -46,5 +52,6 @@ class TokenAccount:
             "tokens_carried": float(carried),
             "groups_trained": float(self.trained_groups),
             "groups_rejected": float(self.rejected_groups.total()),
+            "groups_failed": float(self.failed_groups),
             **reasons,
         }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +13,8 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.rollouts.streaming.entry import Answer, JudgedGroup, Lease, Tokens
+from rllib_llm.rollouts.streaming.actor import LedgerActor, looked
+from rllib_llm.rollouts.streaming.entry import Answer, JudgedGroup, Tokens
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.weights.backoff import backoff_seconds
@@ -26,7 +25,6 @@ MAX_ATTEMPTS = 12
 CALL_SECONDS = 30.0  # of one attempt, beyond what the call itself waits for
 TIMEOUTS_OF_HUNG = 2  # of the driver's calls, after which the actor is started again
 STOP_SECONDS = 2.0
-_WAKE = ("begin", "publish", "offer", "push", "fail", "set_state")  # may end somebody's wait
 
 
 class LedgerCalls(Protocol):
@@ -47,19 +45,6 @@ class LedgerCalls(Protocol):
 
     def stop(self) -> None:
         """Ends it."""
-
-
-def looked(journaled: JournaledLedger) -> dict[str, Any]:
-    """See `LedgerCalls.look`."""
-    ledger = journaled.ledger
-    return {
-        "metrics": ledger.metrics(),
-        "position": ledger.position,
-        "waits_for": ledger.waits_for(),
-        "num_old": ledger.num_old,
-        "cpu_seconds": time.process_time(),
-        "pid": os.getpid(),
-    }
 
 
 class LocalLedger:
@@ -86,78 +71,6 @@ class LocalLedger:
 
     def stop(self) -> None:
         """As of all ledgers."""
-
-
-class LedgerActor:
-    """A `JournaledLedger` that can be waited for. Its methods run in turns on one event loop."""
-
-    def __init__(self, rules: StreamRules, folder: str, keeps_rejected: bool) -> None:
-        self._journaled = JournaledLedger(rules, Path(folder), keeps_rejected=keeps_rejected)
-        self._changed = asyncio.Condition()
-        self._is_closed = False
-
-    async def close(self) -> None:
-        """Nobody is given work any more; those who wait are told so."""
-        self._is_closed = True
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def call(self, name: str, *args: Any) -> Any:
-        """One of `journal.CALLS`; wakes those who wait for what it changed."""
-        answer = self._journaled.call(name, *args)
-        if name in _WAKE:
-            async with self._changed:
-                self._changed.notify_all()
-        return answer
-
-    async def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
-        """See `LedgerCalls`."""
-
-        def ask() -> Answer | None:
-            answer = self._journaled.call("take", step, num_seen)
-            said = answer.groups, answer.failures, answer.expired, answer.missing
-            return answer if any(said) or answer.too_many_rejected else None
-
-        answer = await self._first(ask, wait_s)
-        return self._journaled.call("take", step, num_seen) if answer is None else answer
-
-    async def lease(
-        self, sampler: str, num_groups: int, holding: Sequence[int], wait_s: float
-    ) -> list[Lease]:
-        """See `Ledger.lease`; waits for work, for `wait_s` at most."""
-
-        def ask() -> list[Lease] | None:
-            if self._is_closed:
-                return []
-            if not self._journaled.ledger.has_work():
-                return None
-            return self._journaled.call("lease", sampler, num_groups, list(holding)) or None
-
-        if self._journaled.ledger.holds_more(sampler, holding):  # it was started again
-            self._journaled.call("lease", sampler, 0, list(holding))
-        return await self._first(ask, wait_s) or []
-
-    async def _first(self, ask: Callable[[], Any], wait_s: float) -> Any:
-        """What `ask` gives once it is not None; None after `wait_s`."""
-        deadline = time.monotonic() + wait_s
-        async with self._changed:
-            while (answer := ask()) is None:
-                rest = deadline - time.monotonic()
-                if rest <= 0:
-                    return None
-                try:
-                    await asyncio.wait_for(self._changed.wait(), rest)
-                except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
-                    return ask()
-        return answer
-
-    async def state(self) -> dict[str, Any]:
-        """See `Ledger.state`."""
-        return self._journaled.ledger.state()
-
-    async def look(self) -> dict[str, Any]:
-        """See `LedgerCalls`."""
-        return looked(self._journaled)
 
 
 class RemoteLedger:

@@ -61,7 +61,7 @@ class Lease:
     partial: dict[int, tuple[Tokens, ...]] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A group in the table.
 
@@ -77,11 +77,10 @@ class Entry:
     sampler: str = ""
     leased_at: float = 0.0
     deadline: float = float("inf")
-    num_leases: int = 0
+    num_expired: int = 0
     num_failures: int = 0
     group: JudgedGroup | None = None
     partial: tuple[Tokens, ...] = ()
-    step: int = -1  # of the batch that it was chosen for
 
     @property
     def num_tokens(self) -> int:
@@ -93,10 +92,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Closed:
-    """A group that is not learnt from, on its way to the driver."""
+    """A group that is not learnt from, on its way to the driver; there are no rows of one that
+    failed."""
 
-    group: JudgedGroup
+    position: int
+    status: Literal["rejected", "failed"]
     reason: str
+    group: JudgedGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,18 @@ class Answer:
     """What the driver is told when it asks for a batch.
 
     groups: the batch, in order; None while it is not there.
-    rejected: groups rejected that the driver has not said it has seen.
-    num_closed: of all groups rejected so far, for it to say so.
+    closed: groups rejected or failed that the driver has not said it has seen.
+    num_closed: of all such groups so far, for it to say so.
     failures: (sampler, exception as text) since the last answer.
     expired: (sampler, why) of leases that ended without an answer.
     missing: versions of weights that leases wait for and the ledger does not have.
-    too_many_rejected: groups by reason, where no batch gets full.
+    too_many_closed: groups by reason, where no batch gets full.
     """
 
     groups: list[JudgedGroup] | None = None
-    rejected: tuple[Closed, ...] = ()
+    closed: tuple[Closed, ...] = ()
     num_closed: int = 0
     failures: tuple[tuple[str, Any], ...] = ()
     expired: tuple[tuple[str, str], ...] = ()
     missing: tuple[int, ...] = ()
-    too_many_rejected: dict[str, int] = field(default_factory=dict)
+    too_many_closed: dict[str, int] = field(default_factory=dict)

@@ -50,6 +50,7 @@ class JournaledLedger:
         self._clock, self._now = clock, clock()
         self.ledger = Ledger(rules, keeps_rejected=keeps_rejected, clock=lambda: self._now)
         self._path = None if folder is None else Path(folder) / _FILE
+        self._file: Any = None  # open for calls to be added
         self._num_bytes = 0
         self.was_restored = False
         if self._path is not None and self._path.exists():
@@ -63,16 +64,15 @@ class JournaledLedger:
         assert name in CALLS, name
         self._now = self._clock()
         if self._path is not None:
-            self._write(self._path, (name, self._now, *_without_references(args)))
+            self._write((name, self._now, *_without_references(args)))
         answer = getattr(self.ledger, name)(*args)
         if self._path is not None and self._num_bytes > _COMPACT_BYTES:
             self._compact(self._path)
         return answer
 
-    def _write(self, path: Path, entry: tuple[Any, ...]) -> None:
+    def _write(self, entry: tuple[Any, ...]) -> None:
         record = pickle.dumps(entry, protocol=5)
-        with path.open("ab") as file:  # the system keeps what is written when a process is killed
-            file.write(record)
+        self._file.write(record)
         self._num_bytes += len(record)
 
     def _replay(self, path: Path) -> None:
@@ -90,6 +90,10 @@ class JournaledLedger:
         whole = path.with_suffix(".new")
         whole.write_bytes(pickle.dumps(("snapshot", self._now, self.ledger.snapshot()), protocol=5))
         whole.replace(path)
+        if self._file is not None:
+            self._file.close()
+        # Unbuffered: the system keeps what is written when a process is killed.
+        self._file = path.open("ab", buffering=0)
         self._num_bytes = 0
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rllib_llm import columns
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, concatenate
-from rllib_llm.rollouts.streaming.entry import JudgedGroup
+from rllib_llm.rollouts.streaming.entry import Closed, JudgedGroup
 
 _PROMPT_COLUMNS = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 TOO_FEW = "too_few"
@@ -92,6 +92,15 @@ def judged_group(
         oldest_version=int(group.versions.min()) if bool(mask.any()) else -1,
         reason=reason,
         continues=continues,
+    )
+
+
+def rows_of(closed: Closed) -> JudgedBatch:
+    """The rows of a group that is not learnt from; of one that failed, one row that says which."""
+    if closed.group is not None:
+        return unpack(closed.group.payload)
+    return JudgedBatch(
+        {columns.GROUP: torch.tensor([closed.position])}, rewards=torch.tensor([torch.nan])
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -48,13 +48,11 @@ class RowWork:
             masks_stale_prefix=settings.masks_stale_prefix,
         )  # fmt: skip
 
-    def run(self, is_stopped: Callable[[], bool]) -> None:
-        """Works until it is told to stop."""
-        with self._listener:
-            while not is_stopped():
-                self._turn()
+    def listening(self) -> AbstractContextManager[Any]:
+        """Within it, what is said while rows are sampled goes with their groups."""
+        return self._listener
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """One step, and a look at what the ledger answered."""
         self._take_leases()
         if not self._rows.num_groups:

@@ -6,7 +6,6 @@ token carries the version that sampled it, stamped by the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from rllib_llm.engines.protocol import Ended, InFlight, Noise, Row
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.streaming.entry import Lease, Tokens
+from rllib_llm.rollouts.streaming.row_engine import open_row_engine
 from rllib_llm.weights.published import PublishedWeights
 
 _NOTHING = Tokens((), (), ())
@@ -53,9 +53,8 @@ class RowStream:
         masks_stale_prefix: bool = False,
     ) -> None:
         self._sampler, self._n = sampler, num_completions
-        self._in_flight, self._masks_stale_prefix = in_flight, masks_stale_prefix
-        self._newest: PublishedWeights | None = None
-        self._engine = sampler.policy.open_engine(None, load_weights=self._put)
+        self._masks_stale_prefix = masks_stale_prefix
+        self._engine = open_row_engine(sampler, in_flight)
         self._groups: dict[int, _Group] = {}  # by position
 
     @property
@@ -69,22 +68,12 @@ class RowStream:
         return {group.lease.id for group in self._groups.values()}
 
     def is_news(self, weights: PublishedWeights) -> bool:
-        """Whether these are newer than what it was given last. Calls to the ledger overtake one
-        another."""
-        newest = self._newest
-        return newest is None or (
-            weights.key != newest.key and weights.published_at >= newest.published_at
-        )
+        """Whether these are newer than what it was given last."""
+        return self._engine.is_news(weights)
 
     def load(self, weights: PublishedWeights) -> None:
         """Samples with these from now on, see `Engine.load`."""
-        if self.is_news(weights):
-            self._newest = weights
-            self._engine.load({}, weights.version, self._in_flight)
-
-    def _put(self, _: Mapping[str, torch.Tensor]) -> None:
-        assert self._newest is not None
-        self._sampler.weights.ensure(self._newest, self._sampler.policy.load)
+        self._engine.give(weights)
 
     def add(self, lease: Lease) -> None:
         """Begins the groups of a lease, or goes on with them where there is something of them."""
@@ -107,12 +96,12 @@ class RowStream:
                     Row((position, i), [*prompt, *held], params, num_sampled=len(held),
                         noise=Noise(seed, row_id), group=position)
                 )  # fmt: skip
-        self._engine.add(rows)
+        self._engine.rows.add(rows)
 
     def drop(self, lease: int) -> None:
         """Gives the groups of a lease up, which somebody else samples now."""
         for position in [p for p, group in self._groups.items() if group.lease.id == lease]:
-            self._engine.abort([(position, i) for i in range(self._n)])
+            self._engine.rows.abort([(position, i) for i in range(self._n)])
             del self._groups[position]
 
     def step(self) -> list[tuple[Lease, JudgedBatch]]:
@@ -132,14 +121,18 @@ class RowStream:
             group = self._groups[position]
             group.ended[i] = _joined(group.before[i], ended, ended.finish)
         whole = [p for p, group in self._groups.items() if len(group.ended) == self._n]
-        return [(self._groups[p].lease, self._judge(self._groups.pop(p))) for p in whole]
+        # Where one cannot be judged all are still there, to be given back.
+        judged = [(self._groups[p].lease, self._judge(self._groups[p])) for p in whole]
+        for position in whole:
+            del self._groups[position]
+        return judged
 
     def partial(self) -> dict[int, dict[int, tuple[Tokens, ...]]]:
         """What there is of each group, by lease and position."""
         found: dict[int, dict[int, tuple[Tokens, ...]]] = {}
         for position, group in self._groups.items():
             running = [i for i in range(self._n) if i not in group.ended]
-            read = self._engine.sampled([(position, i) for i in running], [0] * len(running))
+            read = self._engine.rows.sampled([(position, i) for i in running], [0] * len(running))
             held = dict(group.ended)
             for i, tokens in zip(running, read, strict=True):
                 held[i] = _joined(group.before[i], tokens)
@@ -155,7 +148,7 @@ class RowStream:
         prompts = environment.prompts(SampleRequest(position, 1, self._n, return_texts=texts))
         environment.env.global_step = sampler.weights.version
         made = self._columns([group.ended[i] for i in range(self._n)])
-        judged = environment.judge(made, return_texts=texts)
+        judged = environment.judge(made)
         batch = JudgedBatch(
             columns={**made, **prompts, **judged.columns},
             rewards=judged.rewards,

@@ -23,7 +23,9 @@ class StreamRules:
     on_stale: whether a group that is older than S after all is learnt from or dropped.
     groups_per_lease: consecutive groups that are sampled as one batch.
     max_rejected: groups that may be rejected one after the other before a batch is full.
-    texts_every: updates from one whose batch carries its texts to the next; 0: none does.
+    max_failures: exceptions that may pass by themselves, after which a group has failed; in
+        lockstep none does, since what takes its place would depend on the fault.
+    returns_texts: whether texts are wanted that no reward function needs.
     timeout_s: of a lease, see `TimeLimit`.
     """
 
@@ -35,7 +37,8 @@ class StreamRules:
     on_stale: OnStale = "train"
     groups_per_lease: int = 1
     max_rejected: int = 1_000_000
-    texts_every: int = 0
+    max_failures: int = 3
+    returns_texts: bool = False
     timeout_s: float | str | None = "auto"
 
     @property

@@ -6,10 +6,13 @@ at work, which a sampler that was started again takes as its order to begin.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -20,6 +23,9 @@ from rllib_llm.rollouts.streaming.row_work import RowWork
 from rllib_llm.rollouts.streaming.serving import LeaseServer, ServingSettings
 
 WAIT_SECONDS = 2.0  # for work, before it is asked for again
+MAX_SECONDS_OF_A_TURN = 600.0
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Streamer:
         self.key = order.key
         ledger = SamplerLedger(order.ledger, str(runner.worker_index))
         self._stopped = threading.Event()
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._work: RowWork | LeaseWork
         if order.settings.by_row and runner.sampler.takes_rows:
             self._work = RowWork(ledger, runner.sampler, order.settings)
@@ -61,14 +68,37 @@ class Streamer:
         """Asks for no more leases."""
         self._stopped.set()
 
+    def between_turns(self, call: Callable[[], Result]) -> Result:
+        """What a call gives that is made while nothing is sampled.
+
+        Raises:
+            TimeoutError: no turn came to its end in time.
+        """
+        future: Future[Result] = Future()
+        self._asked.put((call, future))
+        return future.result(MAX_SECONDS_OF_A_TURN)
+
+    def _answer(self) -> None:
+        """Makes the calls that were asked for."""
+        while not self._asked.empty():
+            call, future = self._asked.get()
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
+                future.set_exception(error)
+
     def _run(self) -> None:
         try:
-            self._work.run(self._stopped.is_set)
+            with self._work.listening():
+                while not self._stopped.is_set():
+                    self._work.turn()
+                    self._answer()
         except RayError:
             # The ledger has ended, and the run with it; where it has not, the driver, which asks
             # every second, starts another thread.
             self._stopped.set()
         finally:
+            self._answer()
             self._work.close()
 
 
@@ -78,12 +108,11 @@ class LeaseWork:
     def __init__(self, ledger: SamplerLedger, server: LeaseServer) -> None:
         self._ledger, self._server = ledger, server
 
-    def run(self, is_stopped: Callable[[], bool]) -> None:
-        """Works until it is told to stop."""
-        while not is_stopped():
-            self._turn()
+    def listening(self) -> AbstractContextManager[Any]:
+        """Nothing to be done: whatever serves a lease listens."""
+        return nullcontext()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Waits for a lease, and works it off."""
         size = self._server.settings.groups_per_lease
         for lease in ray.get(self._ledger.lease(size, [], WAIT_SECONDS)):

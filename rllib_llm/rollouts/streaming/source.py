@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from rllib_llm.rollouts.errors import (
@@ -25,7 +24,7 @@ from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure
 from rllib_llm.rollouts.streaming.client import LedgerCalls
 from rllib_llm.rollouts.streaming.entry import Answer
-from rllib_llm.rollouts.streaming.packing import batch_of, unpack
+from rllib_llm.rollouts.streaming.packing import batch_of, rows_of
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.rollouts.streaming.workers import StreamWorkers
 from rllib_llm.weights.published import PublishedWeights
@@ -34,11 +33,10 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5  # for a batch, between looks at samplers
 SECONDS_BETWEEN_WORDS = 60.0  # about who is waited for
-MAX_FAILURES = 3  # of one group, where an exception may pass by itself
 
 
 class FilteredOutError(SamplingError):
-    """Filters refuse so many groups that no batch gets full."""
+    """Filters refuse, or samplers fail to make, so many groups that no batch gets full."""
 
 
 class Streaming:
@@ -66,6 +64,7 @@ class Streaming:
         self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
         self._step = 0  # updates done
         self._num_seen = 0  # rejected groups
+        self._last_failure = ""  # that may pass
         self._ages: list[float] = []  # of the groups of the last batch, updates
         self._wait_seconds = 0.0  # for the last batch
         self._position = 0
@@ -106,18 +105,15 @@ class Streaming:
         ages = [self._step - group.oldest_version for group in answer.groups]
         self._ages = [float(age) for age in ages]
         self._position += len(answer.groups)
-        batch = batch_of(answer.groups)
-        every = self._rules.texts_every
-        return batch if every and self._step % every == 0 else replace(batch, texts={})
+        return batch_of(answer.groups)
 
     def _take(self, wait_s: float) -> Answer:
         answer = self._ledger.take(self._step, self._num_seen, wait_s)
-        new = answer.rejected[max(0, self._num_seen - answer.num_closed + len(answer.rejected)) :]
+        new = answer.closed[max(0, self._num_seen - answer.num_closed + len(answer.closed)) :]
         for closed in new:
             self._recorder.record(
-                unpack(closed.group.payload), "rejected",
-                iteration=self._step + 1, reason=closed.reason,
-            )  # fmt: skip
+                rows_of(closed), closed.status, iteration=self._step + 1, reason=closed.reason
+            )
         self._num_seen = answer.num_closed
         for version in answer.missing:
             if version in self._kept:
@@ -126,8 +122,8 @@ class Streaming:
             self._workers.replace(sampler, why)
         for sampler, (failure, num_failures) in answer.failures:
             self._require_may_pass(sampler, failure, num_failures)
-        if answer.too_many_rejected:
-            raise self._filtered_out(answer.too_many_rejected)
+        if answer.too_many_closed:
+            raise self._filtered_out(answer.too_many_closed)
         return answer
 
     def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
@@ -137,9 +133,11 @@ class Streaming:
             return
         if failure.no_server:
             raise NoServerError(failure.error)
-        if not failure.may_pass or num_failures >= MAX_FAILURES:
+        is_lockstep = self._rules.schedule == "lockstep"
+        if not failure.may_pass or (is_lockstep and num_failures >= self._rules.max_failures):
             kind = SamplingError if failure.may_pass else BrokenSamplerError
             raise kind(f"{failure.error}\n\nIn sampler {sampler}:\n{failure.traceback}")
+        self._last_failure = f" The last failure: {failure.error}"
         logger.warning("Sampler %s failed and is asked again: %s", sampler, failure.error)
 
     def _filtered_out(self, reasons: dict[str, int]) -> FilteredOutError:
@@ -148,7 +146,7 @@ class Streaming:
             f"groups rejected in a row={sum(reasons.values())} must be at most "
             f"{self._rules.max_rejected} (max_resampling batches): update {self._step} gets no "
             f"full batch ({counts}). Give easier or harder prompts, loosen filters, or raise "
-            "max_resampling."
+            f"max_resampling.{self._last_failure}"
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:

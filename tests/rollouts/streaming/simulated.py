@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from rllib_llm.rollouts.streaming.entry import JudgedGroup
+from rllib_llm.rollouts.streaming.entry import JudgedGroup, Tokens
 from rllib_llm.rollouts.streaming.ledger import Ledger
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.weights.published import PublishedWeights
@@ -33,6 +33,11 @@ def judged(
 ) -> JudgedGroup:
     tokens = 10 + position % 7 if num_tokens is None else num_tokens
     return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues)
+
+
+def partial(*lengths) -> tuple[Tokens, ...]:
+    """What there is of a group's completions, so many tokens each."""
+    return tuple(Tokens(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
 
 
 def serve(made, lease, reason=lambda position: ""):
@@ -85,7 +90,7 @@ class Run:
             self.held[name] += made.lease(name, 2, ids)
         if self.random.random() < self.learn:
             self._learn()
-        made.account.check(made.num_carried)
+        made.account.check(made.table.num_tokens)
 
     def _may_wait(self):
         """The straggler comes when nothing else moves."""

@@ -23,7 +23,7 @@ def begun(folder):
 
 def known(made):
     ledger = made.ledger
-    return ledger.state(), [(e.state, e.lease, e.sampler) for e in ledger._table.values()]
+    return ledger.state(), [(e.state, e.lease, e.sampler) for e in ledger.table]
 
 
 @pytest.mark.parametrize("compact_bytes", [0, 10**9])
@@ -52,4 +52,4 @@ def test_a_call_that_was_cut_short_was_not_made(tmp_path):
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made, _ = begun(None)
-    assert made.ledger.num_carried == 10 and list(tmp_path.iterdir()) == []
+    assert made.ledger.table.num_tokens == 10 and list(tmp_path.iterdir()) == []

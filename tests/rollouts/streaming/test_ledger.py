@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.rollouts.streaming.entry import Tokens
+from rllib_llm.rollouts.request import SampleFailure
 from rllib_llm.weights.published import PublishedWeights
-from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, serve
+from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
 SEEDS = range(8)
+NO_JUDGE = SampleFailure("KeyError: no judge", "traceback")
 
 
 # --- lockstep --------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ def test_staleness_stays_within_its_bound_under_stragglers(staleness, window, ex
         assert set(run.trained.values()) == {1}
         trained = sorted(run.trained)
         assert len(range(trained[-1] + 1)) - len(trained) < window + extra + 4
-        assert len(made._table) <= made.rules.capacity
+        assert len(made.table) <= made.rules.capacity
 
 
 def test_what_is_on_its_way_never_exceeds_the_capacity():
@@ -71,7 +72,7 @@ def test_what_is_on_its_way_never_exceeds_the_capacity():
     run = Run(made, 3, num_samplers=5, reason=lambda p: "dull" if p % 3 == 0 else "")
     for n in range(1, 9):
         run.until(n)
-        assert len(made._table) <= 8
+        assert len(made.table) <= 8
 
 
 def test_slow_prompts_are_not_starved():
@@ -81,7 +82,7 @@ def test_slow_prompts_are_not_starved():
     made = ledger(schedule="free", max_staleness=2)
     for straggler in (0, 5, 9):
         run = Run(made, 1, straggler=straggler)
-        first = made.position
+        first = made.table.position
         run.until(10)
         assert sorted(run.trained) == list(range(first, first + 40))
 
@@ -101,9 +102,7 @@ def test_a_stale_group_is_dropped_only_where_that_is_asked_for_and_counted():
             serve(made, lease)
         answer = made.take(1)
         assert (answer.groups[0].position == 0) is (on_stale == "train")
-        assert [(c.group.position, c.reason) for c in answer.rejected] == [(0, "stale")][
-            :num_dropped
-        ]
+        assert [(c.position, c.reason) for c in answer.closed] == [(0, "stale")][:num_dropped]
         assert made.metrics().get("rejected/stale", 0) == num_dropped
         assert made.account.rejected["stale"] == 10 * num_dropped
 
@@ -131,7 +130,7 @@ def test_a_worker_that_never_returns_does_not_hang_the_run():
     assert serve(made, lost) == 0 and made.account.rejected["late"] == 10
     assert serve(made, again) == 1
     assert [g.position for g in made.take(0).groups] == [0, 1, 2, 3]
-    made.account.check(made.num_carried)
+    made.account.check(made.table.num_tokens)
     # It may be the group that is slow: it has twice the time.
     (third,) = made.lease("3", 1)
     clock.now = 22.0
@@ -149,7 +148,7 @@ def test_a_group_that_is_handed_in_twice_counts_once():
     for _ in range(2):
         for lease in leases:
             serve(made, lease)
-    assert made.account.generated == made.num_carried == 10 + 11 + 12 + 13
+    assert made.account.generated == made.table.num_tokens == 10 + 11 + 12 + 13
     made.take(0)
     made.publish(PublishedWeights(1))
     assert serve(made, leases[0]) == 0
@@ -181,10 +180,51 @@ def test_an_exception_puts_the_groups_back_and_is_told():
     made = ledger()
     for num_failures in (1, 2):
         (lease,) = made.lease("1", 1)
-        made.fail(lease.id, "no judge")
-        assert made.take(0).failures == (("1", ("no judge", num_failures)),)
+        made.fail(lease.id, NO_JUDGE)
+        assert made.take(0).failures == (("1", (NO_JUDGE, num_failures)),)
     assert made.lease("2", 1)[0].position == 0
     assert made.take(0).failures == ()
+
+
+def fail_always(made, num_leases, failure):
+    for _ in range(num_leases):
+        for lease in made.lease("1", 1):
+            made.fail(lease.id, failure)
+
+
+def test_a_failed_rollout_is_nobodys_row():
+    """Complaint: a failed rollout becomes a pad row of one token that is learnt from (agentcore
+    #122). In `free` a group that three samplers could not make has failed, and another is sampled
+    in its place; in lockstep the run ends, since that place would depend on the fault."""
+    no_network = SampleFailure("ConnectionError: no judge", "traceback", may_pass=True)
+    made = ledger(schedule="free", max_staleness=0, keeps_rejected=True)
+    (lease,) = made.lease("1", 1)
+    made.keep_partial(lease.id, {0: partial(3, 0)})
+    made.fail(lease.id, no_network)
+    fail_always(made, 2, no_network)
+    answer = made.take(0)
+    assert answer.failures[-1] == ("1", (no_network, 3))
+    (closed,) = answer.closed
+    assert (closed.position, closed.status, closed.reason) == (0, "failed", "ConnectionError")
+    assert closed.group is None
+    for lease in made.lease("2", 9):
+        serve(made, lease)
+    assert [g.position for g in made.take(0).groups] == [1, 2, 3, 4]
+    told = made.metrics()
+    assert (told["groups_failed"], told["groups_rejected"], told["tokens_rejected"]) == (1, 0, 3)
+    lockstep = ledger(max_staleness=0)
+    fail_always(lockstep, 3, no_network)
+    assert lockstep.take(0).failures[-1][1] == (no_network, 3)
+    assert lockstep.table.position == 0
+
+
+def test_where_everything_fails_there_is_an_end():
+    no_network = SampleFailure("ConnectionError: no judge", "traceback", may_pass=True)
+    made = ledger(schedule="free", max_staleness=0)
+    fail_always(made, 3 * 4, no_network)
+    assert not made.take(0).too_many_closed
+    fail_always(made, 3, no_network)
+    assert made.take(0).too_many_closed == {"ConnectionError": 5}
 
 
 def test_groups_admitted_together_are_sampled_together():
@@ -205,15 +245,15 @@ def test_what_is_rejected_is_replaced_and_comes_to_the_recorder_once(schedule):
         serve(made, lease, lambda p: "no_spread" if p in (1, 2) else "")
     answer = made.take(0)
     assert answer.groups is None
-    assert [(c.group.position, c.reason) for c in answer.rejected] == [
+    assert [(c.position, c.reason) for c in answer.closed] == [
         (1, "no_spread"), (2, "no_spread"),
     ]  # fmt: skip
     for lease in made.lease("1", 9):
         serve(made, lease)
     answer = made.take(0, answer.num_closed)
-    assert [g.position for g in answer.groups] == [0, 3, 4, 5] and answer.rejected == ()
+    assert [g.position for g in answer.groups] == [0, 3, 4, 5] and answer.closed == ()
     assert made.metrics()["groups_rejected"] == made.metrics()["rejected/no_spread"] == 2
-    made.account.check(made.num_carried)
+    made.account.check(made.table.num_tokens)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])
@@ -222,7 +262,7 @@ def test_where_nothing_passes_there_is_an_end(schedule):
     for _ in range(20):
         for lease in made.lease("1", 3):
             serve(made, lease, lambda p: "easy" if p % 2 else "hard")
-    assert made.take(0).too_many_rejected.keys() == {"easy", "hard"}
+    assert made.take(0).too_many_closed.keys() == {"easy", "hard"}
 
 
 def test_tokens_of_rows_without_a_score_are_not_called_trained():
@@ -261,27 +301,23 @@ def test_the_prompts_learnt_from_are_the_prompts_where_hard_ones_take_long():
     assert shares[1] == 0.25 and shares[1000] < 0.2
 
 
-def partial(*lengths):
-    return tuple(Tokens(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
-
-
 def test_tokens_of_unfinished_groups_are_carried_to_who_samples_them_next():
     made = ledger(schedule="free")
     (lease,) = made.lease("1", 1)
     made.keep_partial(lease.id, {0: partial(3, 0)})
     made.keep_partial(lease.id, {0: partial(5, 2)})
-    assert made.account.generated == made.num_carried == 7
+    assert made.account.generated == made.table.num_tokens == 7
     (again,) = made.lease("1", 1)  # started again
     assert again.position == 0 and again.partial == {0: partial(5, 2)}
     made.keep_partial(lease.id, {0: partial(9, 9)})  # of the old one: refused
     made.push(again.id, [judged(0, 0, num_tokens=10, continues=True)])
-    assert made.account.generated == made.num_carried == 10
+    assert made.account.generated == made.table.num_tokens == 10
     # One that cannot go on begins anew: what there was is told as rejected.
     (other,) = made.lease("1", 1)
     made.keep_partial(other.id, {1: partial(4)})
     serve(made, other)
     assert made.account.rejected["begun_anew"] == 4
-    assert made.account.generated == 10 + 4 + 11 and made.num_carried == 21
+    assert made.account.generated == 10 + 4 + 11 and made.table.num_tokens == 21
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])
@@ -312,7 +348,7 @@ def test_a_state_is_a_copy():
     state = made.state()
     for lease in made.lease("1", 9):
         serve(made, lease)
-    assert state["account"].generated == 0 and state["_chosen"] == []
+    assert state["account"].generated == 0 and state["schedule"]["chosen"] == []
 
 
 def test_weights_that_leases_wait_for_and_nobody_has_are_asked_for():

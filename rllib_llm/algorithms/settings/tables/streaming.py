@@ -66,10 +66,10 @@ STREAMING = Section(
             default="finish",
             choices=("finish", "recompute", "keep"),
             meaning="what becomes of completions that are being sampled when new weights come",
-            note='"finish": they go on with the weights that they began with, and new ones begin '
-            'when they have ended; "recompute": they go on with the new weights, their KV cache '
-            'computed again; "keep": with the new weights and the old cache. Each token carries '
-            "the version that sampled it.",
+            note='"finish": they go on with the weights that they began with, beside new ones that '
+            'begin on the new weights, which takes a second copy of them; "recompute": they go on '
+            'with the new weights, their KV cache computed again; "keep": with the new weights '
+            "and the old cache. Each token carries the version that sampled it.",
             remedy="Use 'finish'",
             acts=(STREAMS, FREE, BY_ROW),
             also=("pause_mode",),

@@ -1,0 +1,142 @@
+"""Who samples what, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from rllib_llm.rollouts.streaming.entry import Entry
+from rllib_llm.rollouts.streaming.table import GroupTable
+from rllib_llm.time_limit import TimeLimit
+
+_GENERATION = 1_000_000_000  # leases of one ledger before it is restored
+
+
+class Leases:
+    """Leases of a table's groups. A lease is fenced: its id is never given again, and what comes in
+    under one that has ended is refused.
+
+    Args:
+        table: whose groups are leased.
+        limit: seconds that a lease may take.
+        num_remembered: closed groups whose leases are still known.
+    """
+
+    def __init__(self, table: GroupTable, limit: TimeLimit, num_remembered: int) -> None:
+        self.num_given = 0
+        self.num_expired = 0  # that ended without an answer
+        self._table, self._limit = table, limit
+        self._held: dict[int, list[Entry]] = {}  # what each lease is of, and was not handed in
+        self._num_remembered = num_remembered
+        self._of_closed: dict[int, int] = {}  # leases by position
+        self._expired: list[tuple[str, str]] = []  # that the driver was not told of
+
+    def begin(self, num_given: int = 0) -> None:
+        """None is held; those given before, or `num_given` others, are refused from now on."""
+        self.num_given = max(self.num_given, num_given) + _GENERATION
+        self._held, self._of_closed, self._expired = {}, {}, []
+
+    def give(self, sampler: str, entries: Sequence[Entry], now: float) -> int:
+        """Leases groups to a sampler; the lease's id."""
+        self.num_given += 1
+        limit = self._limit.seconds(len(entries))
+        for entry in entries:
+            entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
+            entry.leased_at = now
+            # It may be the group that is slow, not the sampler.
+            entry.deadline = float("inf") if limit is None else now + limit * 2**entry.num_expired
+        self._held[self.num_given] = list(entries)
+        return self.num_given
+
+    def of(self, lease: int) -> list[Entry]:
+        """What is being sampled under a lease."""
+        return list(self._held.get(lease, ()))
+
+    def entry(self, lease: int, position: int) -> Entry | None:
+        """A group, if it is being sampled under this lease."""
+        entry = self._table.get(position)
+        is_held = entry is not None and entry.state == "leased" and entry.lease == lease
+        return entry if is_held else None
+
+    def hand_in(self, entry: Entry, now: float) -> None:
+        """A group that was leased is judged."""
+        self._limit.record(now - entry.leased_at)
+        rest = [each for each in self._held.pop(entry.lease) if each is not entry]
+        if rest:
+            self._held[entry.lease] = rest
+
+    def end(self, lease: int) -> list[Entry]:
+        """Ends a lease; its groups, which wait again."""
+        entries = self._held.pop(lease, [])
+        for entry in entries:
+            self._table.wait(entry)
+        return entries
+
+    def _of_sampler(self, sampler: str) -> list[int]:
+        return [lease for lease, held in self._held.items() if held[0].sampler == sampler]
+
+    def end_unknown(self, sampler: str, known: Iterable[int]) -> None:
+        """Ends the leases of a sampler that it does not know of."""
+        for lease in set(self._of_sampler(sampler)) - set(known):
+            self.end(lease)
+
+    def holds_more(self, sampler: str, known: Iterable[int]) -> bool:
+        """Whether a sampler holds leases that it does not know of."""
+        return not set(self._of_sampler(sampler)) <= set(known)
+
+    def renew(self, sampler: str, leases: Collection[int], now: float) -> list[int]:
+        """Puts off the deadlines of a sampler's leases; those of them that hold."""
+        limit = self._limit.seconds()
+        deadline = float("inf") if limit is None else now + limit
+        held = sorted(set(self._of_sampler(sampler)) & set(leases))
+        for lease in held:
+            for entry in self._held[lease]:
+                entry.deadline = deadline
+        return held
+
+    def has_late(self, now: float) -> bool:
+        """Whether the time of a lease is up."""
+        return any(entry.deadline < now for held in self._held.values() for entry in held)
+
+    def expire(self, now: float) -> None:
+        """Ends the leases whose time is up."""
+        for lease, held in list(self._held.items()):
+            if min(entry.deadline for entry in held) >= now:
+                continue
+            seconds, sampler = now - held[0].leased_at, held[0].sampler
+            why = (
+                f"it gave no answer in {seconds:.0f} s (sampler_timeout_s="
+                f"{self._limit.setting!r}; slowest answer so far {self._limit.slowest:.1f} s)"
+            )
+            self._expired.append((sampler, why))
+            self.num_expired += 1
+            for entry in self.end(lease):
+                entry.num_expired += 1
+
+    def take_expired(self) -> list[tuple[str, str]]:
+        """(sampler, why) of leases that ended without an answer since the last call."""
+        taken, self._expired = self._expired, []
+        return taken
+
+    # --- closed groups -------------------------------------------------------------------------
+
+    def remember(self, entry: Entry) -> None:
+        """Of a group that is closed: under which lease it was handed in."""
+        self._of_closed[entry.position] = entry.lease
+        while len(self._of_closed) > self._num_remembered:
+            del self._of_closed[next(iter(self._of_closed))]
+
+    def was_handed_in(self, lease: int, position: int) -> bool:
+        """Whether a group came in under this very lease already: Ray made the call twice."""
+        entry = self._table.get(position)
+        if entry is None:
+            return self._of_closed.get(position) == lease
+        return entry.lease == lease and entry.group is not None
+
+    def words(self, now: float) -> str:
+        """Who is waited for."""
+        parts = [
+            f"groups {held[0].position}-{held[-1].position} with sampler {held[0].sampler} for "
+            f"{now - held[0].leased_at:.0f} s"
+            for held in self._held.values()
+        ]
+        return "; ".join(parts) or "nobody samples"
