@@ -6,8 +6,8 @@ All modes sample the same random 5 M model with one thread and the same prompts,
 their own, one mode after the other in each round; the client is this process. `direct` asks the
 engine's loop without HTTP; `uvicorn` is `rllib serve --local`; `ray` is Ray Serve with its Python
 proxy and `haproxy` with HAProxy. Each line is one JSON object: medians over all requests, and what
-each mode adds to `direct`. `batch_over_single` is tokens per second at most connections over those
-at one.
+each mode adds to `direct`. The last line is `batch_over_single`: tokens per second at each number
+of connections over those of the same mode at one.
 """
 
 from __future__ import annotations
@@ -206,8 +206,25 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
+        lines = []
         for connections in args.connections:
-            print(json.dumps(compare(args, folder, connections)), flush=True)
+            lines.append(compare(args, folder, connections))
+            print(json.dumps(lines[-1]), flush=True)
+        if 1 in args.connections:
+            print(json.dumps({"batch_over_single": batch_over_single(args.modes, lines)}))
+
+
+def batch_over_single(modes: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many times the tokens per second at one connection each number of them gives, by mode."""
+    (single,) = (line for line in lines if line["connections"] == 1)
+    return {
+        mode: {
+            line["connections"]: round(line[mode]["tokens_per_s"] / single[mode]["tokens_per_s"], 2)
+            for line in lines
+            if line is not single
+        }
+        for mode in modes
+    }
 
 
 def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -89,12 +89,22 @@ class OpenAIClient:
         return self._num_retries
 
     def submit(
-        self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], Answer],
+        headers: Mapping[str, str] | None = None,
     ) -> Future[Answer]:
         """Starts `post` in the background."""
-        return self._threads.submit(partial(self.post, path, body, read))
+        return self._threads.submit(partial(self.post, path, body, read, headers))
 
-    def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], Answer],
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """What `read` makes of the server's answer to `body`.
 
         Args:
@@ -102,6 +112,7 @@ class OpenAIClient:
             body: what is sent as JSON.
             read: from the decoded JSON to the answer; KeyError, IndexError, TypeError or
                 ValueError say that it is malformed, which is tried again.
+            headers: of this request.
 
         Raises:
             RequestRefusedError: the server will not answer this, whenever it is asked.
@@ -111,7 +122,7 @@ class OpenAIClient:
         for attempt in range(self._max_attempts):
             wait_s = self._pause_s(attempt)
             try:
-                response = self._http.post(url, json=body)
+                response = self._http.post(url, json=body, headers=headers)
             except self._transport_errors as error:
                 reason = f"{type(error).__name__}: {error}"
             else:

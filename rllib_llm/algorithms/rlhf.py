@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -49,6 +50,7 @@ from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.push import WeightsPush, open_servers
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class RLHF(LanguageModelAlgorithm):
             background=self._background_publisher(),
             transport=self.config.weights_transport,
         )
+        self._push = self._open_push()
         if local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
             named = (group.local_env_runner for _, group in self.evaluation_groups.values())
@@ -106,6 +109,7 @@ class RLHF(LanguageModelAlgorithm):
         self.recorder = self.make_recorder()
         self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
+        self._server = None if self.config.serve is None else self.serve(**self.config.serve)
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
@@ -144,6 +148,17 @@ class RLHF(LanguageModelAlgorithm):
             config.weights_name, keep=config.weights_keep, restarts_hung=True
         )
         return BackgroundPublisher(client, checksum=config.weights_checksum)
+
+    def _open_push(self) -> WeightsPush | None:
+        """For servers that follow nobody, if there are some."""
+        config = self.config
+        if not config.weights_push:
+            return None
+        folder = config.weights_push_folder
+        return WeightsPush(
+            open_servers(config.weights_push),
+            self.trial_folder / "pushed" if folder is None else Path(folder),
+        )
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
@@ -236,8 +251,13 @@ class RLHF(LanguageModelAlgorithm):
         return self.weights_version
 
     def _publish(self) -> None:
-        self.published_weights = self._publisher.publish(self.weights_version)
-        self.rollouts.publish(self.published_weights)
+        published = self._publisher.publish(self.weights_version)
+        if self.config.asks_a_server:  # for these weights, by their epoch, too
+            published = self._publisher.announced(published)
+        if self._push is not None and published.version % self.config.weights_push_every == 0:
+            self._push.push(self.export_model, published.epoch, published.version)
+        self.published_weights = published
+        self.rollouts.publish(published)
 
     def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
         """The answer of a group of samplers, made with the weights as they are published."""
@@ -304,8 +324,11 @@ class RLHF(LanguageModelAlgorithm):
                 "weights_name=None must be a name: a server finds the run's weights by it. Set "
                 "weights_name."
             )
-        given = {"weights_name": config.weights_name, "chat_template": config.chat_template}
-        return serve(config.pretrained_model, **{**given, **settings})
+        given = {
+            "name": config.weights_name, "weights_name": config.weights_name,
+            "chat_template": config.chat_template,
+        }  # fmt: skip
+        return serve(config.given_model(), **{**given, **settings})
 
     def held_out_losses(self) -> dict[str, float]:
         """What an evaluation reports beside the judged completions, for the weights as they are."""
@@ -330,6 +353,8 @@ class RLHF(LanguageModelAlgorithm):
         groups["weights"] = rlhf_results.weights_metrics(
             self.published_weights, self._publisher.metrics(), sampled
         )
+        if self._push is not None:
+            groups["weights"]["push_seconds"] = self._push.seconds
         groups["throughput"] = rlhf_results.throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
@@ -391,9 +416,13 @@ class RLHF(LanguageModelAlgorithm):
     def cleanup(self) -> None:
         if self._calls is not None:
             self._calls.stop()
+        if self._server is not None:
+            self._server.close()
         self.rollouts.stop()
         self.recorder.stop()
         self._publisher.stop()
+        if self._push is not None:
+            self._push.close()
         for collector in self._collectors.values():
             collector.pool.actors.stop()
         super().cleanup()

@@ -18,6 +18,7 @@ from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy, ch
 from rllib_llm.algorithms.settings.rlhf_checks import (
     check_evaluation,
     check_loss,
+    check_others,
     check_sampling,
     check_transport,
 )
@@ -172,6 +173,25 @@ class RLHFConfig(LanguageModelConfig):
             masks_stale_prefix=self.mask_stale_prefix,
         )
 
+    def server_engine_settings(self) -> dict[str, Any]:
+        """`engine_settings` of engine='openai'; a server of tokens follows the run that says under
+        which name, or pushes."""
+        given = dict(self.engine_settings or {})
+        if given.get("endpoint") == "tokens":
+            given.setdefault("follows_run", self.gives_weights_away)
+        return given
+
+    @property
+    def asks_a_server(self) -> bool:
+        """Whether a server generates, in training or in evaluation."""
+        held_out = self.evaluation_config or {}
+        return "openai" in (self.engine, dict(held_out).get("engine"))
+
+    @property
+    def gives_weights_away(self) -> bool:
+        """Whether others than this run's samplers are given its weights."""
+        return self.weights_name is not None or bool(self.weights_push)
+
     def validate(self) -> None:
         super().validate()
         check_loss(self)
@@ -179,6 +199,7 @@ class RLHFConfig(LanguageModelConfig):
         check_sampling(self)
         check_transport(self)
         check_engine(self)
+        check_others(self)
         check_off_policy(self)
         check_replay(self)
         check_streaming(self)

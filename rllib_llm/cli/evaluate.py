@@ -116,6 +116,7 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
         ValueError: unknown or impossible settings.
     """
     from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.settings.schema import check_keys, check_values, resolve_classes
     from rllib_llm.checkpoints import made_by
     from rllib_llm.checkpoints.started_in import in_its_folder
@@ -132,6 +133,10 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     config.num_env_runners = 0
     config.evaluation_interval = config.evaluation_interval or 1
     config.evaluation_error_after_n_consecutive_skips = 1  # it is all that was asked for
+    if isinstance(config, RLHFConfig):  # what follows the run must not follow this
+        config.weights_name = config.serve = config.weights_push = None
+        if config.engine == "openai":  # the server's weights are those of a run
+            config.engine, config.engine_settings = "torch", None
     config.validate()
     return config
 

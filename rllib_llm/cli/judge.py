@@ -62,7 +62,7 @@ def reward_server(
         list[str], typer.Option("--function", "-f", help=f"{SPEC_HELP} As often as needed.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any.")] = 8100,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8100,
     label_column: Annotated[
         str, typer.Option(help="Column as which functions get OpenRLHF's and slime's label.")
     ] = "answer",

@@ -10,23 +10,35 @@ import torch
 
 from rllib_llm.engines.completions import Completions
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import Ended, Noise
 
 
 class CompletionClient(Protocol):
-    """Gives completions: an engine in another thread (`EngineLoop`), or a server."""
+    """Gives completions one by one: a server."""
 
     def submit(
-        self, token_ids: Sequence[int], params: SamplingParams, *, seed: int = 0
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        noise: Noise,
+        weights: tuple[int, int] | None = None,
     ) -> Future[Ended]:
-        """Starts a completion of a prompt; the same seed gives the same one, where it can."""
+        """Starts a completion of a prompt; the same noise gives the same one, where it can.
+
+        Args:
+            token_ids: the prompt.
+            params: what to sample.
+            noise: names the randomness.
+            weights: (epoch, version) of the run's newest, for a server that follows it.
+        """
 
     def close(self) -> None:
         """Frees what it holds."""
 
 
 class ClientPolicy:
-    """Batches of completions by a client, for a sampler that evaluates: see `ExternalEngine`.
+    """Batches of completions by a client.
 
     Args:
         client: gives the completions; closed with this.
@@ -34,17 +46,11 @@ class ClientPolicy:
         stop_token_ids: all EOS ids of the policy.
     """
 
-    takes_weights = False
-
     def __init__(
         self, client: CompletionClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
     ) -> None:
         self._client = client
         self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
-
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Raises TypeError: who completes has weights of its own."""
-        raise TypeError("engine='openai' must not be given weights: the server has its own.")
 
     def generate(
         self,
@@ -53,19 +59,24 @@ class ClientPolicy:
         params: SamplingParams,
         *,
         num_completions: int,
-        seeds: list[int],
+        noises: Sequence[Noise],
+        weights: tuple[int, int] | None = None,
     ) -> Completions:
-        """Completions of each prompt; args as `ExternalEngine.generate`."""
+        """Completions of each prompt, one for each of `noises`; see `CompletionClient.submit`."""
         prompts = prompts_of(prompt_ids, prompt_mask)
         rows = [prompt for prompt in prompts for _ in range(num_completions)]
         started = [
-            self._client.submit(row, params, seed=seed)
-            for row, seed in zip(rows, seeds, strict=True)
+            self._client.submit(row, params, noise=noise, weights=weights)
+            for row, noise in zip(rows, noises, strict=True)
         ]
         ended = [future.result() for future in started]
-        return pad_completions(
+        made = pad_completions(
             [row.token_ids for row in ended], [row.logprobs for row in ended], params
         )
+        made.versions = torch.full(made.completion_mask.shape, -1, dtype=torch.int32)
+        versions = [version for row in ended for version in row.versions]
+        made.versions[made.completion_mask] = torch.tensor(versions, dtype=torch.int32)
+        return made
 
     def close(self) -> None:
         """Closes the client."""

@@ -25,6 +25,9 @@ class Completions:
     """[batch] bool, True where a stop token ended the completion."""
     values: torch.Tensor | None = None
     """[batch, T] float32, of the state before each token, 0 behind the end; where a critic was."""
+    versions: torch.Tensor | None = None
+    """[batch, T] int32, of the weights that sampled each token, -1 where that is unknown or there
+    is none; where whoever generates says so."""
 
     def columns(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """The columns of a training batch, on `device`, or where they are."""
@@ -36,6 +39,8 @@ class Completions:
         }
         if self.values is not None:
             held[columns.SAMPLER_VALUES] = self.values
+        if self.versions is not None:
+            held[columns.WEIGHTS_VERSION] = self.versions
         return {name: column.to(device) for name, column in held.items()}
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rllib_llm.engines.completions import Completions
 from rllib_llm.engines.params import SamplingParams
 
+if TYPE_CHECKING:
+    from rllib_llm.engines.client import ClientPolicy, CompletionClient
+
 ENGINES = ("torch", "vllm", "openai")
+ENDPOINTS = ("completions", "tokens")
+"""Of a server: OpenAI's texts, for evaluation; token ids in and out, for training too."""
 
 
 class ExternalEngine(Protocol):
@@ -51,7 +56,7 @@ def open_engine(
     max_rows: int | None = None,
     is_local: bool = False,
 ) -> ExternalEngine | None:
-    """The engine of a sampler by its name; None: the module's own decode loop.
+    """The engine of a sampler by its name; None: the module's own decode loop, or a server.
 
     Args:
         name: one of `ENGINES`.
@@ -73,24 +78,36 @@ def open_engine(
         if max_rows is not None:
             settings.setdefault("max_num_seqs", max_rows)
         return VLLMEngine(model, temperature=temperature, **settings)
-    if name == "openai":
-        return open_server(model, **settings)
     return None
 
 
-def open_server(model: str, **settings: Any) -> ExternalEngine:
-    """Completions by a server for a sampler that evaluates.
+def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -> ClientPolicy:
+    """Completions by a server.
 
     Args:
         model: folder, hub id or dotted path of the policy, for its tokenizer.
-        settings: of `OpenAICompletions`.
+        endpoint: one of `ENDPOINTS`.
+        settings: of `OpenAICompletions` or `TokenCompletions`.
+
+    Raises:
+        ValueError: an unknown endpoint.
     """
     # Here, since transformers would make importing the package slow.
     from rllib_llm.engines.client import ClientPolicy
     from rllib_llm.engines.openai_completions import OpenAICompletions
     from rllib_llm.engines.policy_files import policy_eos_ids
+    from rllib_llm.engines.token_completions import TokenCompletions
     from rllib_llm.modules.tokenizer import load_tokenizer
 
+    if endpoint not in ENDPOINTS:
+        raise ValueError(
+            f"engine_settings['endpoint']={endpoint!r} must be one of {ENDPOINTS}: a server is "
+            "asked in no other way. Use 'tokens' for one that gives token ids."
+        )
     tokenizer = load_tokenizer(model)
-    client = OpenAICompletions(tokenizer, **settings)
+    client: CompletionClient
+    if endpoint == "tokens":
+        client = TokenCompletions(**settings)
+    else:
+        client = OpenAICompletions(tokenizer, **settings)
     return ClientPolicy(client, tokenizer, policy_eos_ids(model, tokenizer))

@@ -1,7 +1,7 @@
 """Completions by a server with OpenAI's interface: a client like that of an engine of our own.
 
 For evaluation only: the server's weights are its own, and its tokens need not be the policy's, so
-there is nothing to learn from.
+there is nothing to learn from. `token_completions.py` is for training.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Finish
+from rllib_llm.engines.protocol import Ended, Finish, Noise
 from rllib_llm.openai_client import OpenAIClient
 
 PROMPT_FORMATS = ("token_ids", "text")
@@ -71,7 +72,12 @@ class OpenAICompletions:
         self._client = OpenAIClient(base_url, **client)
 
     def submit(
-        self, token_ids: Sequence[int], params: SamplingParams, *, seed: int = 0
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        noise: Noise,
+        weights: tuple[int, int] | None = None,
     ) -> Future[Ended]:
         """Starts a completion; log-probs are NaN where the server gave none that fit.
 
@@ -86,7 +92,7 @@ class OpenAICompletions:
             "max_tokens": params.max_new_tokens,
             "temperature": 0.0 if params.greedy else params.temperature,
             "top_p": 1.0 if params.greedy else params.top_p,
-            "seed": seed,
+            "seed": row_seeds(noise.seed, [noise.row], noise.turn)[0],
             "logprobs": 0,
             **self._extra_body,
         }

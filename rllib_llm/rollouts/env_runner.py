@@ -33,7 +33,7 @@ from ray.rllib.utils.typing import StateDict
 
 from rllib_llm.cores import threads_for
 from rllib_llm.dotted import import_dotted
-from rllib_llm.engines.external_engine import open_engine
+from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
@@ -48,6 +48,7 @@ from rllib_llm.rollouts.policy import (
     EnginePolicy,
     ModulePolicy,
     SamplingPolicy,
+    ServerPolicy,
 )
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
@@ -143,6 +144,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def _make_policy(self) -> SamplingPolicy:
         config = self.config
+        if config.engine == "openai":
+            return ServerPolicy(
+                open_server(config.pretrained_model, **config.server_engine_settings())
+            )
         engine = open_engine(
             config.engine,
             config.pretrained_model,

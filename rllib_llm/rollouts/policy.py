@@ -11,12 +11,13 @@ import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rllib_llm import columns
+from rllib_llm.engines.client import ClientPolicy
 from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.external_engine import ExternalEngine
 from rllib_llm.engines.noise import row_seeds, uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine
+from rllib_llm.engines.protocol import Engine, Noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
@@ -38,6 +39,8 @@ class Generation:
     seed: int
     row_ids: torch.Tensor
     on_step: Callable[[], None] | None = None
+    weights: tuple[int, int] | None = None
+    """(epoch, version) that were published last, for a server that follows them."""
 
 
 class SamplingPolicy(Protocol):
@@ -284,3 +287,61 @@ class EnginePolicy:
     def close(self) -> None:
         """As of all policies."""
         self.engine.close()
+
+
+class ServerPolicy:
+    """A server that generates, with weights that it has from elsewhere."""
+
+    takes_weights, has_weights = False, True
+
+    def __init__(self, server: ClientPolicy) -> None:
+        self._server = server
+
+    @property
+    def pad_token_id(self) -> int:
+        """As of all policies."""
+        return self._server.tokenizer.pad_token_id
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """As of all policies."""
+        return self._server.stop_token_ids
+
+    def generate(
+        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    ) -> dict[str, torch.Tensor]:
+        """As of all policies."""
+        completions = self._server.generate(
+            prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK], asked.params,
+            num_completions=asked.num_completions,
+            noises=[Noise(asked.seed, row) for row in asked.row_ids.tolist()],
+            weights=asked.weights,
+        )  # fmt: skip
+        return completions.columns(prompts[columns.PROMPT_IDS].device)
+
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        """As of all policies."""
+        raise ValueError(
+            "engine='openai' must be 'torch' for conversations: a server is asked for whole "
+            "batches of completions, not turn by turn. Set engine='torch'."
+        )
+
+    def load(self, weights: FlatBuffer) -> None:
+        """Nothing: they are the server's own."""
+
+    def differing(self, weights: FlatBuffer) -> list[str]:
+        """Nothing: they cannot be seen."""
+        return []
+
+    def get_state(self) -> dict[str, torch.Tensor]:
+        """Nothing."""
+        return {}
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: they are the server's own."""
+
+    def close(self) -> None:
+        """As of all policies."""
+        self._server.close()

@@ -54,6 +54,7 @@ class Sampler:
         self.environment = environment
         self.policy = policy
         self.weights = WeightsReceiver()
+        self._published: tuple[int, int] | None = None  # of the last request
         self._params, self.seed, self.name = params, seed, name
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
@@ -67,8 +68,9 @@ class Sampler:
         try:
             if self.policy.takes_weights:
                 self.weights.ensure(published, self.policy.load)
+            self._published = published.order
             # Of a reward function that asks.
-            self.environment.env.global_step = self.weights.version
+            self.environment.env.global_step = published.version
             batch = self.sample(request)
         finally:
             self.watch.end()
@@ -128,7 +130,9 @@ class Sampler:
         params = self._params(request.explore)
         self.watch.generating(self.weights.version, params.max_new_tokens)
         row_ids = rows[columns.ROW_ID].cpu()
-        asked = Generation(params, n, self.seed, row_ids, on_step=self.watch.on_step)
+        asked = Generation(
+            params, n, self.seed, row_ids, on_step=self.watch.on_step, weights=self._published
+        )
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return self.policy.generate(prompts, asked)
 

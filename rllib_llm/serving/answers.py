@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rllib_llm.serving.choices import Piece
-from rllib_llm.serving.service import RunningJob, Service
+from rllib_llm.serving.running_job import RunningJob
+from rllib_llm.serving.service import Service
 from rllib_llm.serving.versions import Weights
 
 _LOWEST = -9999.0  # JSON has no -inf

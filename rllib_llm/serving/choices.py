@@ -54,8 +54,13 @@ class Choice:
         self._stops, self._eos = frozenset(stop_token_ids), frozenset(eos_token_ids)
         self.is_done = False
         self.num_tokens = 0
-        self.versions: list[int] = []
+        self.spans: list[list[int]] = []
+        """[serial number of weights, first token, behind the last that they sampled]."""
+
+    @property
+    def versions(self) -> list[int]:
         """Serial numbers of the weights that sampled it, in their order."""
+        return [serial for serial, _, _ in self.spans]
 
     def tokens(self, new: Tokens) -> Piece:
         """What tokens that were sampled add; behind a stop text they add nothing."""
@@ -69,9 +74,10 @@ class Choice:
             if new.likeliest:
                 piece.likeliest.append(new.likeliest[i])
             piece.versions.append(new.versions[i])
-            if not self.versions or self.versions[-1] != new.versions[i]:
-                self.versions.append(new.versions[i])
+            if not self.spans or self.spans[-1][0] != new.versions[i]:
+                self.spans.append([new.versions[i], self.num_tokens, self.num_tokens])
             self.num_tokens += 1
+            self.spans[-1][2] = self.num_tokens
             if token not in self._stops:  # else it is the last
                 piece.text += self._text.push(token)
             if self._text.stopped_by is not None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
+from rllib_llm.serving.autoscaling import COMPLETIONS, POLICY
 from rllib_llm.serving.clients import read_clients
 from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
 from rllib_llm.user_errors import UserError
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 APPLICATION = "rllib_llm"
+_ROOM_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,10 @@ class Replica:
         self._source = follow(self._service)
         return make_app(self._service, read_clients(self._settings))
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Ray Serve's autoscaler: completions under way or waiting."""
+        return {COMPLETIONS: float(self._service.num_rows)}
+
     def check_health(self) -> None:
         """For Ray Serve, which restarts a replica whose engine has ended.
 
@@ -64,19 +73,23 @@ def follow(service: Any) -> Any:
 
 
 def uses_haproxy(settings: ServeSettings) -> bool:
-    """Whether Ray Serve's HAProxy is in front. It listens on all addresses of the machine, so it is
-    for servers with keys.
+    """Whether Ray Serve's HAProxy is in front: as Ray's environment says, if it says so, else where
+    there are keys, since it listens on all addresses of the machine.
 
     Raises:
         UserError: it is asked for without keys.
     """
     has_keys = bool(read_clients(settings).clients)
-    if settings.haproxy and not has_keys:
+    in_environment = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
+    wanted = settings.haproxy or (settings.haproxy is None and in_environment == "1")
+    if wanted and not has_keys:
         raise UserError(
             "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
             "the machine, and whoever reaches one could use the model. Set api_keys_file or "
-            "RLLIB_SERVE_API_KEYS, or leave haproxy out."
+            f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out."
         )
+    if in_environment is not None:
+        return in_environment == "1"
     return has_keys if settings.haproxy is None else settings.haproxy
 
 
@@ -92,11 +105,12 @@ def build(settings: ServeSettings) -> Any:
         "health_check_period_s": 5,
     }
     if settings.max_replicas is not None:
-        # Requests that Serve counts as ongoing are those that run and those that wait.
         options["autoscaling_config"] = {
             "min_replicas": settings.replicas,
             "max_replicas": max(settings.replicas, settings.max_replicas),
             "target_ongoing_requests": settings.max_rows,
+            "policy": {"policy_function": POLICY},
+            **settings.autoscaling,
         }
     else:
         options["num_replicas"] = settings.replicas
@@ -121,10 +135,12 @@ class Server:
         self.url = f"http://{host}:{settings.port}"
 
     def close(self) -> None:
-        """Ends the server; Ray Serve stays."""
+        """Ends the server, and Ray Serve with it unless it has other applications."""
         from ray import serve
 
         serve.delete(APPLICATION)
+        if not serve.status().applications:
+            serve.shutdown()
 
 
 def start(settings: ServeSettings) -> Server:
@@ -139,9 +155,75 @@ def start(settings: ServeSettings) -> Server:
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
+    has_keys = bool(read_clients(settings).clients)
+    _check_others(has_keys)
+    _check_room(settings)
     serve.start(http_options={"host": settings.host, "port": settings.port})
     serve.run(build(settings), name=APPLICATION, route_prefix="/")
-    return Server(settings)
+    server = Server(settings)
+    _check_address(server)
+    return server
+
+
+def _check_others(has_keys: bool) -> None:
+    """Raises UserError where Ray Serve runs for others already: it may listen on any address."""
+    from ray import serve
+
+    status = serve.status()
+    if status.proxies and APPLICATION not in status.applications and not has_keys:
+        raise UserError(
+            "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
+            "addresses that others reach, and whoever reaches one could use the model. Set "
+            "api_keys_file or RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`)."
+        )
+
+
+def _check_address(server: Server) -> None:
+    """Raises UserError where the server does not answer at its address: Ray Serve, which ran
+    before, listens elsewhere."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    ask = build_opener(ProxyHandler({})).open  # past the environment's proxies
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), ask(f"{server.url}/healthz", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.1)
+    raise UserError(
+        f"port={server.settings.port} must be the one that Ray Serve listens on: it ran on this "
+        f"cluster before, and nothing of it answers at {server.url}. Give its port, or end it "
+        "(`serve shutdown`)."
+    )
+
+
+def _check_room(settings: ServeSettings) -> None:
+    """Raises UserError where the replicas will not find room: Ray Serve would wait for ever. What
+    was just let go of is waited for."""
+    import ray
+    from ray import serve
+
+    if APPLICATION in serve.status().applications:
+        return  # its replicas have theirs, or are replaced
+    wanted = {"CPU": settings.num_cpus, "GPU": settings.num_gpus}
+    deadline = time.monotonic() + _ROOM_SECONDS
+    while True:
+        free = ray.available_resources()
+        missing = {
+            name: free.get(name, 0.0)
+            for name, amount in wanted.items()
+            if free.get(name, 0.0) < amount * settings.replicas
+        }
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    name, amount = next(iter(missing.items()))
+    setting = f"num_{name.lower()}s"
+    raise UserError(
+        f"replicas={settings.replicas} of {setting}={wanted[name]:g} must find room: "
+        f"{amount:g} {name}s of the cluster are free. Lower {setting}, which only reserves, or "
+        "give Ray more."
+    )
 
 
 def prepare(settings: ServeSettings) -> None:
@@ -153,7 +235,7 @@ def prepare(settings: ServeSettings) -> None:
     """
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
-    os.environ.setdefault(HAPROXY, "1" if uses_haproxy(settings) else "0")
+    os.environ[HAPROXY] = "1" if uses_haproxy(settings) else "0"
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.params import SamplingParams
@@ -22,6 +23,9 @@ class Job:
     max_tokens: list[int]
     n: int = 1
     seed: int = 0
+    noise_row: int = 0
+    """Of the first completion: with seed and turn it names the randomness (`protocol.Noise`)."""
+    noise_turn: int = 0
     stops: tuple[str, ...] = ()
     keeps_stop: bool = False
     version: int | None = None
@@ -107,7 +111,7 @@ def read_stops(fields: SamplingFields) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop)
 
 
-def read_seed(seed: int | None) -> int:
+def _seed(seed: int | None) -> int:
     """The seed of a request's noise; one of its own where it names none."""
     return secrets.randbits(63) if seed is None else seed % 2**64
 
@@ -156,3 +160,51 @@ def read_lengths(
         wanted = default if asked is None else asked
         found.append(room if wanted is None else min(wanted, room))
     return found
+
+
+def make_job(
+    fields: SamplingFields,
+    limits: Limits,
+    prompts: list[list[int]],
+    lengths: list[int],
+    *,
+    prefix: str = "",
+    turn_ends: Sequence[int] = (),
+    top_logprobs: int = 0,
+    **further: Any,
+) -> Job:
+    """What a request asks of the engine.
+
+    Args:
+        fields: of the request.
+        limits: of the server.
+        prompts: token ids of each.
+        lengths: how many tokens may follow each prompt.
+        prefix: of the fields' names, where they are inside another one.
+        turn_ends: tokens that the chat format ends a turn with.
+        top_logprobs: how many of the likeliest tokens the answer tells.
+        further: of `Job`.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    if fields.min_tokens and fields.min_tokens > min(lengths):
+        raise ApiError(
+            400,
+            f"{prefix}min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
+            param=f"{prefix}min_tokens",
+            code="invalid_value",
+        )
+    return Job(
+        prompts=prompts,
+        params=read_params(fields, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs),
+        max_tokens=lengths,
+        n=fields.n or 1,
+        seed=_seed(fields.seed),
+        noise_row=fields.noise_row or 0,
+        noise_turn=fields.noise_turn or 0,
+        stops=read_stops(fields),
+        keeps_stop=bool(fields.include_stop_str_in_output),
+        eos_token_ids=(*limits.eos_token_ids, *turn_ends),
+        **further,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -15,16 +16,10 @@ from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.context import RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import Guides
-from rllib_llm.serving.job import (
-    Job,
-    check_tokens,
-    read_lengths,
-    read_params,
-    read_seed,
-    read_stops,
-)
+from rllib_llm.serving.job import Job, check_tokens, make_job, read_lengths
+from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, OpenAIFields
-from rllib_llm.serving.service import RunningJob, Service
+from rllib_llm.serving.service import Service
 from rllib_llm.serving.views import ChatView, TextView
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
@@ -211,29 +206,16 @@ class Completer:
         turn_ends: Sequence[int],
         top_logprobs: int,
     ) -> Job:
-        limits = self._service.limits
-        if body.min_tokens and body.min_tokens > min(lengths):
-            raise ApiError(
-                400, f"min_tokens={body.min_tokens} must be at most {min(lengths)}, the most.",
-                param="min_tokens", code="invalid_value",
-            )  # fmt: skip
-        params = read_params(body, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs)
-        make_guide = None
-        if body.response_format is not None:  # which may take a while to read
-            make_guide = await asyncio.to_thread(self._guides.maker, body.response_format, params)
-        return Job(
-            prompts=prompts,
-            params=params,
-            max_tokens=lengths,
-            n=body.n or 1,
-            seed=read_seed(body.seed),
-            stops=read_stops(body),
-            keeps_stop=bool(body.include_stop_str_in_output),
-            version=context.version,
+        job = make_job(
+            body, self._service.limits, prompts, lengths, turn_ends=turn_ends,
+            top_logprobs=top_logprobs, version=context.version,
             continues_text=isinstance(body, CompletionRequest),
-            make_guide=make_guide,
-            eos_token_ids=(*limits.eos_token_ids, *turn_ends),
-        )
+        )  # fmt: skip
+        if body.response_format is None:
+            return job
+        # Reading a schema may take a while.
+        guide = await asyncio.to_thread(self._guides.maker, body.response_format, job.params)
+        return dataclasses.replace(job, make_guide=guide)
 
 
 async def _whole(

@@ -48,6 +48,9 @@ class SamplingFields(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     seed: Seed | None = None
+    # With the seed they name a completion's randomness as a run does: see `protocol.Noise`.
+    noise_row: int | None = Field(None, ge=0, lt=2**62)
+    noise_turn: int | None = Field(None, ge=0, lt=2**62)
     stop: str | list[Text] | None = None
     stop_token_ids: list[Token] | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)

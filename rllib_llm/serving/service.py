@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import logging
 import threading
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,23 +20,22 @@ import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, Wanted
 from rllib_llm.engines.lanes import LaneEngine, LaneLoader
-from rllib_llm.engines.protocol import Ended, Noise
+from rllib_llm.engines.protocol import Noise
 from rllib_llm.engines.scoring import Scores
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.serving.choices import Choice, Piece
 from rllib_llm.serving.clients import Client
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.job import Job, Limits
 from rllib_llm.serving.metrics import Metrics
 from rllib_llm.serving.rows import Mailbox, RowEvents
+from rllib_llm.serving.running_job import ENGINE_ENDED, RunningJob
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.texts import TextStream, TokenTexts
-from rllib_llm.serving.versions import LiveWeights, Weights
+from rllib_llm.serving.texts import TokenTexts
+from rllib_llm.serving.versions import LiveWeights, Weights, fingerprint
 
 logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
-ENGINE_ENDED = "The server's engine has ended with an error, which its log shows."
 
 
 class Service:
@@ -86,15 +83,13 @@ class Service:
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
         self.is_ready, self.is_draining = False, False
-        self._events: asyncio.AbstractEventLoop | None = None
         self._mailbox: Mailbox | None = None
 
     async def start(self) -> None:
         """Makes it ready, in the event loop that requests come to."""
         if self._mailbox is not None:
             return
-        self._events = asyncio.get_running_loop()
-        self._mailbox = Mailbox(self._events)
+        self._mailbox = Mailbox(asyncio.get_running_loop())
         self.weights.set_live([self._known[0]])
         self.is_ready = True
 
@@ -186,7 +181,10 @@ class Service:
                 code="server_overloaded",
                 headers={"Retry-After": "1"},
             )
-        running = RunningJob(self, request_id, job)
+        watch = self.metrics.watch(sum(map(len, job.prompts)))
+        running = RunningJob(
+            request_id, job, self._rows_of(job), watch, self.weights, self.tokenizer, self.settings
+        )
         key = object()  # clients choose ids, and may do so twice
         self.jobs[key] = running
         try:
@@ -203,7 +201,7 @@ class Service:
         """Completions that are under way or wait."""
         return sum(job.num_left for job in self.jobs.values())
 
-    def rows_of(self, job: Job) -> RowEvents:
+    def _rows_of(self, job: Job) -> RowEvents:
         """The rows of a job in the engine."""
         assert self._mailbox is not None, "start was called"
         wanted = []
@@ -212,7 +210,7 @@ class Service:
             group = object() if job.n > 1 else None
             for k in range(job.n):
                 guide = job.make_guide() if job.make_guide else None
-                noise = Noise(job.seed, i * job.n + k)
+                noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
                 wanted.append(Wanted(prompt, params, noise, 0, group, job.version, guide))
         return RowEvents(self.loop, self._mailbox, wanted)
 
@@ -222,124 +220,8 @@ class Service:
         return await asyncio.wrap_future(scored)
 
 
-class RunningJob:
-    """A job in the engine. `async for i, piece in job` gives what comes of completion i, whose
-    prompt is number i // n; the last piece of each has a finish_reason."""
-
-    def __init__(self, service: Service, request_id: str, job: Job) -> None:
-        self.service, self.job, self.request_id = service, job, request_id
-        count = len(job.prompts) * job.n
-        self.choices = [
-            Choice(
-                TextStream(
-                    service.tokenizer,
-                    job.prompts[i // job.n][-8:] if job.continues_text else (),
-                    job.stops,
-                    job.keeps_stop,
-                ),
-                job.params.stop_token_ids,
-                job.eos_token_ids,
-            )
-            for i in range(count)
-        ]
-        self.num_left = count
-        self.on_piece: Callable[[Piece], None] | None = None
-        self._texts: dict[int, str] = {}  # for the log, if it is to have them
-        self._watch = service.metrics.watch(sum(map(len, job.prompts)))
-        self._rows = service.rows_of(job)
-        assert service._events is not None
-        self._timer = service._events.call_later(service.settings.deadline_s, self._expire)
-
-    def _expire(self) -> None:
-        seconds = self.service.settings.deadline_s
-        self._rows.fail(
-            ApiError(
-                504,
-                f"The request took longer than {seconds:g} s, the server's limit.",
-                code="deadline_exceeded",
-            )  # fmt: skip
-        )
-
-    def __aiter__(self) -> RunningJob:
-        return self
-
-    async def __anext__(self) -> tuple[int, Piece]:
-        while True:
-            try:
-                i, event = await self._rows.__anext__()
-            except ValueError as error:  # the engine refuses the row
-                raise self._refusal(error) from error
-            except RuntimeError as error:
-                raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
-            choice = self.choices[i]
-            if choice.is_done:
-                continue
-            piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
-            self._watch.tokens(i, len(piece.token_ids))
-            if self.on_piece is not None:
-                self.on_piece(piece)
-            if self.service.settings.log_prompts:
-                self._texts[i] = self._texts.get(i, "") + piece.text
-            if choice.is_done:
-                self._leave(i, piece)
-            return i, piece
-
-    def _leave(self, i: int, piece: Piece) -> None:
-        self._rows.leave(i)
-        self.num_left -= 1
-        self._watch.finished(i, piece.finish_reason or "")
-
-    def _refusal(self, error: ValueError) -> ApiError:
-        if "row.version" in str(error):  # it went between the request and the step
-            return self.service.weights.gone("the version that was asked for")
-        return ApiError(400, str(error))
-
-    async def collect(self) -> list[Piece]:
-        """All of each completion."""
-        whole = [Piece() for _ in self.choices]
-        async for i, piece in self:
-            whole[i].add(piece)
-        return whole
-
-    @property
-    def weights(self) -> list[Weights]:
-        """Those that have sampled, in their order; the newest where nothing was sampled yet."""
-        serials = dict.fromkeys(serial for choice in self.choices for serial in choice.versions)
-        found = [self.service.weights.of(serial) for serial in serials]
-        return found or [self.service.weights.newest]
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Tokens that were sampled and belong to the answer."""
-        return sum(choice.num_tokens for choice in self.choices)
-
-    def abort(self) -> None:
-        """Ends it with what there is."""
-        self._rows.abort()
-
-    def close(self) -> None:
-        """Frees what it holds in the engine."""
-        self._timer.cancel()
-        self._rows.close()
-        if self.service.settings.log_prompts:
-            decode = self.service.tokenizer.decode
-            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": self._texts}
-            logger.info(json.dumps({"request_id": self.request_id, **told}))
-        self._watch.close()
-        self.num_left = 0
-
-
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:
     return TorchEngine(
         model, version=version, max_rows=settings.max_rows,
         max_positions=settings.max_model_len or 2048,
     )  # fmt: skip
-
-
-def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """CRC-32 of the weights' bytes in the order of their names, eight hexadecimal digits."""
-    crc = 0
-    for name in sorted(weights, key=lambda name: name.removeprefix("model.")):
-        tensor = weights[name].detach().cpu().contiguous()
-        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
-    return f"{crc:08x}"

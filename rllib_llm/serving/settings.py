@@ -82,6 +82,9 @@ class ServeSettings(BaseModel):
     max_replicas: int | None = Field(
         None, ge=1, description="Scale up to so many by completions under way and waiting."
     )
+    autoscaling: dict[str, Any] = Field(
+        {}, description="Further settings of Ray Serve's autoscaling, such as upscale_delay_s."
+    )
     num_cpus: float = Field(1.0, ge=0, description="Of a replica under Ray Serve.")
     num_gpus: float = Field(0.0, ge=0, description="Of a replica under Ray Serve.")
     haproxy: bool | None = Field(

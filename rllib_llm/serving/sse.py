@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from rllib_llm.serving.errors import ApiError, error_body
@@ -73,15 +73,20 @@ class EventStream(Response):
 
 
 class _Patient:
-    """Sends, and tells after a while that nobody reads; now and then it says that it is alive."""
+    """Sends, and tells after a while that nobody reads; now and then it says that it is alive.
+
+    One timer looks after both, whatever the number of messages: starting one for each would take as
+    long as writing them.
+    """
 
     def __init__(self, send: Send, slow_reader_s: float) -> None:
         self._send, self._slow_reader_s = send, slow_reader_s
         self._events = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._is_late = self._is_sending = self.has_started = False
-        self._sent_at = self._events.time()
-        self._pinger = self._events.call_later(PING_SECONDS, self._ping)
+        self._since = self._events.time()  # when sending, or being idle, began
+        self._looks_after_s = min(PING_SECONDS, slow_reader_s) / 4
+        self._timer = self._events.call_later(self._looks_after_s, self._look)
         self._pings: set[asyncio.Task] = set()
 
     async def start(self) -> None:
@@ -93,21 +98,23 @@ class _Patient:
         await self._out({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def data(self, event: dict[str, Any]) -> None:
-        text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        await self._body(b"data: " + text.encode() + b"\n\n")
+        await self._body(b"data: " + to_json(event) + b"\n\n")
 
-    def _ping(self) -> None:
-        """A comment, where there was nothing else to say for long."""
-        is_idle = self._events.time() - self._sent_at >= PING_SECONDS
-        if is_idle and self.has_started and not self._is_sending:
+    def _look(self) -> None:
+        self._timer = self._events.call_later(self._looks_after_s, self._look)
+        seconds = self._events.time() - self._since
+        if self._is_sending:
+            if seconds >= self._slow_reader_s and self._task is not None:
+                self._is_late = True
+                self._task.cancel()
+        elif seconds >= PING_SECONDS and self.has_started:
             task = self._events.create_task(self._body(b": ping\n\n"))
             self._pings.add(task)
             task.add_done_callback(self._pings.discard)
-        self._pinger = self._events.call_later(PING_SECONDS, self._ping)
 
     def close(self) -> None:
-        """No more pings."""
-        self._pinger.cancel()
+        """Looks after nothing any more."""
+        self._timer.cancel()
 
     async def done(self) -> None:
         await self._body(b"data: [DONE]\n\n", more=False)
@@ -116,8 +123,7 @@ class _Patient:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _out(self, message: dict[str, Any]) -> None:
-        timer = self._events.call_later(self._slow_reader_s, self._late)
-        self._is_sending = True
+        self._is_sending, self._since = True, self._events.time()
         try:
             await self._send(message)
         except asyncio.CancelledError:
@@ -125,14 +131,7 @@ class _Patient:
                 raise ClientGoneError from None
             raise
         finally:
-            self._is_sending = False
-            self._sent_at = self._events.time()
-            timer.cancel()
-
-    def _late(self) -> None:
-        self._is_late = True
-        if self._task is not None:
-            self._task.cancel()
+            self._is_sending, self._since = False, self._events.time()
 
 
 async def until_gone(receive: Receive) -> None:

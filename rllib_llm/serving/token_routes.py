@@ -12,16 +12,10 @@ from rllib_llm.serving.answers import token_logprobs, usage, versions_told
 from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.context import RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.job import (
-    Job,
-    check_tokens,
-    read_lengths,
-    read_params,
-    read_seed,
-    read_stops,
-)
+from rllib_llm.serving.job import check_tokens, make_job, read_lengths
+from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from rllib_llm.serving.service import RunningJob, Service
+from rllib_llm.serving.service import Service
 
 
 def make_router(service: Service, chats: chat.Chats) -> APIRouter:
@@ -87,22 +81,10 @@ async def _generate(
         default=service.limits.default_max_tokens, field="sampling_params.max_tokens",
         prompt_field="token_ids",
     )  # fmt: skip
-    if fields.min_tokens and fields.min_tokens > lengths[0]:
-        raise ApiError(
-            400, f"sampling_params.min_tokens={fields.min_tokens} must be at most {lengths[0]}.",
-            param="sampling_params.min_tokens", code="invalid_value",
-        )  # fmt: skip
-    job = Job(
-        prompts=[body.token_ids],
-        params=read_params(fields, service.limits, top_logprobs=fields.logprobs or 0),
-        max_tokens=lengths,
-        n=fields.n or 1,
-        seed=read_seed(fields.seed),
-        stops=read_stops(fields),
-        keeps_stop=bool(fields.include_stop_str_in_output),
-        version=context.version,
-        eos_token_ids=service.limits.eos_token_ids,
-    )
+    job = make_job(
+        fields, service.limits, [body.token_ids], lengths, prefix="sampling_params.",
+        top_logprobs=fields.logprobs or 0, version=context.version,
+    )  # fmt: skip
     async with service.run(context.request_id, job, context.client) as running:
         if body.stream:
             async for i, piece in running:
@@ -125,13 +107,15 @@ def _answer(
     return {
         "request_id": running.request_id,
         "model": service.weights.id_of(weights[-1]),
-        "choices": [_choice(body, i, piece) for i, piece in pieces],
+        "choices": [_choice(service, body, running, i, piece) for i, piece in pieces],
         "metadata": versions_told(weights),
         "system_fingerprint": f"fp_{weights[-1].fingerprint}",
     }
 
 
-def _choice(body: GenerateRequest, i: int, piece: Piece) -> dict[str, Any]:
+def _choice(
+    service: Service, body: GenerateRequest, running: RunningJob, i: int, piece: Piece
+) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": i,
         "token_ids": piece.token_ids,
@@ -141,6 +125,11 @@ def _choice(body: GenerateRequest, i: int, piece: Piece) -> dict[str, Any]:
     }
     if body.sampling_params.logprobs is not None:
         choice["logprobs"] = token_logprobs(piece, body.sampling_params.logprobs)
+    if piece.finish_reason is not None:
+        choice["weight_versions"] = [
+            {"version": service.weights.of(serial).label, "start": start, "end": end}
+            for serial, start, end in running.choices[i].spans
+        ]
     if body.output_mode == "text":
         choice["text"] = piece.text
     return choice

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from rllib_llm.serving.errors import ApiError
 
@@ -140,3 +144,12 @@ def _read_order(wanted: str) -> tuple[int, ...]:
             code="invalid_value",
         )
     return tuple(int(part) for part in parts)
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """CRC-32 of the weights' bytes in the order of their names, eight hexadecimal digits."""
+    crc = 0
+    for name in sorted(weights, key=lambda name: name.removeprefix("model.")):
+        tensor = weights[name].detach().cpu().contiguous()
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"

@@ -28,6 +28,7 @@ from rllib_llm.weights.transfer import PASSING_ERRORS
 from rllib_llm.weights.version_log import Verdict
 
 MAX_SECONDS_TO_STOP = 10.0  # the coordinator may be away
+MAX_SECONDS_TO_ANNOUNCE = 120.0  # it may have to be started again
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,23 @@ class BackgroundPublisher:
         """Whether all that was handed over is published, after at most `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout)
+
+    def wait_epoch(self, timeout: float = MAX_SECONDS_TO_ANNOUNCE) -> int:
+        """The epoch of what was handed over last, once it is published.
+
+        Raises:
+            TimeoutError: it is not, in so many seconds.
+            Exception: what ended the thread.
+        """
+        is_known = self.wait(timeout)
+        if self._error is not None:
+            raise self._error
+        if not is_known:
+            raise TimeoutError(
+                f"weights_name={self._client.name!r} must be announced in {timeout:g} s: its "
+                "coordinator does not answer. Is the cluster well?"
+            )
+        return self._epoch
 
     def stop(self) -> None:
         """Ends the thread, lets go of the weights, and ends the coordinator, which would hold them,

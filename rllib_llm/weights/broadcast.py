@@ -14,6 +14,7 @@ Receivers that the driver does not ask follow the same publications through a co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -89,6 +90,17 @@ class WeightsPublisher:
         if self._background is not None:
             self._background.announce(published)
         return published
+
+    def announced(self, published: PublishedWeights) -> PublishedWeights:
+        """The publication as followers know it, with its epoch, once they do.
+
+        Raises:
+            TimeoutError: the coordinator is away for long.
+            Exception: what ended the background publisher.
+        """
+        if self._background is None:
+            return published
+        return dataclasses.replace(published, epoch=self._background.wait_epoch())
 
     def metrics(self) -> dict[str, float]:
         """`republished` so far, and those of the background publisher if there is one."""

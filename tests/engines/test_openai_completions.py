@@ -9,8 +9,10 @@ import torch
 
 from rllib_llm.engines.client import ClientPolicy
 from rllib_llm.engines.external_engine import open_server
+from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.openai_completions import OpenAICompletions
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Noise
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.request import SampleRequest
 from tests.algorithms import tiny_runs as tiny
@@ -20,6 +22,7 @@ from tests.scripted_server import serving
 
 EOS, PAD = 1, 0  # ids of the character tokenizer
 QUICK = {"first_delay_s": 0.01}
+FIVE = SamplingParams(0, (2,), max_new_tokens=5)
 
 
 def doubled(path, body):
@@ -42,6 +45,10 @@ def encoded(engine, texts):
     return ids, torch.arange(longest) >= longest - lengths.unsqueeze(1)
 
 
+def noises(*rows: int) -> list[Noise]:
+    return [Noise(9, row) for row in rows]
+
+
 def params(**settings) -> SamplingParams:
     return SamplingParams(PAD, (EOS,), **{"max_new_tokens": 5, "temperature": 0.7, **settings})
 
@@ -50,7 +57,7 @@ def test_a_server_s_texts_are_the_policy_s_tokens():
     with serving(doubled) as server:
         ours = engine(server)
         ids, mask = encoded(ours, ["12+34=", "5=+"])
-        out = ours.generate(ids, mask, params(), num_completions=2, seeds=[1, 2, 3, 4])
+        out = ours.generate(ids, mask, params(), num_completions=2, noises=noises(1, 2, 3, 4))
         ours.close()
     tokens = [row[keep].tolist() for row, keep in zip(out.completion_ids, out.completion_mask,
                                                       strict=True)]  # fmt: skip
@@ -60,7 +67,8 @@ def test_a_server_s_texts_are_the_policy_s_tokens():
     # The end's own log-prob was not given.
     assert out.logprobs[:, :3].eq(-0.5).all() and out.logprobs[:, 3].isnan().all()
     bodies = [body for _, body, _ in server.requests]
-    assert sorted(body["seed"] for body in bodies) == [1, 2, 3, 4]
+    seeds = [seed for row in (1, 2, 3, 4) for seed in row_seeds(9, [row])]
+    assert sorted(body["seed"] for body in bodies) == sorted(seeds)
     prompts = [ours.tokenizer(text)["input_ids"] for text in ("12+34=", "5=+")]
     assert sorted(body["prompt"] for body in bodies) == sorted([*prompts, *prompts])
     assert {(body["model"], body["max_tokens"], body["temperature"]) for body in bodies} == {
@@ -82,7 +90,7 @@ def test_ends_of_completions(text, finish, expected, finished):
     with serving(lambda path, body: (200, {"choices": [choice]}, {})) as server:
         ours = engine(server)
         ids, mask = encoded(ours, ["1="])
-        out = ours.generate(ids, mask, params(), num_completions=1, seeds=[0])
+        out = ours.generate(ids, mask, params(), num_completions=1, noises=noises(0))
     tokens = out.completion_ids[0][out.completion_mask[0]].tolist()
     assert tokens == (expected if isinstance(expected, list) else
                       ours.tokenizer(text)["input_ids"][:expected])  # fmt: skip
@@ -106,7 +114,9 @@ def test_chat_markup_arrives_as_it_is():
     chat = [4, 6, 5]
     with serving(says_cat) as server:
         client = chat_client(server)
-        ended = client.submit(chat, SamplingParams(0, (2,), max_new_tokens=5)).result()
+        ended = client.submit(
+            chat, SamplingParams(0, (2,), max_new_tokens=5), noise=Noise()
+        ).result()
         client.close()
     assert server.requests[0][1]["prompt"] == chat
     assert (ended.token_ids, ended.versions, ended.finish) == ([8, 2], [-1, -1], "stop")
@@ -116,9 +126,9 @@ def test_prompts_travel_as_text_where_nothing_is_lost():
     settings = SamplingParams(0, (2,), max_new_tokens=5)
     with serving(says_cat) as server:
         client = chat_client(server, prompt_format="text")
-        client.submit([1, 6, 8], settings).result()
+        client.submit([1, 6, 8], settings, noise=Noise()).result()
         with pytest.raises(ValueError, match=r"special tokens \['<user>', '<assistant>'\]"):
-            client.submit([1, 4, 6, 5], settings)
+            client.submit([1, 4, 6, 5], settings, noise=Noise())
         client.close()
         with pytest.raises(ValueError, match="'messages' must be one of"):
             chat_client(server, prompt_format="messages")
@@ -129,7 +139,9 @@ def test_token_ids_of_an_answer_are_taken_as_they_are():
     choice = {"text": "?", "token_ids": [8, 9, 2], "finish_reason": "stop"}
     with serving(lambda path, body: (200, {"choices": [choice]}, {})) as server:
         client = chat_client(server)
-        ended = client.submit([1, 6], SamplingParams(0, (2,), max_new_tokens=5)).result()
+        ended = client.submit(
+            [1, 6], SamplingParams(0, (2,), max_new_tokens=5), noise=Noise()
+        ).result()
         client.close()
     assert (ended.token_ids, ended.finish) == ([8, 9, 2], "stop")
 
@@ -138,7 +150,7 @@ def test_greedy_is_temperature_zero():
     with serving(doubled) as server:
         ours = engine(server)
         ids, mask = encoded(ours, ["12="])
-        ours.generate(ids, mask, params(greedy=True), num_completions=1, seeds=[0])
+        ours.generate(ids, mask, params(greedy=True), num_completions=1, noises=noises(0))
     assert server.requests[0][1]["temperature"] == 0.0
 
 

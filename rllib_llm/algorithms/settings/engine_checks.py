@@ -20,16 +20,36 @@ def check_engine(config: Any) -> None:
 
 
 def _check_openai(config: Any) -> None:
-    require(
-        config.in_evaluation, "engine", config.engine, "'torch' or 'vllm' in training",
-        "a server generates with weights and tokens of its own, so nothing can be learnt from it",
-        "Set it for evaluation: evaluation_config={'engine': 'openai', ...}",
-    )  # fmt: skip
-    missing = {"base_url", "served_model"} - set(config.engine_settings or {})
+    given = config.engine_settings or {}
+    needed = {"base_url"} if given.get("endpoint") == "tokens" else {"base_url", "served_model"}
+    missing = needed - set(given)
     require(
         not missing, "engine_settings", config.engine_settings,
-        "a dictionary with 'base_url' and 'served_model'",
+        f"a dictionary with {' and '.join(map(repr, sorted(needed)))}",
         "they say which server and which of its models answers", f"Add {sorted(missing)}",
+    )  # fmt: skip
+    if not config.in_evaluation:
+        _check_training_with_a_server(config, given)
+
+
+def _check_training_with_a_server(config: Any, given: dict[str, Any]) -> None:
+    tokens = "endpoint='tokens' of its engine_settings"
+    require(
+        given.get("endpoint") == "tokens", "engine", config.engine,
+        f"'torch' or 'vllm' in training, or come with {tokens}",
+        "texts are not the tokens that a server sampled, so nothing can be learnt from them",
+        "Add endpoint: tokens, or set it in evaluation_config alone",
+    )  # fmt: skip
+    require(
+        config.gives_weights_away and given.get("follows_run", True), "engine", config.engine,
+        "'torch' or 'vllm' in training, or come with weights_name or weights_push",
+        "the server has to have the weights that are learnt",
+        "Set weights_name, and serve with the same one, and leave follows_run out",
+    )  # fmt: skip
+    require(
+        not config.streams, "engine", config.engine,
+        "'torch' or 'vllm' with max_staleness, oversample or filters",
+        "a server is asked for whole batches by the newest weights", "Leave those out",
     )  # fmt: skip
 
 

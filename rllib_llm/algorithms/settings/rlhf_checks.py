@@ -10,6 +10,7 @@ from rllib_llm.dotted import import_dotted
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.numerics.losses import REDUCTIONS
 from rllib_llm.weights.by_name import is_own
+from rllib_llm.weights.push import open_servers
 
 
 def check_sampling(config: Any) -> None:
@@ -69,6 +70,34 @@ def check_transport(config: Any) -> None:
             f"{rule} with weights_transport={config.weights_transport!r}", reason,
             f"{remedy}, or weights_transport='store'",
         )  # fmt: skip
+
+
+def check_others(config: Any) -> None:
+    """Raises ValueError where others than the samplers cannot be given the weights."""
+    if config.in_evaluation:
+        return
+    require(
+        config.lora is None or (config.serve is None and not config.weights_push), "lora",
+        config.lora, "None with serve or weights_push",
+        "adapters alone are published, and servers take whole weights", "Leave those out",
+    )  # fmt: skip
+    for server in open_servers(config.weights_push or ()):
+        server.close()
+    require(
+        config.engine != "openai" or config.weights_push_every == 1, "weights_push_every",
+        config.weights_push_every, "1 with engine='openai'",
+        "what samples has to have the newest weights", "Leave it out",
+    )  # fmt: skip
+    if config.serve is None:
+        return
+    require(
+        config.weights_name is not None, "weights_name", config.weights_name, "a name with serve",
+        "the server finds the run's weights by it", "Set it",
+    )  # fmt: skip
+    # Here, since few runs need it.
+    from rllib_llm.serving.settings import read_settings
+
+    read_settings({"model": config.given_model(), **config.serve})
 
 
 def _where_weights_stay(config: Any) -> dict[str, tuple[bool, str, str, str]]:

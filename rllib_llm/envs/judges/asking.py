@@ -164,7 +164,7 @@ class JudgeModel:
         reply = self._cache.get(key)
         if reply is not None:
             self.num_cached += 1
-            return read(reply)
+            return _verdict(reply, read)
         if self._max_requests is not None and self.num_requests >= self._max_requests:
             return Invalid(
                 f"max_requests={self._max_requests} are spent: the judge is not asked any more"
@@ -173,11 +173,19 @@ class JudgeModel:
         request = self._client.submit("chat/completions", body, _reply)
         try:
             said = await asyncio.wrap_future(request)
-            verdict = read(said)
-        except (ServerError, UnreadableReply) as error:
+        except ServerError as error:
             return Invalid(str(error))
-        self._cache.put(key, said)
+        verdict = _verdict(said, read)
+        if not isinstance(verdict, Invalid):
+            self._cache.put(key, said)
         return verdict
+
+
+def _verdict(reply: str, read: Callable[[str], Verdict]) -> Verdict | Invalid:
+    try:
+        return read(reply)
+    except UnreadableReply as error:
+        return Invalid(str(error))
 
 
 def _reply(answer: Any) -> str:

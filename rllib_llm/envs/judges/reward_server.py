@@ -122,34 +122,39 @@ class RewardService:
             return error
 
 
+class _Gate:
+    """Reads requests of those who have the token."""
+
+    def __init__(self, token: str) -> None:
+        if not token:
+            raise ValueError(
+                "token='' must not be empty: whoever reaches the port could have rewards computed. "
+                "Set one."
+            )
+        self._wanted = f"Bearer {token}".encode()
+
+    async def read(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body as `kind`; raises HTTPException where it is none, too large, or not allowed."""
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, self._wanted):
+            raise HTTPException(401, "The token is missing or wrong.")
+        length = request.headers.get("content-length", "")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"The request must say its length, up to {MAX_BODY_BYTES}.")
+        try:
+            return kind.model_validate(json.loads(await request.body()))
+        except ValueError as error:  # pydantic's is one
+            raise HTTPException(422, str(error)) from error
+
+
 def make_app(service: RewardService, token: str) -> FastAPI:
     """The HTTP application.
 
     Raises:
         ValueError: an empty token.
     """
-    if not token:
-        raise ValueError(
-            "token='' must not be empty: whoever reaches the port could have rewards computed. "
-            "Set one."
-        )
+    gate = _Gate(token)
     app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
-    wanted = f"Bearer {token}".encode()
-
-    async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, wanted):
-            raise HTTPException(401, "The token is missing or wrong.")
-        length = request.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"The request must say its length, up to {MAX_BODY_BYTES}.")
-
-    async def read(request: Request, kind: type[BaseModel]) -> Any:
-        await check(request)
-        try:
-            return kind.model_validate(json.loads(await request.body()))
-        except ValueError as error:  # pydantic's is one
-            raise HTTPException(422, str(error)) from error
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -157,7 +162,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/v1/rewards")
     async def rewards(request: Request) -> dict[str, Any]:
-        asked = await read(request, RewardRequest)
+        asked = await gate.read(request, RewardRequest)
         scores, reasons, components = await service.judge(
             asked.prompts, asked.completions, asked.columns
         )
@@ -165,7 +170,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
-        asked = await read(request, OpenRLHFRequest)
+        asked = await gate.read(request, OpenRLHFRequest)
         if len(asked.query) != len(asked.prompts):
             raise HTTPException(422, f"{len(asked.query)} queries, {len(asked.prompts)} prompts")
         pairs = zip(asked.query, asked.prompts, strict=True)
@@ -175,7 +180,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/reward")
     async def reward(request: Request) -> dict[str, Any]:
-        asked = await read(request, SlimeRequest)
+        asked = await gate.read(request, SlimeRequest)
         (score,), (reason,) = await service.judge_labelled(
             [asked.prompt], [asked.response], [asked.label]
         )

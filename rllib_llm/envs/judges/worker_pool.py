@@ -103,6 +103,7 @@ class _Worker:
         self._order, self._start_s = order, start_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._broken: WorkerError | None = None
         self._lock = threading.Lock()
 
     def call(self, arguments: Mapping[str, Any], deadline_s: float) -> Any:
@@ -133,6 +134,8 @@ class _Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
             return self._process
+        if self._broken is not None:  # it would take as long to fail again
+            raise self._broken
         process = subprocess.Popen(
             [sys.executable, str(_PROGRAM)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -146,11 +149,12 @@ class _Worker:
             said = {"error": f"{type(error).__name__}, exit code {process.returncode}"}
         if "error" in said:
             self.kill()
-            raise WorkerError(
+            self._broken = WorkerError(
                 f"function={self._order['function']!r} must be importable in a worker process: "
                 f"{said['error']}. Correct the path, install what it needs, or raise start_s and "
                 "memory_mb."
             )
+            raise self._broken
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], line: Mapping, limit_s: float) -> Any:

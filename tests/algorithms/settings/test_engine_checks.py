@@ -42,6 +42,21 @@ def test_training_with_a_server_is_refused_and_evaluating_is_not():
     assert (config.engine, evaluation.engine) == ("torch", "openai")
 
 
+def test_training_with_a_server_wants_tokens_and_the_run_s_weights():
+    server = {**SERVER, "endpoint": "tokens"}
+    config = tiny.grpo().sampling(engine="openai", engine_settings=server)
+    with pytest.raises(ValueError, match="come with weights_name or weights_push"):
+        config.validate()
+    config.weights(name="run").validate()
+    assert config.server_engine_settings()["follows_run"] is True
+    config.sampling(engine_settings={**server, "follows_run": False})
+    with pytest.raises(ValueError, match="come with weights_name or weights_push"):
+        config.validate()
+    config.sampling(engine_settings=server).streaming(max_staleness=1)
+    with pytest.raises(ValueError, match="max_staleness, oversample or filters"):
+        config.validate()
+
+
 def test_a_server_has_to_be_named():
     config = tiny.grpo().sampling(engine="openai", engine_settings={"base_url": "http://h/v1"})
     config.in_evaluation = True

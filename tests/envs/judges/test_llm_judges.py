@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from rllib_llm.envs.judges.judge_server import JudgeServer
 from rllib_llm.envs.judges.pairwise import PairwiseJudge
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.judges.rewards import RewardSum
@@ -232,6 +233,17 @@ def test_the_same_question_is_asked_once(tmp_path):
         # Another judge does not.
         call(RubricJudge(server.base_url, "other", **settings), ["4"])
     assert len(server.requests) == 3
+
+
+def test_a_kept_reply_that_is_read_otherwise_now_is_invalid(tmp_path):
+    settings = {"cache_folder": str(tmp_path), "template": "{completion}", **QUICK}
+    with serving(lambda path, body: reply("7 of 10")) as server:
+        assert call(JudgeServer(server.base_url, "j", **settings), ["a"]) == [7.0]
+        (found,) = call(
+            JudgeServer(server.base_url, "j", pattern=r"Final: (\d)", **settings), ["a"]
+        )
+    assert isinstance(found, Invalid) and "hold a match of pattern" in found.reason
+    assert len(server.requests) == 1
 
 
 def test_beyond_its_budget_a_judge_is_not_asked(tmp_path):

@@ -86,6 +86,9 @@ def test_a_function_that_is_not_there_is_named():
     pool = WorkerPool("no_such_module:check", num_workers=1)
     with pytest.raises(WorkerError, match="'no_such_module:check' must be importable .*no_such_mo"):
         pool.map(calls("1"))
+    assert pool._workers.queue[0]._process is None
+    with pytest.raises(WorkerError):  # at once: a batch is asked about row by row then
+        pool.map(calls("1"))
     with pytest.raises(ValueError, match="deadline_s=0 must be above 0"):
         WorkerPool("a:b", deadline_s=0)
 

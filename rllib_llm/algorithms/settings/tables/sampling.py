@@ -158,7 +158,9 @@ SAMPLING = Section(
             choices=tuple(ENGINES),
             meaning="what generates in remote samplers",
             note='"torch" is our decode loop; "openai", a server with that interface, is for '
-            "evaluation alone, in `evaluation_config`. A sampler in the driver's process shares "
+            "evaluation, in `evaluation_config`, and with `endpoint: tokens` among its "
+            "engine_settings for training: such a server gives token ids, log-probs and versions "
+            "of the weights that it follows. A sampler in the driver's process shares "
             'the learner\'s module and generates with "torch" instead of "vllm".',
             remedy="Use 'torch'",
             acts=(OWN_MODULE,),
@@ -169,7 +171,8 @@ SAMPLING = Section(
             name="engine_settings",
             type=dict[str, Any] | None,
             default=None,
-            meaning="further arguments of `VLLMEngine` or `OpenAICompletions`",
+            meaning="further arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: "
+            "tokens`, `TokenCompletions`",
             remedy="Write it as {name: value}",
             acts=(ENGINE_OF_ITS_OWN,),
             also=("vllm_kwargs", "engine_kwargs"),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from rllib_llm.algorithms.settings.setting import Section, Setting
+from typing import Any
+
+from rllib_llm.algorithms.settings.setting import Condition, Section, Setting
+
+PUSHES = Condition(
+    "weights_push is set",
+    lambda c: bool(c.weights_push),
+    "without weights_push",
+    "Set weights_push",
+)
 
 WEIGHTS = Section(
     "weights",
@@ -38,6 +47,47 @@ WEIGHTS = Section(
             default=None,
             meaning="the name under which other processes of the cluster follow this run's weights",
             note="Replicas of a server, say (`rllib_llm.weights.follower`); None: nobody.",
+        ),
+        Setting(
+            name="serve",
+            type=dict[str, Any] | None,
+            default=None,
+            meaning="what a server is told that answers with the policy as it is learnt, beside "
+            "the run",
+            note="Settings of `rllib serve` by name, `{}` for none; it follows `weights_name` on "
+            "the run's cluster and ends with the run.",
+            remedy="Write {port: 8000}",
+        ),
+        Setting(
+            name="weights_push",
+            short="push",
+            type=list[Any] | None,
+            default=None,
+            meaning="which servers that follow nobody are given the weights, by the path of a "
+            "folder",
+            note="Each is {server: vllm | sglang | rllib_llm, base_url: ...}, with further "
+            "settings of the client (timeout_s, api_key_env); vLLM's needs the backend `disk`.",
+            remedy="Write [{server: vllm, base_url: http://host:8000}]",
+        ),
+        Setting(
+            name="weights_push_every",
+            short="push_every",
+            type=int,
+            default=1,
+            least=1,
+            unit="updates",
+            meaning="how often weights are pushed",
+            acts=(PUSHES,),
+        ),
+        Setting(
+            name="weights_push_folder",
+            short="push_folder",
+            type=str | None,
+            default=None,
+            meaning="the folder that weights are pushed by, which the servers see under the same "
+            "path",
+            note="None: `pushed` in the trial's folder. It holds the last two versions.",
+            acts=(PUSHES,),
         ),
         Setting(
             name="weights_keep",

@@ -1,0 +1,206 @@
+"""Weights for servers that do not follow the run: pushed to each, as a folder that it can read.
+
+    model ── export ──▶ FOLDER/EPOCH.VERSION ── its path ──▶ each server, all at once
+
+The calls are those of each server's documentation: vLLM's `weight_transfer` with
+`--weight-transfer-config '{"backend": "disk"}'` and SGLang's `update_weights_from_disk`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from rllib_llm.openai_client import OpenAIClient
+
+SERVERS = ("vllm", "sglang", "rllib_llm")
+_KEPT = 2  # folders; a server may read the one before the newest while that is written
+
+
+class PushedServer(Protocol):
+    """A server that is told where new weights lie."""
+
+    def update(self, folder: Path, epoch: int, version: int) -> None:
+        """Has it answer by the weights in `folder` from now on.
+
+        Raises:
+            RequestRefusedError, ServerError: it does not take them.
+        """
+
+    def close(self) -> None:
+        """Closes the connections."""
+
+
+class VLLMServer:
+    """vLLM's: paused, given the weights, and told to go on. After an error it stays paused: it may
+    have parts of two versions.
+
+    Args:
+        base_url: of the server, with or without "/v1" at its end.
+        pause_mode: what becomes of requests under way: "wait" for them, "keep" or "abort" them.
+        client: further arguments of `OpenAIClient`.
+    """
+
+    def __init__(self, base_url: str, *, pause_mode: str = "wait", **client: Any) -> None:
+        if pause_mode not in ("wait", "keep", "abort"):
+            raise ValueError(
+                f"pause_mode={pause_mode!r} must be 'wait', 'keep' or 'abort': vLLM knows no other "
+                "way. Use 'wait', which mixes no versions."
+            )
+        self._pause = f"pause?mode={pause_mode}&clear_cache=true"
+        self._client = OpenAIClient(_root(base_url), **client)
+        self._is_open = False
+
+    def update(self, folder: Path, epoch: int, version: int) -> None:
+        """As of all servers."""
+        if not self._is_open:
+            self._tell("init_weight_transfer_engine", {"init_info": {}})
+            self._is_open = True
+        self._tell(self._pause, {})
+        self._tell("start_weight_update", {})
+        self._tell("update_weights", {"update_info": {"path": str(folder)}})
+        self._tell("finish_weight_update", {"weight_version": f"{epoch}.{version}"})
+        self._tell("resume", {})
+
+    def _tell(self, path: str, body: dict[str, Any]) -> None:
+        self._client.post(path, body, lambda answer: None)
+
+    def close(self) -> None:
+        """As of all servers."""
+        self._client.close()
+
+
+class SGLangServer:
+    """SGLang's, which waits for the requests under way by itself.
+
+    Args:
+        base_url: of the server, with or without "/v1" at its end.
+        client: further arguments of `OpenAIClient`.
+    """
+
+    def __init__(self, base_url: str, **client: Any) -> None:
+        self._client = OpenAIClient(_root(base_url), **client)
+
+    def update(self, folder: Path, epoch: int, version: int) -> None:
+        """As of all servers."""
+        body = {
+            "model_path": str(folder), "weight_version": f"{epoch}.{version}",
+            "abort_all_requests": False, "flush_cache": True,
+        }  # fmt: skip
+        self._client.post("update_weights_from_disk", body, _check_success)
+
+    def close(self) -> None:
+        """As of all servers."""
+        self._client.close()
+
+
+class RllibServer:
+    """`rllib serve` of another cluster, with the key of its administration.
+
+    Args:
+        base_url: of the server, with or without "/v1" at its end.
+        client: further arguments of `OpenAIClient`; `api_key_env` names the key's variable.
+    """
+
+    def __init__(self, base_url: str, **client: Any) -> None:
+        self._client = OpenAIClient(_root(base_url), **client)
+
+    def update(self, folder: Path, epoch: int, version: int) -> None:
+        """As of all servers."""
+        body = {"path": str(folder), "epoch": epoch, "version": version}
+        self._client.post("update_weights", body, lambda answer: None)
+
+    def close(self) -> None:
+        """As of all servers."""
+        self._client.close()
+
+
+def _root(base_url: str) -> str:
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _check_success(answer: Any) -> None:
+    if not answer["success"]:
+        raise ValueError(answer.get("message", "no reason given"))
+
+
+def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
+    """The servers that `weights_push` names.
+
+    Raises:
+        ValueError: an entry that names none.
+    """
+    kinds: dict[str, Callable[..., PushedServer]] = {
+        "vllm": VLLMServer, "sglang": SGLangServer, "rllib_llm": RllibServer,
+    }  # fmt: skip
+    servers = []
+    for i, entry in enumerate(entries):
+        given = dict(entry) if isinstance(entry, Mapping) else {}
+        kind = kinds.get(given.pop("server", ""))
+        if kind is None or not isinstance(given.get("base_url"), str):
+            raise ValueError(
+                f"weights_push[{i}]={entry!r} must be a mapping with `server`, one of {SERVERS}, "
+                "and `base_url`: they say who is told, and how. Write {server: vllm, base_url: "
+                "'http://host:8000'}."
+            )
+        try:
+            servers.append(kind(**given))
+        except TypeError as error:
+            raise ValueError(
+                f"weights_push[{i}]={entry!r} must have settings that it knows: {error}. Beside "
+                "`server` and `base_url` there are those of the client, such as timeout_s."
+            ) from error
+    return servers
+
+
+class WeightsPush:
+    """Writes weights to a folder and tells servers of it.
+
+    Args:
+        servers: are told; closed with this.
+        folder: that this process and the servers see under the same path.
+    """
+
+    def __init__(self, servers: Sequence[PushedServer], folder: Path) -> None:
+        self._servers = list(servers)
+        self._folder = folder.absolute()
+        self._threads = ThreadPoolExecutor(len(self._servers), thread_name_prefix="push-weights")
+        self.seconds = 0.0
+        """What the last push took."""
+
+    def push(self, export: Callable[[Path], Any], epoch: int, version: int) -> None:
+        """Has all servers answer by the weights that `export` writes to a folder.
+
+        Raises:
+            RequestRefusedError, ServerError: one of them does not take them.
+        """
+        start = time.perf_counter()
+        target = self._folder / f"{epoch}.{version}"
+        begun = self._folder / f".{target.name}"
+        shutil.rmtree(begun, ignore_errors=True)
+        export(begun)
+        shutil.rmtree(target, ignore_errors=True)
+        begun.rename(target)
+        told = [
+            self._threads.submit(server.update, target, epoch, version) for server in self._servers
+        ]
+        for each in told:
+            each.result()
+        self._remove_old(target)
+        self.seconds = time.perf_counter() - start
+
+    def _remove_old(self, newest: Path) -> None:
+        others = [each for each in self._folder.iterdir() if each != newest]
+        others.sort(key=lambda each: each.stat().st_mtime)
+        for each in others[: len(others) - (_KEPT - 1)]:
+            shutil.rmtree(each, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets go of the servers; the last folders stay."""
+        self._threads.shutdown()
+        for server in self._servers:
+            server.close()

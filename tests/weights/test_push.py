@@ -1,0 +1,178 @@
+"""Weights pushed to servers that follow nobody, in the shapes that their documentation has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rllib_llm.openai_client import RequestRefusedError, ServerError
+from rllib_llm.weights.push import WeightsPush, open_servers
+from tests.algorithms import tiny_runs as tiny
+from tests.scripted_server import serving
+
+QUICK = {"first_delay_s": 0.01, "max_attempts": 1}
+
+
+class FakeVLLM:
+    """vLLM's weight transfer with the backend `disk`: its order of calls, and what each refuses."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.is_open = self.is_paused = self.is_updating = self.has_loaded = False
+        self.version, self.weights = "none", {}
+
+    def __call__(self, path, body):
+        self.calls.append(path)
+        name = path.partition("?")[0].strip("/")
+        allowed = {
+            "init_weight_transfer_engine": True,
+            "pause": True,
+            "start_weight_update": self.is_open and self.is_paused and not self.is_updating,
+            "update_weights": self.is_updating and not self.has_loaded,
+            "finish_weight_update": self.has_loaded,
+            "resume": not self.is_updating,
+        }
+        if not allowed[name]:
+            return 400, {"error": {"message": f"{name} is out of order"}}, {}
+        return 200, getattr(self, name)(body), {}
+
+    def init_weight_transfer_engine(self, body):
+        assert body == {"init_info": {}}
+        self.is_open = True
+        return {"message": "Weight transfer initialized"}
+
+    def pause(self, body):
+        self.is_paused = True
+        return {"status": "paused"}
+
+    def start_weight_update(self, body):
+        self.is_updating, self.has_loaded = True, False
+        return {"message": "Weight update started"}
+
+    def update_weights(self, body):
+        folder = Path(body["update_info"]["path"])
+        assert folder.is_absolute()
+        self.weights = load_file(folder / "model.safetensors")
+        self.has_loaded = True
+        return {"message": "Weights updated"}
+
+    def finish_weight_update(self, body):
+        self.version = body["weight_version"]
+        self.is_updating = self.has_loaded = False
+        return {"message": "Weight update finished"}
+
+    def resume(self, body):
+        self.is_paused = False
+        return {"status": "resumed"}
+
+
+class FakeSGLang:
+    """SGLang's update_weights_from_disk."""
+
+    def __init__(self, success: bool = True) -> None:
+        self.success, self.version, self.weights = success, "none", {}
+
+    def __call__(self, path, body):
+        assert path == "/update_weights_from_disk"
+        assert body["abort_all_requests"] is False and body["flush_cache"] is True
+        if not self.success:
+            return (
+                400,
+                {"success": False, "message": "Failed to load", "num_paused_requests": 0},
+                {},
+            )
+        self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
+        self.version = body["weight_version"]
+        return 200, {"success": True, "message": "Succeeded", "num_paused_requests": 0}, {}
+
+
+def test_a_run_pushes_what_it_learns(ray_session, tmp_path):
+    vllm, sglang = FakeVLLM(), FakeSGLang()
+    with serving(vllm) as first, serving(sglang) as second:
+        config = tiny.grpo().weights(
+            push=[
+                {"server": "vllm", "base_url": first.base_url, **QUICK},
+                {"server": "sglang", "base_url": second.base_url, **QUICK},
+            ],
+            push_every=2,
+            push_folder=str(tmp_path / "pushed"),
+        )
+        with tiny.built(config) as algorithm:
+            assert (vllm.version, sglang.version) == ("0.0", "0.0")
+            algorithm.train()
+            assert (vllm.version, sglang.version) == ("0.0", "0.0")
+            assert algorithm.train()["weights"]["push_seconds"] > 0
+            assert (vllm.version, sglang.version) == ("0.2", "0.2")
+            learnt = tiny.weights(algorithm)
+            for server in (vllm, sglang):
+                for name, tensor in server.weights.items():
+                    torch.testing.assert_close(tensor, learnt[f"model.{name}"], rtol=0, atol=0)
+            algorithm.train()
+            algorithm.train()
+        left = sorted(path.name for path in (tmp_path / "pushed").iterdir())
+    assert left == ["0.2", "0.4"]  # the last two
+    once = ["/pause?mode=wait&clear_cache=true", "/start_weight_update", "/update_weights",
+            "/finish_weight_update", "/resume"]  # fmt: skip
+    assert vllm.calls == ["/init_weight_transfer_engine", *once, *once, *once]
+
+
+def test_a_server_that_does_not_take_them_ends_the_push_and_stays_paused(tmp_path):
+    vllm = FakeVLLM()
+
+    def export(folder):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"no tensors")
+
+    def refuses(path, body):
+        if path == "/update_weights":
+            return 500, {"error": {"message": "cannot read"}}, {}
+        return vllm(path, body)
+
+    with serving(refuses) as server:
+        push = WeightsPush(open_servers([{"server": "vllm", "base_url": server.base_url, **QUICK}]),
+                           tmp_path)  # fmt: skip
+        with pytest.raises(ServerError, match="/update_weights must answer"):
+            push.push(export, 0, 1)
+        push.close()
+    assert vllm.is_paused and vllm.version == "none"
+    with serving(FakeSGLang(success=False)) as server:
+        entry = {"server": "sglang", "base_url": server.base_url, **QUICK}
+        push = WeightsPush(open_servers([entry]), tmp_path)
+        with pytest.raises(RequestRefusedError, match="Failed to load"):
+            push.push(export, 0, 1)
+        push.close()
+
+
+def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
+    pytest.importorskip("fastapi")
+    from rllib_llm.serving.clients import Clients
+    from tests.serving import tiny_server
+
+    monkeypatch.setenv("ADMIN", "secret")
+    made = tiny_server.service()
+    other = tiny_server.model(seed=1)
+    with tiny_server.running(made, Clients([], admin_key=b"secret")) as address:
+        entry = {"server": "rllib_llm", "base_url": address, "api_key_env": "ADMIN"}
+        push = WeightsPush(open_servers([entry]), tmp_path)
+        push.push(other.save_pretrained, 3, 7)
+        push.close()
+        assert made.weights.newest.label == "3.7"
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"server": "tgi", "base_url": "http://h"}, "must be a mapping with `server`, one of"),
+        ({"server": "vllm"}, "and `base_url`"),
+        ("http://h", "must be a mapping"),
+        ({"server": "vllm", "base_url": "http://h", "colour": 1}, "settings that it knows"),
+        ({"server": "vllm", "base_url": "http://h", "pause_mode": "x"}, "pause_mode='x' must be"),
+    ],
+)
+def test_an_entry_that_names_no_server_is_refused(entry, problem):
+    with pytest.raises(ValueError, match=problem):
+        tiny.grpo().weights(push=[json.loads(json.dumps(entry))]).validate()
