@@ -41,16 +41,16 @@ def dialogues(engine, *, keeps: bool) -> list:
     return [found[key] for key in sorted(found)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral (sliding window)", "gpt2"])
 def test_what_is_sampled_does_not_depend_on_what_is_kept(family):
     model = tiny_model(family)
     kept, dropped = engine(model), engine(model)
     for with_cache, without in zip(
         dialogues(kept, keeps=True), dialogues(dropped, keeps=False), strict=True
     ):
-        assert with_cache[0] == without[0]
+        assert with_cache[0] == without[0]  # in double precision; log-probs are kept in single
         torch.testing.assert_close(
-            torch.tensor(with_cache[1]), torch.tensor(without[1]), atol=1e-9, rtol=0
+            torch.tensor(with_cache[1]), torch.tensor(without[1]), atol=1e-6, rtol=0
         )
     assert kept._decoder.num_prefilled < dropped._decoder.num_prefilled
 
