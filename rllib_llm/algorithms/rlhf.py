@@ -72,6 +72,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
+        self._push: WeightsPush | None = None
+        self._server: Any = None  # beside the run
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
@@ -108,7 +110,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self.recorder = self.make_recorder()
         self.rollouts = replayed(self.make_rollouts(), self.config)
         self._publish()
-        self._server = None if self.config.serve is None else self.serve(**self.config.serve)
+        if self.config.serve is not None:
+            self._server = self.serve(**self.config.serve)
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""

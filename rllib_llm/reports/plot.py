@@ -102,7 +102,7 @@ def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
     if len(parts) < 2:
         return ()
     return tuple(
-        Panel(f"Reward: {name}", "before its weight", key, f"eval/{name}")
+        Panel(f"Reward: {name}", "before its weight", key, key.replace("train/", "eval/"))
         for key, name in zip(parts, names, strict=True)
     )
 
