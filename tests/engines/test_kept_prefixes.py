@@ -50,7 +50,7 @@ def test_what_is_sampled_does_not_depend_on_what_is_kept(family):
     ):
         assert with_cache[0] == without[0]  # in double precision; log-probs are kept in single
         torch.testing.assert_close(
-            torch.tensor(with_cache[1]), torch.tensor(without[1]), atol=1e-6, rtol=0
+            torch.tensor(with_cache[1]), torch.tensor(without[1]), atol=1e-5, rtol=0
         )
     assert kept._decoder.num_prefilled < dropped._decoder.num_prefilled
 
