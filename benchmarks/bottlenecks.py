@@ -126,29 +126,35 @@ def build_calling_model() -> Any:
 # --- the runs -------------------------------------------------------------------------------------
 
 
-def plain(reward: str = "judge", model: str = "build_model", max_new_tokens: int = 4) -> GRPOConfig:
+def sums(reward: str = "judge") -> dict[str, Any]:
+    """Settings of an environment."""
+    return {"prompts": PROMPTS, "reward_functions": f"{HERE}.{reward}", "max_prompt_len": 8}
+
+
+def plain(
+    env: str = "rllib_llm/RLHF-v0",
+    env_config: dict[str, Any] | None = None,
+    model: str = "build_model",
+    max_new_tokens: int = 4,
+) -> GRPOConfig:
     """A run in which nothing is slow."""
     return (
         GRPOConfig()
         .language_model(model=f"{HERE}.{model}")
-        .environment(
-            "rllib_llm/RLHF-v0",
-            env_config={"prompts": PROMPTS, "reward_functions": f"{HERE}.{reward}",
-                        "max_prompt_len": 8},
-        )
+        .environment(env, env_config=env_config or sums())
         .env_runners(num_env_runners=1)
         .sampling(num_completions=3, max_new_tokens=max_new_tokens, log_samples_every=0)
         .training(train_batch_size_per_learner=24, minibatch_size=24, lr=1e-6)
-    )  # fmt: skip
+    )
 
 
 def with_slow_judge() -> GRPOConfig:
-    return plain("slow_judge")
+    return plain(env_config=sums("slow_judge"))
 
 
 def with_slow_tool() -> GRPOConfig:
-    return plain(model="build_calling_model", max_new_tokens=40).environment(
-        f"{HERE}.SlowCalculator", env_config={"max_turns": 2}
+    return plain(
+        f"{HERE}.SlowCalculator", {"max_turns": 2}, "build_calling_model", max_new_tokens=40
     )
 
 

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,14 @@ import ray
 from ray import tune
 
 from rllib_llm import ray_compat
-from rllib_llm.ray_compat import PRIVATE_NAMES, WANDB_NAMES, PrivateName, check_ray
+from rllib_llm.ray_compat import (
+    PRIVATE_NAMES,
+    WANDB_NAMES,
+    PrivateName,
+    check_ray,
+    processes_of,
+    room_for_samplers,
+)
 
 PACKAGE = Path(ray_compat.__file__).parent
 NAMES = PRIVATE_NAMES + WANDB_NAMES
@@ -166,3 +174,40 @@ def test_a_registered_environment_is_found_and_a_trainable_keeps_its_name():
     from ray.tune.registry import get_trainable_cls
 
     assert get_trainable_cls("ray_compat_trainable").__name__ == "First"
+
+
+class Child:
+    def pid(self):
+        return os.getpid()
+
+
+class Parent(Child):
+    def make(self):
+        self.child = ray.remote(Child).options(num_cpus=0).remote()
+        return ray.get(self.child.pid.remote())
+
+
+def test_the_processes_of_an_actor_are_its_own_and_those_of_actors_that_it_made(ray_session):
+    parent, other = (ray.remote(Parent).options(num_cpus=0).remote() for _ in range(2))
+    own, child = ray.get([parent.pid.remote(), parent.make.remote()])
+    assert sorted(processes_of(parent)) == sorted([own, child])
+    assert processes_of(other) == [ray.get(other.pid.remote())]
+    for actor in (parent, other):
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "room"),
+    [
+        ({"num_cpus": 1}, 2 + 1),
+        ({"num_cpus": 1, "num_gpus": 0.5}, 1),  # the second node's CPU; the first has no GPU
+        ({"num_cpus": 0.5, "num_gpus": 0}, 5 + 2),
+        ({}, sys.maxsize),  # it takes nothing
+    ],
+)
+def test_there_is_room_for_samplers_where_a_node_has_all_they_need(monkeypatch, arguments, room):
+    monkeypatch.setattr(
+        ray_compat, "free_by_node", lambda: [{"CPU": 2.5}, {"CPU": 1.0, "GPU": 1.0}]
+    )
+    group = SimpleNamespace(_remote_args=arguments)
+    assert room_for_samplers(group) == room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MESSAGES_FILE, MessageLog
 from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.setup_watch import is_trial, killed_after
+
+TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 
 
 class LanguageModelConfig(TabledConfig):
@@ -260,7 +263,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """Reports to the overseer of this Tune run, if it is one, and has samplers do so."""
         overseen = self._storage is not None and self.config.overseer
         folder = self.trial_folder.parent
-        place = (str(folder), self.trial_id) if overseen else None
+        # RLlib keeps Tune's id of the trial from us; its folder is called by it.
+        found = TRIAL_ID.search(self.trial_folder.name)
+        trial = found[0] if found else self.trial_folder.name
+        place = (str(folder), trial) if overseen else None
         if place != getattr(self.config, "_overseer", None):  # that of a checkpoint is of its run
             config = self.config.copy(copy_frozen=False)
             config._overseer = place
@@ -270,8 +276,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             return
         self.oversight.join(
             folder,
-            f"trial {self.trial_id}",
-            trial=self.trial_id,
+            f"trial {trial}",
+            trial=trial,
             stage=folder.name,
             algorithm=type(self).__name__,
         )

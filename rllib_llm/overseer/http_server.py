@@ -20,7 +20,9 @@ from urllib.parse import parse_qs, urlsplit
 from rllib_llm.overseer.commands import CommandError
 from rllib_llm.overseer.overseer import Overseer
 
-ADDRESS_FILE = "overseer.json"  # in the folder of a stage: {"url", "token"}
+# In the folder of a stage, JSON {"url", "token"}. Without that ending: of a run that is resumed,
+# Tune puts every .json and .pkl file of that folder back, again and again, as it was at first.
+ADDRESS_FILE = "overseer.address"
 MAX_BODY = 64 * 1024
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from rllib_llm.overseer.commands import DONE, REFUSED
 INTERVAL_S = 1.0
 ANSWER_S = 10.0  # that the overseer may take; one that starts takes seconds
 MAX_INTERVAL_S = 60.0  # between attempts to reach one that does not answer
+SECONDS_OF_HUNG = 60.0  # since its last answer
 SECONDS_TO_LEAVE = 1.0
 
 
@@ -34,6 +36,8 @@ class Link:
         part: its name, unique in the run.
         describe: gives what there is to say of it now, called in the link's thread.
         open: gives the overseer's handle.
+        restarts_hung: whether an overseer that gives no answers any more is ended, so that Ray
+            starts it anew.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class Link:
         part: str,
         describe: Callable[[], Mapping[str, Any]],
         open: Callable[[Path], Any] = open_overseer,
+        *,
+        restarts_hung: bool = False,
     ) -> None:
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self._folder, self._part, self._describe, self._open = folder, part, describe, open
@@ -50,6 +56,8 @@ class Link:
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ended, self._wake = threading.Event(), threading.Event()
         self._overseer: Any = None
+        self._restarts_hung = restarts_hung
+        self._answered: float | None = None  # monotonic seconds, by this overseer
         self._fixed = {
             "part": part,
             "incarnation": self._incarnation,
@@ -93,12 +101,23 @@ class Link:
                 answers.append(self._answers.get_nowait())
             try:
                 self._exchange(answers, is_last)
-                answers, pause = [], INTERVAL_S
-            except (RayError, GetTimeoutError, ValueError, RuntimeError, ConnectionError):
+                answers, pause, self._answered = [], INTERVAL_S, time.monotonic()
+            except (RayError, ValueError, RuntimeError, ConnectionError) as error:
+                self._end_hung(error)
                 self._overseer, pause = None, min(2 * pause, MAX_INTERVAL_S)
             if is_last:
                 return
             self._wake.wait(pause)
+
+    def _end_hung(self, error: Exception) -> None:
+        """Ends an overseer that has answered before and does no more; one that starts on a busy
+        machine is waited for."""
+        if not isinstance(error, GetTimeoutError):
+            self._answered = None
+        elif self._answered is not None and time.monotonic() - self._answered > SECONDS_OF_HUNG:
+            self._answered = None
+            if self._restarts_hung:
+                ray.kill(self._overseer, no_restart=False)
 
     def _exchange(self, answers: list[dict[str, Any]], is_last: bool) -> None:
         if self._overseer is None:

@@ -44,7 +44,7 @@ class Oversight:
     def join(self, folder: Path, part: str, **facts: Any) -> None:
         """Reports to the overseer of the Tune run in `folder` from now on."""
         self._facts = facts
-        self._link = Link(folder, part, self._describe)
+        self._link = Link(folder, part, self._describe, restarts_hung=True)
         self._gauges = Gauges(part)
 
     def obey(self, algorithm: Scalable, pausing: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@ samples.jsonl, which has no tokens."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.trial_logs import read_json_lines
 
+SETTINGS_FILE = "params.json"  # Tune's
 ROLLOUTS = "rollouts"  # the store's folder in a trial's
 MAX_ROWS = 2000  # on one page; spread over the run
 DIGITS = 4
@@ -128,12 +130,23 @@ class _Words:
 
 
 def _tokenizer(trial_folder: Path) -> Any:
-    """That of the exported model, else of the newest checkpoint, None where there is none yet."""
+    """That of the exported model, else of the newest checkpoint, else of the folder that the run
+    began with; None where there is none yet."""
     files = [trial_folder / "model" / "tokenizer_config.json"]
     files += sorted(trial_folder.glob("checkpoint_*/**/tokenizer_config.json"), reverse=True)
+    files += [folder / "tokenizer_config.json" for folder in _began_with(trial_folder)]
     for file in files:
         if file.is_file():
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(file.parent)
     return None
+
+
+def _began_with(trial_folder: Path) -> list[Path]:
+    """The folder of the model that the trial's settings name, where that is one."""
+    try:
+        model = json.loads((trial_folder / SETTINGS_FILE).read_text(encoding="utf-8"))["model"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return [Path(model).expanduser()] if isinstance(model, str) else []

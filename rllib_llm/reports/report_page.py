@@ -13,7 +13,7 @@ from typing import Any
 
 from rllib_llm.reports.environment import read_environment
 from rllib_llm.reports.metrics_view import Metric, summary_metrics
-from rllib_llm.reports.page_rows import page_rows
+from rllib_llm.reports.page_rows import SETTINGS_FILE, page_rows
 from rllib_llm.reports.plot import (
     PANELS,
     STOCK_PANELS,
@@ -36,7 +36,6 @@ from rllib_llm.tune.trial_logs import (
 from rllib_llm.user_errors import UserError
 
 PAGE_FILE = "report.html"
-SETTINGS_FILE = "params.json"  # Tune's
 TEMPLATE = Path(__file__).parent / "page"
 MAX_PAIRS = 50
 MAX_POINTS = 1000  # of a curve

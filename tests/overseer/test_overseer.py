@@ -177,6 +177,8 @@ def test_an_overseer_that_is_started_again_has_another_address_and_the_same_toke
     second = OverseerServer(Overseer(), tmp_path)
     assert second.token == first.token
     assert json.loads(second.file.read_text())["url"] == second.url
+    # Tune's, of a run that is resumed: `ExperimentStateManager.sync_down_experiment_state`.
+    assert second.file.suffix not in (".json", ".pkl")
     second.close()
     with pytest.raises(NoOverseerError, match="its overseer does not answer"):
         find_run(tmp_path).status()

@@ -143,6 +143,8 @@ def test_a_run_that_is_paused_scaled_and_saved_learns_the_same(tmp_path, undistu
     (scaled,) = run.tell("scale", timeout_s=PATIENCE_S, samplers=2)
     assert scaled["answer"] == "2 samplers instead of 1"
     until(lambda: num_samplers(run) == 2)
+    (folder,) = tuned.folder.glob("GRPO_*")
+    assert all(part["trial"] in folder.name for part in run.status()["parts"])  # Tune's id
     if schedule == "synchronous":
         (refused,) = run.tell("scale", timeout_s=60, samplers=3)
         assert refused["state"] == "refused" and "sampling_parts" in refused["answer"]
@@ -170,3 +172,21 @@ def test_a_run_goes_on_when_its_overseer_dies_or_hangs(tmp_path, undisturbed, nu
     finally:
         if number == signal.SIGSTOP:
             os.kill(pid, signal.SIGKILL)
+
+
+def test_an_overseer_that_hangs_is_started_again_and_a_paused_run_can_be_resumed(tmp_path):
+    tuned = TuneRun(tmp_path, "synchronous")
+    run = tuned.overseen()
+    tell_before_the_gate_opens(tuned, run, "pause")
+    until(lambda: any(part.get("paused") for part in run.status()["parts"]))
+    os.kill(ray.get(tuned.overseer().pid.remote()), signal.SIGSTOP)
+
+    def resumed():
+        try:
+            told = run.tell("resume", timeout_s=10)
+            return bool(told) and told[0]["state"] == "done"
+        except UserError:
+            return False
+
+    until(resumed)
+    tuned.weights()

@@ -45,6 +45,7 @@ def test_two_trials_give_one_picture_with_ink_of_two_colours(tmp_path):
 def test_each_part_of_a_reward_has_a_plot_of_its_own(tmp_path):
     flat = [{"train/correct_rewards": 0.5, "train/format_rewards": 0.9}]
     assert [panel.title for panel in part_panels(flat)] == ["Reward: correct", "Reward: format"]
+    assert part_panels(flat)[0].eval_key == "eval/correct_rewards"  # as evaluations report it
     assert part_panels([{"train/correct_rewards": 0.5}]) == ()  # it is the reward itself
     rows = rl_rows(8)
     without = plot_stage("a", [write_results(tmp_path / "a", rows)], ["a"], tmp_path / "a.png")

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.envs.toys.calculator import build_tokenizer
 from rllib_llm.reports.environment import describe_environment, read_environment, write_environment
 from rllib_llm.reports.page_rows import page_rows
 from rllib_llm.reports.report_page import find_trials, panels, write_page
@@ -110,6 +111,16 @@ def test_tokens_come_from_the_rollout_store(tmp_path):
     assert rows[0]["parts"] == {"correct": 1.0}
     assert (rows[0]["score"], rows[1]["score"]) == (0.0, None)  # nobody judged it
     assert len(page_rows(trial, limit=4)) == 4
+
+
+def test_tokens_are_words_before_there_is_a_checkpoint(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    store(trial, 1, 1)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "policy")
+    (trial / "params.json").write_text(json.dumps({"model": str(tmp_path / "policy")}))
+    words = [token[0] for token in page_rows(trial)[0]["tokens"]]
+    assert words == [tokenizer.decode([7]), tokenizer.decode([8])] != ["#7", "#8"]
 
 
 def test_trials_are_found_from_any_folder_in_the_order_in_which_they_began(tmp_path):
