@@ -1,6 +1,6 @@
 """Learning from data of a fixed age under different corrections: the curves in one plot.
 
-    python -m benchmarks.stale_data [--age 4] [--iterations 60] [--seeds 3] [--lr 5e-4 2e-3]
+    python -m benchmarks.stale_data [--age 4] [--iterations 60] [--seeds 3] [--lr 5e-4 1e-3]
                                     [--plot stale_data.png]
 
 GRPO on one-digit sums after supervised training, in one process, in lockstep: from the `--age`-th
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--age", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4, 2e-3])
+    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4, 1e-3])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()

@@ -123,7 +123,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     from rllib_llm.serving import deployment
 
-    deployment.prepare(settings)
+    deployment.prepare(settings, starts_ray=ray_address is None)
     import ray
 
     if ray_address is not None:

@@ -62,22 +62,21 @@ class TokenCompletions:
         """Starts a completion. The future raises RequestRefusedError or ServerError where there is
         no answer."""
         asked = weights if self._follows_run else None
-        body: dict[str, Any] = {
-            **({} if self._served_model is None else {"model": self._served_model}),
-            "token_ids": list(token_ids),
-            "sampling_params": {
-                **self._noise(noise),
-                "max_tokens": params.max_new_tokens,
-                "min_tokens": params.min_new_tokens,
-                "temperature": 0.0 if params.greedy else params.temperature,
-                "top_p": 1.0 if params.greedy else params.top_p,
-                "top_k": 0 if params.greedy else params.top_k,
-                "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": True,  # the policy's own are among the stop tokens
-                "logprobs": 0,
-            }
-            | self._extra,
+        sampling: dict[str, Any] = {
+            "max_tokens": params.max_new_tokens,
+            "min_tokens": params.min_new_tokens,
+            "temperature": 0.0 if params.greedy else params.temperature,
+            "top_p": 1.0 if params.greedy else params.top_p,
+            "top_k": 0 if params.greedy else params.top_k,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # the policy's own are among the stop tokens
+            "logprobs": 0,
+            **self._noise(noise),
+            **self._extra,
         }
+        body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": sampling}
+        if self._served_model is not None:
+            body["model"] = self._served_model
         headers = None if asked is None else {"X-Min-Weight-Version": f"{asked[0]}.{asked[1]}"}
         return self._client.submit(PATH, body, partial(_read, params, asked), headers)
 

@@ -72,25 +72,35 @@ def follow(service: Any) -> Any:
     return source
 
 
-def uses_haproxy(settings: ServeSettings) -> bool:
+def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
     """Whether Ray Serve's HAProxy is in front: as Ray's environment says, if it says so, else where
-    there are keys, since it listens on all addresses of the machine.
+    there are keys, since it listens on all addresses of the machine, and Ray is not started yet.
+
+    Args:
+        settings: of the server.
+        starts_ray: whether this process starts Ray, and so says what its environment is.
 
     Raises:
-        UserError: it is asked for without keys.
+        UserError: it is asked for without keys, or where Ray runs without it.
     """
     has_keys = bool(read_clients(settings).clients)
-    in_environment = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
-    wanted = settings.haproxy or (settings.haproxy is None and in_environment == "1")
-    if wanted and not has_keys:
+    told = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
+    if told is None and starts_ray:
+        is_on = has_keys if settings.haproxy is None else settings.haproxy
+    else:
+        is_on = told == "1"
+        if settings.haproxy and not is_on:
+            raise UserError(
+                f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray "
+                "Serve reads it there. Set it, or leave haproxy out."
+            )
+    if is_on and not has_keys:
         raise UserError(
             "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
             "the machine, and whoever reaches one could use the model. Set api_keys_file or "
             f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out."
         )
-    if in_environment is not None:
-        return in_environment == "1"
-    return has_keys if settings.haproxy is None else settings.haproxy
+    return is_on
 
 
 def build(settings: ServeSettings) -> Any:
@@ -149,8 +159,11 @@ def start(settings: ServeSettings) -> Server:
     Raises:
         UserError: an address that others reach, without keys.
     """
-    prepare(settings)
     import ray
+
+    if ray.is_initialized() and ray.util.get_current_placement_group() is not None:
+        return _start_outside(settings)
+    prepare(settings, starts_ray=not ray.is_initialized())
     from ray import serve
 
     if not ray.is_initialized():
@@ -159,10 +172,31 @@ def start(settings: ServeSettings) -> Server:
     _check_others(has_keys)
     _check_room(settings)
     serve.start(http_options={"host": settings.host, "port": settings.port})
-    serve.run(build(settings), name=APPLICATION, route_prefix="/")
     server = Server(settings)
-    _check_address(server)
+    with contextlib.ExitStack() as undone:
+        undone.callback(server.close)
+        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        _check_address(server)
+        undone.pop_all()
     return server
+
+
+def _start_outside(settings: ServeSettings) -> Server:
+    """As `start`, from a task: what a trial starts itself has to fit into the resources that Tune
+    reserved for it, Ray Serve's controller and replicas among them."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="DEFAULT")(_start_with)
+    try:
+        ray.get(task.remote(settings.for_replica()))
+    except RayTaskError as error:
+        raise error.cause from None
+    return Server(settings)
+
+
+def _start_with(settings: Mapping[str, Any]) -> None:
+    start(ServeSettings.model_validate(dict(settings)))
 
 
 def _check_others(has_keys: bool) -> None:
@@ -226,16 +260,16 @@ def _check_room(settings: ServeSettings) -> None:
     )
 
 
-def prepare(settings: ServeSettings) -> None:
+def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     """Checks the settings and has Ray started with Serve's HAProxy, where it is wanted. Call it
-    before Ray is started or imported: Ray Serve reads its environment when it is.
+    before Ray is started, or Ray Serve imported, which reads the environment then.
 
     Raises:
         UserError: see `check_exposure` and `uses_haproxy`.
     """
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
-    os.environ[HAPROXY] = "1" if uses_haproxy(settings) else "0"
+    os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
 

@@ -2,8 +2,8 @@
 
     model ── export ──▶ FOLDER/EPOCH.VERSION ── its path ──▶ each server, all at once
 
-The calls are those of each server's documentation: vLLM's `weight_transfer` with
-`--weight-transfer-config '{"backend": "disk"}'` and SGLang's `update_weights_from_disk`.
+The calls are those of each server's documentation: vLLM's for RL, which it has with
+`VLLM_SERVER_DEV_MODE=1`, and SGLang's `update_weights_from_disk`.
 """
 
 from __future__ import annotations
@@ -41,30 +41,49 @@ class VLLMServer:
 
     Args:
         base_url: of the server, with or without "/v1" at its end.
+        method: "reload": its workers read the folder by `reload_weights`; "transfer": by its weight
+            transfer (start, update, finish) with the backend `disk`, which was a draft in November
+            2026 (vllm-project/vllm#52152).
         pause_mode: what becomes of requests under way: "wait" for them, "keep" or "abort" them.
         client: further arguments of `OpenAIClient`.
+
+    Raises:
+        ValueError: an unknown method or pause mode.
     """
 
-    def __init__(self, base_url: str, *, pause_mode: str = "wait", **client: Any) -> None:
-        if pause_mode not in ("wait", "keep", "abort"):
-            raise ValueError(
-                f"pause_mode={pause_mode!r} must be 'wait', 'keep' or 'abort': vLLM knows no other "
-                "way. Use 'wait', which mixes no versions."
-            )
+    def __init__(
+        self, base_url: str, *, method: str = "reload", pause_mode: str = "wait", **client: Any
+    ) -> None:
+        known = {"method": ("reload", "transfer"), "pause_mode": ("wait", "keep", "abort")}
+        for name, value in {"method": method, "pause_mode": pause_mode}.items():
+            if value not in known[name]:
+                raise ValueError(
+                    f"{name}={value!r} must be one of {known[name]}: vLLM knows no other way. Use "
+                    f"{known[name][0]!r}."
+                )
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
+        self._give = self._transfer if method == "transfer" else self._reload
         self._client = OpenAIClient(_root(base_url), **client)
         self._is_open = False
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
         """As of all servers."""
+        self._tell(self._pause, {})
+        self._give(str(folder), f"{epoch}.{version}")
+        self._tell("resume", {})
+
+    def _reload(self, folder: str, label: str) -> None:
+        self._tell("collective_rpc", {"method": "reload_weights",
+                                      "kwargs": {"weights_path": folder}})  # fmt: skip
+        self._tell("update_weight_version", {"new_version": label})
+
+    def _transfer(self, folder: str, label: str) -> None:
         if not self._is_open:
             self._tell("init_weight_transfer_engine", {"init_info": {}})
             self._is_open = True
-        self._tell(self._pause, {})
         self._tell("start_weight_update", {})
-        self._tell("update_weights", {"update_info": {"path": str(folder)}})
-        self._tell("finish_weight_update", {"weight_version": f"{epoch}.{version}"})
-        self._tell("resume", {})
+        self._tell("update_weights", {"update_info": {"path": folder}})
+        self._tell("finish_weight_update", {"weight_version": label})
 
     def _tell(self, path: str, body: dict[str, Any]) -> None:
         self._client.post(path, body, lambda answer: None)

@@ -237,6 +237,7 @@ def test_rows_may_finish_on_the_weights_that_they_began_with(family):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_rows_may_have_their_cache_computed_anew(family):
+    """Complaint: a cache of keys up to 17 updates old is read on (NeMo #4018, vLLM #9744)."""
     early, _, by_old, _ = halves("recompute", family)
     assert early.token_ids[:4] == by_old[0][:4]
     assert early.versions == [3] * 4 + [4] * 6

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rllib_llm.engines.params import SamplingParams
 from tests.serving.tiny_server import (
     DEADLINE_S,
+    EOS,
     NAME,
     asgi_client,
     model,
@@ -88,6 +90,24 @@ def test_tokens_in_tokens_out_in_both_of_vllm_s_shapes(tiny):
         httpx.post(f"{tiny[0]}/inference/v1/generate", json={**asked, "stream": True})
     )
     assert [t for e in events for t in e["choices"][0]["token_ids"]] == choice["token_ids"]
+    spans = [{"version": "0.0", "start": 0, "end": len(choice["token_ids"])}]
+    assert choice["weight_versions"] == events[-1]["choices"][0]["weight_versions"] == spans
+
+
+def test_noise_is_named_as_a_run_names_it(tiny):
+    def tokens(**changes) -> list[list[int]]:
+        params = {"max_tokens": 9, "seed": 5, **changes}
+        asked = {"token_ids": [1, 40, 41], "sampling_params": params}
+        answer = httpx.post(f"{tiny[0]}/inference/v1/generate", json=asked).json()
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    # Of several completions each has a row of its own.
+    assert tokens(n=3)[2] == tokens(noise_row=2)[0] != tokens()[0]
+    assert tokens(noise_turn=1) != tokens()
+    ended = tiny[1].loop.complete(
+        [1, 40, 41], SamplingParams(3, (EOS,), max_new_tokens=9), seed=5, row=2, turn=1
+    )
+    assert [ended.token_ids] == tokens(noise_row=2, noise_turn=1)
 
 
 def test_texts_become_tokens_and_back(tiny):
@@ -260,6 +280,18 @@ def test_without_a_second_copy_an_answer_says_which_weights_sampled_it(in_flight
             answer = (await asking).json()
             assert answer["metadata"] == {"weight_version": "0.1", "weight_versions": "0.0,0.1"}
             assert len(answer["choices"][0]["token_ids"]) == 300
+            tokens = {
+                "token_ids": [1, 40], "sampling_params": {"max_tokens": 300, "ignore_eos": True}
+            }  # fmt: skip
+            asking = asyncio.create_task(http.post("/inference/v1/generate", json=tokens))
+            while not any(job.num_completion_tokens for job in made.jobs.values()):
+                await asyncio.sleep(0.001)
+            weights = model(2).state_dict()
+            await asyncio.to_thread(made.load, weights, epoch=0, version=2, source="test")
+            first, second = (await asking).json()["choices"][0]["weight_versions"]
+            assert (first["version"], first["start"]) == ("0.1", 0)
+            assert (second["version"], second["end"]) == ("0.2", 300)
+            assert 0 < first["end"] == second["start"] < 300
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import httpx
 import openai
@@ -83,11 +84,18 @@ def test_haproxy_is_for_servers_with_keys(monkeypatch):
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k", haproxy=False))
     with pytest.raises(UserError, match="haproxy=True must come with API keys"):
         deployment.uses_haproxy(ServeSettings(model="m", haproxy=True))
+    # On a cluster that runs, what it was started with holds.
+    assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"), starts_ray=False)
+    with pytest.raises(UserError, match="haproxy=True must come with RAY_SERVE_ENABLE_HA_PROXY=1"):
+        deployment.uses_haproxy(
+            ServeSettings(model="m", api_keys="k", haproxy=True), starts_ray=False
+        )
     # What Ray was started with holds, and is refused where it opens the model to everybody.
     monkeypatch.setenv(deployment.HAPROXY, "1")
     assert deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
-    with pytest.raises(UserError, match="haproxy=True must come with API keys"):
-        deployment.uses_haproxy(ServeSettings(model="m"))
+    for asked in (None, False):
+        with pytest.raises(UserError, match="haproxy=True must come with API keys"):
+            deployment.uses_haproxy(ServeSettings(model="m", haproxy=asked))
     monkeypatch.setenv(deployment.HAPROXY, "0")
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
 
@@ -123,10 +131,21 @@ def folder(tmp_path) -> str:
     return tiny_models.save(tmp_path / "tiny", model(), tokenizer())
 
 
-def command(*arguments: str, **environment: str) -> subprocess.Popen:
+def answers(url: str, **options) -> httpx.Response | None:
+    """The answer, where there is one and it is well."""
+    try:
+        answer = httpx.get(url, timeout=5, **options)
+    except httpx.TransportError:
+        return None
+    return answer if answer.status_code == 200 else None
+
+
+def command(
+    *arguments: str, stderr: int | IO[str] = subprocess.PIPE, **environment: str
+) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "rllib_llm.cli.main", "serve", *arguments],
-        stderr=subprocess.PIPE, text=True,
+        stderr=stderr, text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ import rllib_llm
 from rllib_llm.serving import deployment
 from tests import tiny_models
 from tests.algorithms import tiny_runs
-from tests.serving.test_deployment import assert_sampled_by, free_port
+from tests.serving.test_deployment import answers, assert_sampled_by, free_port
 from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -132,11 +132,11 @@ def test_replicas_are_added_for_completions_that_wait_and_taken_away(folder):
         thread = threading.Thread(target=ask)
         thread.start()
         try:
-            until(lambda: num_running() == 2, 4 * DEADLINE_S)
+            until(lambda: num_running() == 2, 5 * DEADLINE_S)
         finally:
             stop.set()
             thread.join(DEADLINE_S)
-        until(lambda: num_running() == 1, 4 * DEADLINE_S)
+        until(lambda: num_running() == 1, 5 * DEADLINE_S)
 
 
 def test_a_server_without_room_says_so(folder):
@@ -204,14 +204,6 @@ def running(process: subprocess.Popen):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def answers(url: str, **options) -> httpx.Response | None:
-    try:
-        answer = httpx.get(url, timeout=5, **options)
-    except httpx.TransportError:
-        return None
-    return answer if answer.status_code == 200 else None
-
-
 def test_one_yaml_trains_a_run_and_serves_it(tmp_path):
     port = free_port()
     file = tmp_path / "run.yaml"
@@ -219,7 +211,7 @@ def test_one_yaml_trains_a_run_and_serves_it(tmp_path):
     url = f"http://127.0.0.1:{port}"
     train = ("rllib_llm.cli.main", "train", "file", str(file), "--storage-path", str(tmp_path))
     with running(command(*train)):
-        until(lambda: answers(f"{url}/readyz"), 4 * DEADLINE_S)
+        until(lambda: answers(f"{url}/readyz"), 5 * DEADLINE_S)
         seen = set()
 
         def comes_on() -> bool:
@@ -228,7 +220,7 @@ def test_one_yaml_trains_a_run_and_serves_it(tmp_path):
             seen.add(made["metadata"]["weight_version"])
             return len(seen) > 3
 
-        until(comes_on, 4 * DEADLINE_S)
+        until(comes_on, 5 * DEADLINE_S)
 
 
 def test_serve_s_own_yaml_and_haproxy(folder, tmp_path):
@@ -252,7 +244,7 @@ def test_serve_s_own_yaml_and_haproxy(folder, tmp_path):
     own = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_ADDRESS": "local"}
     run = command("ray.serve.scripts", "run", str(file), **own)
     with running(run):
-        until(lambda: answers(f"{url}/v1/models", headers=key), 4 * DEADLINE_S)
+        until(lambda: answers(f"{url}/v1/models", headers=key), 5 * DEADLINE_S)
         assert httpx.get(f"{url}/v1/models").status_code == 401
         with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
             whole = client.completions.create(**KNOBS).choices[0].text

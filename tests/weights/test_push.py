@@ -18,7 +18,7 @@ QUICK = {"first_delay_s": 0.01, "max_attempts": 1}
 
 
 class FakeVLLM:
-    """vLLM's weight transfer with the backend `disk`: its order of calls, and what each refuses."""
+    """vLLM's calls for RL: the order that they are allowed in, and what each takes."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -31,6 +31,8 @@ class FakeVLLM:
         allowed = {
             "init_weight_transfer_engine": True,
             "pause": True,
+            "collective_rpc": self.is_paused,
+            "update_weight_version": self.is_paused,
             "start_weight_update": self.is_open and self.is_paused and not self.is_updating,
             "update_weights": self.is_updating and not self.has_loaded,
             "finish_weight_update": self.has_loaded,
@@ -48,6 +50,15 @@ class FakeVLLM:
     def pause(self, body):
         self.is_paused = True
         return {"status": "paused"}
+
+    def collective_rpc(self, body):
+        assert body.keys() == {"method", "kwargs"} and body["method"] == "reload_weights"
+        self.weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+        return {"results": [None]}
+
+    def update_weight_version(self, body):
+        self.version = body["new_version"]
+        return {"message": "Weight version updated"}
 
     def start_weight_update(self, body):
         self.is_updating, self.has_loaded = True, False
@@ -90,12 +101,23 @@ class FakeSGLang:
         return 200, {"success": True, "message": "Succeeded", "num_paused_requests": 0}, {}
 
 
-def test_a_run_pushes_what_it_learns(ray_session, tmp_path):
+ONE_RELOAD = ["/collective_rpc", "/update_weight_version", "/resume"]
+ONE_TRANSFER = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("method", "once", "first_calls"),
+    [
+        ("reload", ONE_RELOAD, []),
+        ("transfer", ONE_TRANSFER, ["/init_weight_transfer_engine"]),
+    ],
+)
+def test_a_run_pushes_what_it_learns(ray_session, tmp_path, method, once, first_calls):
     vllm, sglang = FakeVLLM(), FakeSGLang()
     with serving(vllm) as first, serving(sglang) as second:
         config = tiny.grpo().weights(
             push=[
-                {"server": "vllm", "base_url": first.base_url, **QUICK},
+                {"server": "vllm", "base_url": first.base_url, "method": method, **QUICK},
                 {"server": "sglang", "base_url": second.base_url, **QUICK},
             ],
             push_every=2,
@@ -115,9 +137,8 @@ def test_a_run_pushes_what_it_learns(ray_session, tmp_path):
             algorithm.train()
         left = sorted(path.name for path in (tmp_path / "pushed").iterdir())
     assert left == ["0.2", "0.4"]  # the last two
-    once = ["/pause?mode=wait&clear_cache=true", "/start_weight_update", "/update_weights",
-            "/finish_weight_update", "/resume"]  # fmt: skip
-    assert vllm.calls == ["/init_weight_transfer_engine", *once, *once, *once]
+    pause = "/pause?mode=wait&clear_cache=true"
+    assert vllm.calls == [pause, *first_calls, *once, *2 * [pause, *once]]
 
 
 def test_a_server_that_does_not_take_them_ends_the_push_and_stays_paused(tmp_path):
@@ -133,8 +154,8 @@ def test_a_server_that_does_not_take_them_ends_the_push_and_stays_paused(tmp_pat
         return vllm(path, body)
 
     with serving(refuses) as server:
-        push = WeightsPush(open_servers([{"server": "vllm", "base_url": server.base_url, **QUICK}]),
-                           tmp_path)  # fmt: skip
+        entry = {"server": "vllm", "base_url": server.base_url, "method": "transfer", **QUICK}
+        push = WeightsPush(open_servers([entry]), tmp_path)
         with pytest.raises(ServerError, match="/update_weights must answer"):
             push.push(export, 0, 1)
         push.close()
@@ -171,6 +192,7 @@ def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
         ("http://h", "must be a mapping"),
         ({"server": "vllm", "base_url": "http://h", "colour": 1}, "settings that it knows"),
         ({"server": "vllm", "base_url": "http://h", "pause_mode": "x"}, "pause_mode='x' must be"),
+        ({"server": "vllm", "base_url": "http://h", "method": "x"}, "method='x' must be one of"),
     ],
 )
 def test_an_entry_that_names_no_server_is_refused(entry, problem):

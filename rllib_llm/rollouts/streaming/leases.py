@@ -98,19 +98,21 @@ class Leases:
         return any(entry.deadline < now for held in self._held.values() for entry in held)
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose time is up."""
-        for lease, held in list(self._held.items()):
-            if min(entry.deadline for entry in held) >= now:
-                continue
-            seconds, sampler = now - held[0].leased_at, held[0].sampler
+        """Ends the leases whose time is up, and all others of their samplers, which do not answer
+        and will be started again: once, however much each holds."""
+        late = [held for held in self._held.values() if min(e.deadline for e in held) < now]
+        for held in late:
+            for entry in held:
+                entry.num_expired += 1
+        for sampler, held in {held[0].sampler: held for held in late}.items():
             why = (
-                f"it gave no answer in {seconds:.0f} s (sampler_timeout_s="
+                f"it gave no answer in {now - held[0].leased_at:.0f} s (sampler_timeout_s="
                 f"{self._limit.setting!r}; slowest answer so far {self._limit.slowest:.1f} s)"
             )
             self._expired.append((sampler, why))
-            self.num_expired += 1
-            for entry in self.end(lease):
-                entry.num_expired += 1
+            for lease in self._of_sampler(sampler):
+                self.num_expired += 1
+                self.end(lease)
 
     def take_expired(self) -> list[tuple[str, str]]:
         """(sampler, why) of leases that ended without an answer since the last call."""

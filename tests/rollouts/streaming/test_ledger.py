@@ -140,6 +140,23 @@ def test_a_worker_that_never_returns_does_not_hang_the_run():
     assert not made.take(0).expired and serve(made, fourth) == 1
 
 
+def test_a_sampler_that_hangs_is_started_again_once_however_much_it_holds():
+    """Row by row it holds a lease for every group, some of them since a moment ago: those would
+    end while it starts, and have it started again and again."""
+    clock = Clock()
+    made = ledger(clock, schedule="free", max_staleness=1, timeout_s=10.0)
+    early = made.lease("1", 5)
+    clock.now = 9.0
+    assert len(early) == 5 and len(made.lease("1", 2, [lease.id for lease in early])) == 2
+    made.lease("2", 1)
+    clock.now = 10.5
+    answer = made.take(0)
+    assert [sampler for sampler, _ in answer.expired] == ["1"]
+    assert made.table.counts() == {"waiting": 7, "leased": 1}
+    clock.now = 19.5  # sampler 2's time is up
+    assert [sampler for sampler, _ in made.take(0).expired] == ["2"]
+
+
 def test_a_group_that_is_handed_in_twice_counts_once():
     """Ray makes a call again where it does not know that it was made. Complaint: counted twice
     (prime-rl #1764)."""

@@ -66,7 +66,8 @@ WEIGHTS = Section(
             meaning="which servers that follow nobody are given the weights, by the path of a "
             "folder",
             note="Each is {server: vllm | sglang | rllib_llm, base_url: ...}, with further "
-            "settings of the client (timeout_s, api_key_env); vLLM's needs the backend `disk`.",
+            "settings of its class in `weights/push.py` and of the client (timeout_s, "
+            "api_key_env).",
             remedy="Write [{server: vllm, base_url: http://host:8000}]",
         ),
         Setting(
