@@ -4,7 +4,8 @@
 
 A random Llama samples turns of a fixed length. "turns": between two of them a tool takes its time
 and its result is appended. "one turn": as many tokens per conversation at once, from the same
-prompt. Both run in turns on the same engine settings; a table has each round and the ratio.
+prompt. All run in turns on the same engine settings, with the KV cache kept over turns and without;
+a table has each round and the ratios.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ async def converse(
     turns: Sequence[int],
     tool_s: float,
     result: Sequence[int],
+    keeps: bool,
 ) -> int:
     """One conversation: its turns' lengths are given; how many tokens it sampled."""
     token_ids, sampled = list(prompt), 0
     for turn, length in enumerate(turns):
         params = SamplingParams(pad_token_id=0, max_new_tokens=length)
-        ended = await loop.complete_async(token_ids, params, row=row, turn=turn)
+        ended = await loop.complete_async(
+            token_ids, params, row=row, turn=turn, conversation=row if keeps else None
+        )
         token_ids += ended.token_ids
         sampled += ended.num_tokens
         if turn + 1 < len(turns):
@@ -58,20 +62,23 @@ async def converse(
     return sampled
 
 
-async def rate(loop: EngineLoop, args: argparse.Namespace, turns: Sequence[int]) -> float:
-    """Sampled tokens per second of all conversations."""
+async def rate(
+    loop: EngineLoop, args: argparse.Namespace, turns: Sequence[int], keeps: bool
+) -> tuple[float, float]:
+    """Sampled tokens of all conversations per second, and per CPU-second of this process."""
     generator = torch.Generator().manual_seed(1)
     size = (args.conversations, args.prompt_tokens)
     prompts = torch.randint(1, VOCABULARY, size, generator=generator).tolist()
     result = list(range(1, 1 + args.result_tokens))
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     sampled = await asyncio.gather(
         *(
-            converse(loop, row, prompt, turns, args.tool_ms / 1000, result)
+            converse(loop, row, prompt, turns, args.tool_ms / 1000, result, keeps)
             for row, prompt in enumerate(prompts)
         )
     )
-    return sum(sampled) / (time.perf_counter() - start)
+    total = sum(sampled)
+    return total / (time.perf_counter() - start), total / (time.process_time() - cpu_start)
 
 
 def main() -> None:
@@ -87,21 +94,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = build_model(args.hidden_size, args.layers)
-    ratios = []
+    many, one = [args.turn_tokens] * args.turns, [args.turn_tokens * args.turns]
+    ways = {"cache kept": (many, True), "cache dropped": (many, False), "one turn": (one, False)}
+    ratios: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_ratios: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds):
-        rates = []
-        for turns in ([args.turn_tokens] * args.turns, [args.turn_tokens * args.turns]):
+        rates = {}
+        for name, (turns, keeps) in ways.items():
             loop = EngineLoop(TorchEngine(model, version=0))
             try:
-                rates.append(asyncio.run(rate(loop, args, turns)))
+                rates[name] = asyncio.run(rate(loop, args, turns, keeps))
             finally:
                 loop.close()
-        ratios.append(rates[0] / rates[1])
+        for name, (per_second, per_cpu_second) in rates.items():
+            ratios[name].append(per_second / rates["one turn"][0])
+            cpu_ratios[name].append(per_cpu_second / rates["one turn"][1])
+            print(
+                f"round {number}: {name:<13} {per_second:8.0f} tokens/s, {per_cpu_second:8.0f} per "
+                f"CPU-second; of one turn's {ratios[name][-1]:.3f} and {cpu_ratios[name][-1]:.3f}"
+            )
+    for name in ways:
         print(
-            f"round {number}: {args.turns} turns {rates[0]:.0f} tokens/s, one turn "
-            f"{rates[1]:.0f}, ratio {ratios[-1]:.3f}"
+            f"median {name:<13} {statistics.median(ratios[name]):.3f} of one turn's tokens/s, "
+            f"{statistics.median(cpu_ratios[name]):.3f} per CPU-second"
         )
-    print(f"median ratio {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ LIMITS = {
     "AVX512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
 }
 TESTS = [
-    "tests/learners/test_autocast.py",
+    "tests/learners/test_mixed_precision.py",
     "tests/learners/test_rlhf_learner.py::test_the_first_mini_batch_is_exactly_on_policy",
     "tests/modules/test_lora.py",
     "tests/modules/test_nf4.py",

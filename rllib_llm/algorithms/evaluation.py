@@ -73,34 +73,28 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
         NoSamplersError, NoServerError: none came back or the server gave no answer,
             `evaluation_error_after_n_consecutive_skips` times.
     """
-    config = algorithm.evaluation_config
-    # Greedy completions of a prompt are all alike.
-    n = config.num_completions if config.explore else 1
-    request = SampleRequest(
-        position=0,
-        num_prompts=-(-algorithm.config.evaluation_duration // n),
-        num_completions=n,
-        explore=config.explore,
-        return_texts=True,
-    )
+    named = algorithm.evaluation_groups
     try:
-        batch = algorithm.collect(group, request)
+        batch = _judged(algorithm, algorithm.evaluation_config, group)
+        further = {name: _judged(algorithm, *of) for name, of in named.items()}
     except (NoSamplersError, NoServerError) as error:
         _skip(algorithm, error)
         return {}, 0, 0
     algorithm.num_evaluations_skipped = 0
-    results = {**held_out_metrics(batch), **algorithm.held_out_losses()}
-    if config.pass_at:
-        results.update(pass_metrics(batch, config.pass_at, config.pass_on))
+    results = {**_results(batch, algorithm.evaluation_config), **algorithm.held_out_losses()}
+    for name, judged in further.items():
+        found = _results(judged, named[name][0])
+        results |= {f"{name}/{metric}": value for metric, value in found.items()}
     results["iteration"] = algorithm.num_iterations_done
     algorithm.eval_metrics = results
     algorithm.recorder.record(batch, "evaluated", iteration=results["iteration"])
-    algorithm.samples.write(
-        batch,
-        iteration=results["iteration"],
-        split="eval",
-        limit=config.num_logged_samples,
-    )
+    for split, rows in {"eval": batch, **{f"eval/{n}": b for n, b in further.items()}}.items():
+        algorithm.samples.write(
+            rows,
+            iteration=results["iteration"],
+            split=split,
+            limit=algorithm.evaluation_config.num_logged_samples,
+        )
     # RLlib's own place and names, reduced as an EnvRunner's results would be.
     rllib_results = MetricsLogger(root=False)
     for name in (NUM_EPISODES, NUM_ENV_STEPS_SAMPLED):
@@ -110,6 +104,28 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
         [rllib_results.reduce()], key=(EVALUATION_RESULTS, ENV_RUNNER_RESULTS)
     )
     return {}, batch.num_rows, batch.num_rows
+
+
+def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
+    """`evaluation_duration` completions by the samplers of an evaluation."""
+    # Greedy completions of a prompt are all alike.
+    n = config.num_completions if config.explore else 1
+    request = SampleRequest(
+        position=0,
+        num_prompts=-(-config.evaluation_duration // n),
+        num_completions=n,
+        explore=config.explore,
+        return_texts=True,
+    )
+    return algorithm.collect(group, request)
+
+
+def _results(batch: JudgedBatch, config) -> dict[str, float]:
+    """What is reported of a batch, under `eval/` or the name of its environment."""
+    results = held_out_metrics(batch)
+    if config.pass_at:
+        results.update(pass_metrics(batch, config.pass_at, config.pass_on))
+    return results
 
 
 def _skip(algorithm, error: SamplingError) -> None:

@@ -23,6 +23,7 @@ from rllib_llm.algorithms.settings.checks import (
     check_adapters,
     check_cuts,
     check_optimiser,
+    check_precision,
     given,
 )
 from rllib_llm.algorithms.settings.lookup import defaults
@@ -106,7 +107,7 @@ class LanguageModelConfig(TabledConfig):
             "pretrained_model": self.pretrained_model,
             "chat_template": self.chat_template,
             "dtype": self.dtype,
-            "autocast_dtype": self.autocast_dtype,
+            "mixed_precision": self.mixed_precision,
             "gradient_checkpointing": self.gradient_checkpointing,
             "lora": self.lora,
             "quantization": self.quantization,
@@ -132,6 +133,7 @@ class LanguageModelConfig(TabledConfig):
         check_optimiser(self)
         self._fit_minibatch()
         check_cuts(self)
+        check_precision(self)
         check_adapters(self)
         warn_of_no_effect(self)
 

@@ -23,6 +23,7 @@ from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm import columns
 from rllib_llm.algorithms import rlhf_results
+from rllib_llm.algorithms.eval_envs import open_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OwnLoop
@@ -76,12 +77,15 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._collectors: dict[EnvRunnerGroup, Collector] = {}
+        self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
         start = time.monotonic()
         try:
             super().setup(config)
         except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered
             SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
+        if self.eval_env_runner_group is not None:
+            self.evaluation_groups = open_eval_envs(self)
         self._collectors = self._make_collectors(time.monotonic() - start)
         for collector in self._collectors.values():
             collector.pool.require_built()
@@ -97,7 +101,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self._push = self._open_push()
         if local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
-            for runner in (self.env_runner, self.eval_env_runner):
+            named = (group.local_env_runner for _, group in self.evaluation_groups.values())
+            for runner in (self.env_runner, self.eval_env_runner, *named):
                 if runner is not None:
                     runner.share_module(module)
         if self.env_runner is not None:
@@ -382,7 +387,11 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
                 timeout_s=self.config.sampler_timeout_s,
                 **({"tell": self._tell_of_answers} if group is self.env_runner_group else {}),
             )
-            for group in (self.env_runner_group, self.eval_env_runner_group)
+            for group in (
+                self.env_runner_group,
+                self.eval_env_runner_group,
+                *(group for _, group in self.evaluation_groups.values()),
+            )
             if group is not None
         }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
+from rllib_llm.algorithms.eval_envs import check_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
@@ -207,3 +208,4 @@ class RLHFConfig(LanguageModelConfig):
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
         )  # fmt: skip
         check_evaluation(self)
+        check_eval_envs(self)

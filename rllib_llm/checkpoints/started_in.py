@@ -36,12 +36,19 @@ def in_its_folder(config: Any) -> Any:
             if hasattr(config, name):
                 setattr(config, name, found(getattr(config, name), folder))
         config.env_config = _env_found(config.env_config, folder)
-        overlay = config.evaluation_config
-        if isinstance(overlay, Mapping) and isinstance(overlay.get("env_config"), Mapping):
-            env_config = _env_found(overlay["env_config"], folder)
-            config.evaluation_config = {**overlay, "env_config": env_config}
+        config.evaluation_config = _overlay_found(config.evaluation_config, folder)
+        named = getattr(config, "eval_envs", None)
+        if named:
+            config.eval_envs = {n: _overlay_found(o, folder) for n, o in named.items()}
     config.freeze()
     return config
+
+
+def _overlay_found(overlay: Any, folder: Path) -> Any:
+    """Settings of an evaluation, the paths in their `env_config` found."""
+    if not isinstance(overlay, Mapping) or not isinstance(overlay.get("env_config"), Mapping):
+        return overlay
+    return {**overlay, "env_config": _env_found(overlay["env_config"], folder)}
 
 
 def import_also_from(folder: Path) -> None:

@@ -11,6 +11,7 @@ from rllib_llm.cli import (
     evaluate,
     examples,
     generate,
+    judge,
     report,
     rollouts,
     serve,
@@ -32,6 +33,8 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("rollouts")(rollouts.rollouts)
 app.command("serve")(serve.serve)
+app.command("judge")(judge.judge)
+app.command("reward-server")(judge.reward_server)
 app.command("config")(config.show_config)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinja2.exceptions import TemplateError
-
+from rllib_llm.chat_text import render_chat
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
 
 Message = Mapping[str, Any]
@@ -105,19 +104,10 @@ class ChatFormat:
         Raises:
             ChatFormatError: the template refuses it.
         """
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tools=self.tools or None,
-                    tokenize=False, add_generation_prompt=generation_prompt, **self._settings,
-                )
-            )  # fmt: skip
-        except TemplateError as error:
-            roles = [message.get("role") for message in messages]
-            raise ChatFormatError(
-                f"messages with the roles {roles} must be what the chat template takes: it refuses "
-                f"them ({error}). Change the messages, or set chat_template to one that takes them."
-            ) from error
+        return render_chat(
+            self.tokenizer, messages, tools=self.tools, generation_prompt=generation_prompt,
+            refused=ChatFormatError, **self._settings,
+        )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text, whose special tokens are already in it."""

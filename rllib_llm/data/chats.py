@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
+from rllib_llm.chat_text import render_chat
 from rllib_llm.data.encoding import Span, encode_spans
 from rllib_llm.data.rows import DataSourceError
 
@@ -86,20 +85,10 @@ def render(
             "chat_template (a file, or the template itself), take an instruction-tuned model, or "
             "write the rows as text."
         )
-    try:
-        rendered = tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-        )
-    except TemplateError as error:
-        roles = [message.get("role") for message in messages]
-        raise DataSourceError(
-            f"messages with the roles {roles} must be what the chat template takes: it refuses "
-            f"them ({error}). Correct the row, or set chat_template to one that takes them."
-        ) from error
-    return str(rendered)
+    return render_chat(
+        tokenizer, messages, tools=tools, generation_prompt=generation_prompt,
+        refused=DataSourceError,
+    )  # fmt: skip
 
 
 def encode_chat(

@@ -18,6 +18,7 @@ from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodeStep, OpenStep, last_logits, open_decode_step
 from rllib_llm.engines.guide import Guide
+from rllib_llm.engines.kept_prefixes import Layers, fill, row_of
 from rllib_llm.engines.kv_cache import (
     RepeatedPromptCache,
     SharedPromptCache,
@@ -72,6 +73,10 @@ class Decoder:
         self.rows = BatchRows(self.device)
         # By column of the buffers, of rows that have one; whoever adds and takes rows keeps it.
         self.guides: dict[int, Guide] = {}
+        # Columns whose keys and values are wanted when they leave, and those that have left.
+        self.wanted: set[int] = set()
+        self.taken_along: dict[int, Layers] = {}
+        self.num_prefilled = 0  # tokens of prompts that went through the model so far
         self.clock = 0
         self.cache = make_cache(model.config, 1, 0)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
@@ -94,7 +99,12 @@ class Decoder:
             left += self._drop_ended()
         groups = self._next_groups() if admits else []
         if groups:
-            self._let_in(groups)
+            kept = [group for group in groups if group.prefix is not None]
+            fresh = [group for group in groups if group.prefix is None]
+            if fresh:
+                self._let_in(fresh)
+            if kept:
+                self._let_in_again(kept)
             left += self._drop_ended()
         return left
 
@@ -179,6 +189,7 @@ class Decoder:
         if moves is None:
             return []
         left = self.rows.columns[~stays.numpy()].tolist()
+        self._take_along(stays)
         if moves.num_rows:
             self.cache.move_rows(moves.sources, moves.targets, moves.num_rows)
             if self.mask is not None:
@@ -187,6 +198,16 @@ class Decoder:
             self.cache.clear()
         self.rows.keep(moves)
         return left
+
+    def _take_along(self, stays: torch.Tensor) -> None:
+        """Copies what is wanted of the cache of rows that leave."""
+        if not self.wanted or not isinstance(self.cache, SharedPromptCache):
+            return
+        for row in (~stays).nonzero().flatten().tolist():
+            column = int(self.rows.columns[row])
+            if column in self.wanted:
+                start = int(self.rows.starts[row])
+                self.taken_along[column] = row_of(self.cache, row, start)
 
     def _next_groups(self) -> list[Group]:
         """The prompts that are let in now."""
@@ -214,6 +235,7 @@ class Decoder:
             self.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
         self._opened_step()
+        self.num_prefilled += int(mask.sum())
         logits = last_logits(
             self.model,
             self.value_head,
@@ -226,6 +248,34 @@ class Decoder:
         self._admit(prompts, groups, longest, copies)
         if shares:
             logits = logits.repeat_interleave(repeats, dim=0)
+        self._take(logits, before)
+
+    def _let_in_again(self, groups: Sequence[Group]) -> None:
+        """Prefills what is new of prompts that begin with a kept prefix; see `kept_prefixes`."""
+        prefixes = [group.prefix for group in groups if group.prefix is not None]
+        lengths = [group.length for group in groups]
+        held = [len(prefix.token_ids) for prefix in prefixes]
+        new = max(length - kept for length, kept in zip(lengths, held, strict=True))
+        ids, mask = padded(groups)
+        longest = ids.shape[1]
+        prompts = make_cache(self.model.config, 1, longest)
+        if new >= longest or not isinstance(prompts, SharedPromptCache):
+            self._let_in(groups)
+            return
+        fill(prompts, prefixes, lengths, new)
+        self._opened_step()
+        positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
+        self.num_prefilled += int(mask[:, -new:].sum())
+        logits = last_logits(
+            self.model,
+            self.value_head,
+            input_ids=ids[:, -new:],
+            attention_mask=mask if min(lengths) < longest else None,
+            position_ids=positions[:, -new:],
+            past_key_values=prompts,
+        )
+        before = len(self.rows)
+        self._admit(prompts, groups, longest, [1] * len(groups))
         self._take(logits, before)
 
     def _admit(

@@ -41,6 +41,7 @@ class Wanted:
     group: Hashable | None = None
     version: int | None = None
     guide: Guide | None = None
+    conversation: Hashable | None = None
     on_tokens: OnTokens | None = None
     """Called with the tokens that are new, in the engine's thread: it must be quick. What it raises
     ends the completion."""
@@ -86,6 +87,7 @@ class EngineLoop:
         row: int = 0,
         turn: int = 0,
         num_sampled: int = 0,
+        conversation: Hashable | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Future[Ended]:
         """Starts a completion. Cancelling the future takes it out of the engine.
@@ -94,14 +96,16 @@ class EngineLoop:
             token_ids: the prompt, and behind it `num_sampled` tokens that were sampled before.
             params: what to sample.
             seed, row, turn: name the randomness, as `protocol.Noise`.
-            num_sampled: see `protocol.Row`.
+            num_sampled, conversation: see `protocol.Row`.
             on_tokens: see `Wanted`.
 
         Raises:
             RuntimeError: the loop is closed, or has ended with an error.
         """
         noise = Noise(seed, row, turn)
-        wanted = Wanted(token_ids, params, noise, num_sampled, on_tokens=on_tokens)
+        wanted = Wanted(
+            token_ids, params, noise, num_sampled, conversation=conversation, on_tokens=on_tokens
+        )
         return self.submit_all([wanted])[0]
 
     def submit_group(
@@ -117,7 +121,7 @@ class EngineLoop:
         for each in wanted:
             row = Row(
                 next(self._ids), list(each.token_ids), each.params, each.num_sampled, each.noise,
-                each.group, each.version, each.guide,
+                each.group, each.version, each.guide, each.conversation,
             )  # fmt: skip
             requests.append(_Request(row, Future(), each.on_tokens))
         futures = [request.future for request in requests]
@@ -165,6 +169,7 @@ class EngineLoop:
         seed: int = 0,
         row: int = 0,
         turn: int = 0,
+        conversation: Hashable | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Ended:
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
@@ -176,7 +181,10 @@ class EngineLoop:
             events.call_soon_threadsafe(on_tokens, tokens)
 
         called = None if on_tokens is None else in_events
-        started = self.submit(token_ids, params, seed=seed, row=row, turn=turn, on_tokens=called)
+        started = self.submit(
+            token_ids, params, seed=seed, row=row, turn=turn, conversation=conversation,
+            on_tokens=called,
+        )  # fmt: skip
         return await asyncio.wrap_future(started)
 
     def abort(self, future: Future[Ended]) -> None:

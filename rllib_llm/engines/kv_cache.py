@@ -38,6 +38,18 @@ class SharedPromptLayer(CacheLayerMixin):
         self.values = self._buffer(value_states)
         self.is_initialized = True
 
+    def begin(self, num_rows: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Allocates buffers of zeros with `length` positions in use, which the caller writes.
+
+        keys, values: [heads, positions, head_dim], whose shape and dtype the buffers take.
+        """
+        self.keys, self.values = (
+            states.new_zeros(num_rows, states.shape[0], self.capacity, states.shape[2])
+            for states in (keys, values)
+        )
+        self.num_rows, self.length = num_rows, length
+        self.is_initialized = True
+
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         _, heads, _, head_dim = states.shape
         return states.new_empty(self.num_rows, heads, self.capacity, head_dim)

@@ -20,7 +20,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rllib_llm.engines.decode_weights import pays, transposed
+from rllib_llm.engines.decode_weights import (
+    packed,
+    packed_linear,
+    pays,
+    pays_packed,
+    transposed,
+)
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 from rllib_llm.modules.packing.llama_shape import is_plain, is_read_whole, is_rms_norm
 
@@ -44,21 +50,30 @@ class _Projection:
 
     def __init__(self, linears: Sequence[nn.Linear], steps: int) -> None:
         weights = [linear.weight for linear in linears]
+        self.packed: torch.Tensor | None = None
         if pays(weights[0], steps):
             self.matrix = transposed(weights)
         else:
-            self.matrix = (weights[0] if len(weights) == 1 else torch.cat(weights)).t()
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+            if pays_packed(whole, steps):
+                self.packed = packed(whole)
+            else:
+                self.matrix = whole.t()
         self.bias = None
         if any(linear.bias is not None for linear in linears):
             self.bias = torch.cat([_bias_of(linear) for linear in linears])
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return packed_linear(inputs, self.packed, self.bias)
         if self.bias is None:
             return torch.mm(inputs, self.matrix)
         return torch.addmm(self.bias, inputs, self.matrix)
 
     def add_to(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """residual + x @ matrix + bias."""
+        if self.packed is not None:
+            return packed_linear(inputs, self.packed, self.bias, residual)
         total = torch.addmm(residual, inputs, self.matrix)
         return total if self.bias is None else total.add_(self.bias)
 
@@ -73,10 +88,7 @@ def _norm(module: nn.Module) -> _Norm:
         return module.forward
 
     def norm(inputs: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        if inputs.dtype != weight.dtype:  # under autocast, where the module promotes
-            return module.forward(inputs)
-        return F.rms_norm(inputs, weight.shape, weight, module.variance_epsilon)
+        return F.rms_norm(inputs, module.weight.shape, module.weight, module.variance_epsilon)
 
     return norm
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
+from rllib_llm.engines.kept_prefixes import Prefix
 from rllib_llm.engines.params import SamplingParams
 
 
@@ -32,6 +33,8 @@ class Group:
     """Of the buffers, one per row."""
     params: list[SamplingParams]
     num_sampled: list[int]
+    prefix: Prefix | None = None
+    """What is computed already of the prompt of a single row."""
 
 
 class PromptQueue:
@@ -74,6 +77,10 @@ class PromptQueue:
                     )
                 )
         self._groups = kept
+
+    def forget_prefixes(self) -> None:
+        """Has all of them computed: the weights have changed."""
+        self._groups = deque(replace(group, prefix=None) for group in self._groups)
 
     def fitting(self, free: float, whatever: bool) -> int:
         """How many of the first groups have together at most `free` rows; one at least if

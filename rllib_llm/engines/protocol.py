@@ -56,6 +56,9 @@ class Row:
     """Of the weights that sample it, one of those that the engine has; None: the newest."""
     guide: Guide | None = None
     """Says what its tokens may be."""
+    conversation: Hashable | None = None
+    """Names what the row is a turn of: where the engine can, the KV cache of its last turn is kept
+    for the next, which is prefilled from where it differs."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_sampled < len(self.token_ids):
@@ -103,6 +106,7 @@ def continued(row: Row, ended: Ended) -> Row:
         group=row.group,
         version=row.version,
         guide=row.guide,
+        conversation=row.conversation,
     )
 
 

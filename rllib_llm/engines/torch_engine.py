@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from rllib_llm.engines.completions import CompletionBuffers, Tokens
 from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
+from rllib_llm.engines.kept_prefixes import KeptPrefixes, Prefix
 from rllib_llm.engines.loading import copy_weights
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
@@ -29,6 +29,8 @@ from rllib_llm.engines.scoring import Scores, score_text
 _STEPS_BETWEEN_LOOKS_ON_GPU = 8
 # An engine decodes for as long as it lives: copies of the weights that make it faster pay.
 _MANY_STEPS = 1_000_000
+# Of conversations between two turns.
+_KEPT_BYTES = 2 * 2**30
 _ONE_TOKEN = SamplingParams(pad_token_id=0, max_new_tokens=1)
 
 
@@ -53,8 +55,8 @@ class TorchEngine:
         steps_between_looks: see `engine.generate`.
         load_weights: puts published weights into the model; by default they are copied into its
             parameters by name.
-        context: entered for each step, such as autocast.
         cuda_graphs: see `engine.generate`.
+        kept_bytes: KV cache of conversations that is kept between turns.
 
     Raises:
         ValueError: the model cannot be decoded here.
@@ -69,16 +71,15 @@ class TorchEngine:
         max_positions: int = 2048,
         steps_between_looks: int | None = None,
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
-        context: Callable[[], AbstractContextManager] = nullcontext,
         cuda_graphs: bool = True,
+        kept_bytes: int = _KEPT_BYTES,
     ) -> None:
-        self.model, self._version, self._context = model, version, context
+        self.model, self._version = model, version
         self.device = next(model.parameters()).device
         if steps_between_looks is None:
             is_cpu = self.device.type == "cpu"
             steps_between_looks = 1 if is_cpu else _STEPS_BETWEEN_LOOKS_ON_GPU
-        with context():
-            check_decoding_once(model)
+        check_decoding_once(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
         self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
         self._buffers.version = version or 0
@@ -91,6 +92,7 @@ class TorchEngine:
         self._ids: dict[int, Hashable] = {}  # by column
         self._free: list[int] = []
         self._left: list[Ended] = []  # rows that ended while others were taken out
+        self._kept = KeptPrefixes(kept_bytes)
         self._pending: tuple[dict[str, torch.Tensor], int] | None = None
 
     @property
@@ -157,7 +159,11 @@ class TorchEngine:
                 noise = uniform_noise(name.seed, [name.row], params.max_new_tokens, name.turn)[0]
             self._buffers.begin(column, noise)
             columns.append(column)
-        return self._prompt(rows[0].token_ids, rows, columns, [row.num_sampled for row in rows])
+        group = self._prompt(rows[0].token_ids, rows, columns, [row.num_sampled for row in rows])
+        if len(rows) > 1 or rows[0].conversation is None:
+            return group
+        self._decoder.wanted.add(columns[0])
+        return replace(group, prefix=self._kept.take(rows[0].conversation, rows[0].token_ids))
 
     def _prompt(
         self,
@@ -173,7 +179,7 @@ class TorchEngine:
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []
-        with torch.inference_mode(), self._context():
+        with torch.inference_mode():
             if self._pending is not None and not len(self._decoder.rows):
                 self._put(*self._pending)
             columns = self._decoder.step(admits=self._pending is None)
@@ -223,6 +229,7 @@ class TorchEngine:
         ended = []
         for each, tokens in zip(held, self._read(held), strict=True):
             why = finish or _finish(each.row, tokens.token_ids, tokens.logprobs)
+            self._keep(each, tokens.token_ids)
             ended.append(
                 Ended(
                     each.row.id, tokens.token_ids, tokens.logprobs, tokens.versions, why,
@@ -230,6 +237,16 @@ class TorchEngine:
                 )
             )  # fmt: skip
         return ended
+
+    def _keep(self, held: _Held, sampled: list[int]) -> None:
+        """Keeps the cache of a turn that is over. The last token was never fed to the model."""
+        self._decoder.wanted.discard(held.column)
+        layers = self._decoder.taken_along.pop(held.column, None)
+        if layers is None or held.row.conversation is None:
+            return
+        token_ids = [*held.row.token_ids, *sampled][:-1]
+        positions = layers[0][0].shape[1]
+        self._kept.put(held.row.conversation, Prefix(token_ids[:positions], layers))
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -247,6 +264,11 @@ class TorchEngine:
 
     def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self._decoder.close()  # it holds copies of the weights
+        self._kept.clear()
+        self._decoder.queue.forget_prefixes()
+        # What is in the batch was begun with other weights.
+        self._decoder.wanted.clear()
+        self._decoder.taken_along.clear()
         with torch.inference_mode(False), torch.no_grad():
             self._load_weights(weights)
         self._pending, self._version = None, version
@@ -263,13 +285,11 @@ class TorchEngine:
             ValueError: the text is longer than the model's positions.
         """
         check_positions(self.model.config, len(token_ids) - 1, _ONE_TOKEN)
-        with self._context():
-            return score_text(self.model, token_ids, top)
+        return score_text(self.model, token_ids, top)
 
     def open(self) -> None:
         """Lays the weights out for decoding now, which the next step would do."""
-        with self._context():
-            self._decoder.open()
+        self._decoder.open()
 
     def _requeue(self) -> None:
         """Takes all rows out of the batch, to be prefilled again with what was sampled of them."""
@@ -285,6 +305,7 @@ class TorchEngine:
 
     def close(self) -> None:
         self._decoder.close()
+        self._kept.clear()
         self._rows.clear()
 
 

@@ -24,6 +24,7 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
     "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
     "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:create",
+    "rllib_llm/Lookup-v0": "rllib_llm.envs.toys.lookup:create",
     "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",
     "rllib_llm/TwentyQuestions-v0": "rllib_llm.envs.toys.twenty_questions:create",
     "rllib_llm/TRL-v0": "rllib_llm.envs.adapters.trl:create",

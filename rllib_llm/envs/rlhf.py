@@ -164,7 +164,8 @@ def _model_settings(key: str) -> set[str]:
 
     if key == "reference":
         return set(inspect.signature(FrozenReference).parameters)
-    return set(inspect.signature(RewardModelScorer).parameters) - {"tokenizer"} | {"weight", "name"}
+    names = set(inspect.signature(RewardModelScorer).parameters) - {"tokenizer"}
+    return names | {"weight", "name", "models", "combine", "std_coeff"}
 
 
 def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -237,14 +238,15 @@ def _reward_model_term(
     from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 
     chosen = _as_model_settings(settings["reward_model"], "reward_model")
-    if not chosen.get("model"):
+    if bool(chosen.get("model")) == bool(chosen.get("models")):
         raise EnvConfigError(
-            f"env_config['reward_model']={settings['reward_model']!r} must have 'model': it says "
-            "which one judges. Set reward_model.model."
+            f"env_config['reward_model']={settings['reward_model']!r} must have 'model', or "
+            "'models' for several of them: it says who judges. Set reward_model.model."
         )
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
-    model = chosen.pop("model")
-    scorer = RewardModelScorer(
-        model, **{"device": settings["device"], "tokenizer": tokenizer, **chosen}
-    )
-    return RewardTerm(scorer, weight, name)
+    options = {"device": settings["device"], "tokenizer": tokenizer, **chosen}
+    if chosen.get("models"):
+        from rllib_llm.envs.judges.ensemble import RewardModelEnsemble
+
+        return RewardTerm(RewardModelEnsemble(options.pop("models"), **options), weight, name)
+    return RewardTerm(RewardModelScorer(options.pop("model"), **options), weight, name)

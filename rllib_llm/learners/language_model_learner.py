@@ -51,7 +51,7 @@ from rllib_llm.learners.sharding import (
     shard_module,
 )
 from rllib_llm.listening import Listener, Message
-from rllib_llm.modules.pretrained import resolve_dtype
+from rllib_llm.modules.mixed_precision import warn_of_emulation
 from rllib_llm.weights.exporter import WeightsExporter
 
 Batch = dict[str, torch.Tensor]
@@ -83,6 +83,9 @@ class LanguageModelLearner(TorchLearner):
 
     def _build(self) -> None:
         super().build()
+        # Where a seed is set RLlib has torch compute deterministically, which then also fills all
+        # memory that it hands out before it is written: a twentieth of the time, and no number.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         self.weights_exporter = WeightsExporter(self.module[DEFAULT_MODULE_ID].unwrapped())
         if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
             self.module[DEFAULT_MODULE_ID].unwrapped().compile(self._torch_compile_cfg)
@@ -105,6 +108,9 @@ class LanguageModelLearner(TorchLearner):
     def prepare(self, batch: Batch) -> Batch:
         """The whole batch with the columns that are computed once per update."""
         return batch
+
+    def start_update(self, rows: Batch, minibatches: list[torch.Tensor]) -> None:
+        """Called with what `prepare` made and the row indices of all mini-batches to come."""
 
     def start_minibatch(self, minibatch: Batch) -> None:
         """Called with the whole mini-batch, before its micro-batches."""
@@ -136,14 +142,14 @@ class LanguageModelLearner(TorchLearner):
         micro-batches, which needs no DDP reducer and forgives unused parameters."""
 
     def _map_module_to_device(self, module) -> None:
+        ours = module[DEFAULT_MODULE_ID].unwrapped()
         if not (self.distributed and self.config.learner_strategy == "fsdp"):
             super()._map_module_to_device(module)
+            ours.make_computing_copies()
+            warn_of_emulation(ours.computing_dtype, self._device)
             return
-        autocast = self.config.autocast_dtype
         self._sharded = shard_module(
-            module[DEFAULT_MODULE_ID].unwrapped(),
-            torch.device(self._device),
-            param_dtype=None if autocast is None else resolve_dtype(autocast),
+            ours, torch.device(self._device), param_dtype=ours.computing_dtype
         )
 
     def forward(self, micro_batch: Batch, **options: Any) -> Batch:
@@ -226,8 +232,10 @@ class LanguageModelLearner(TorchLearner):
             training_data = TrainingData(batch=batch, batch_refs=batch_refs)
         rows = self.prepare(self._columns(training_data))
         self._weights_seq_no += 1
+        minibatches = list(self._minibatches(rows))
+        self.start_update(rows, minibatches)
         with seeded_dropout(self.config, self._weights_seq_no, self.rank):
-            for indices in self._minibatches(rows):
+            for indices in minibatches:
                 self._update_minibatch({name: column[indices] for name, column in rows.items()})
                 if self.should_stop():
                     break
@@ -401,6 +409,7 @@ class LanguageModelLearner(TorchLearner):
             self._set_optimizer_lr(optimizer, self.learning_rate)
             optimizer.step()
             self.effective.read_optimizer(optimizer)
+        self.module[DEFAULT_MODULE_ID].unwrapped().cast_weights()
         self.means.add("lr", self.learning_rate, 1)
         self.means.add("grad_norm", norm, 1)
         self.num_updates += 1

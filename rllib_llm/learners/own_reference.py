@@ -18,11 +18,13 @@ def own_reference(learner: Any, *, copy: bool) -> ReferencePolicy:
     The copy is neither trained, nor published, nor kept in checkpoints: the learner holds it as a
     plain attribute.
     """
-    model = learner.module[DEFAULT_MODULE_ID].unwrapped().model
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    model = module.computing_model
     policy_device = next(model.parameters()).device
     if not copy:
         assert has_adapters(model), "only a policy under adapters contains its reference"
         return ReferencePolicy(model, functools.partial(adapters_off, model))
     config = learner.config
-    frozen = load_causal_lm(config.pretrained_model, dtype=config.dtype, device=policy_device)
+    dtype = module.computing_dtype or config.dtype
+    frozen = load_causal_lm(config.pretrained_model, dtype=dtype, device=policy_device)
     return ReferencePolicy(frozen.requires_grad_(False))

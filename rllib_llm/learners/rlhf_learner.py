@@ -14,8 +14,10 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
+from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
 from rllib_llm.learners.off_policy import OffPolicyCorrection
+from rllib_llm.learners.old_logprobs import OldLogprobs
 from rllib_llm.learners.own_reference import own_reference
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
@@ -32,6 +34,7 @@ class RLHFLearner(LanguageModelLearner):
         self.score_scale = scores.RunningScoreScale()
         self._advantages: torch.Tensor | None = None  # [B, T] of the update, where they are kept
         self._num_minibatches = 0  # of the current update, begun so far
+        self._old_logprobs: OldLogprobs | None = None  # in half precision, of the current update
         super().build()
         self.correction = OffPolicyCorrection.from_config(self.config, self.means)
         self.reference = self._make_reference()
@@ -135,12 +138,14 @@ class RLHFLearner(LanguageModelLearner):
 
         They are the sampler's, who had these weights, unless `off_policy` has them recomputed.
         Remote samplers have no critic; with half precision that forward pass gives the log-probs
-        too.
+        too, as it does where they are compared with the reference's for the reward.
         """
         has_critic = self.module[DEFAULT_MODULE_ID].unwrapped().has_critic
-        exact = self.config.dtype == "float32" and self.config.autocast_dtype is None
         fresh = self.config.off_policy is None
-        recomputes = self.correction.recomputes or (fresh and has_critic and not exact)
+        recomputes = self.correction.recomputes or (
+            fresh and self._is_half and (has_critic or self.reward_kl_coeff > 0)
+        )
+        self._has_own_logprobs = recomputes
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
         if has_critic and not recomputes and columns.SAMPLER_VALUES in batch:
@@ -153,6 +158,24 @@ class RLHFLearner(LanguageModelLearner):
             outputs = self.evaluate_rows(batch, list(names), **options)
             old.update({names[name]: column for name, column in outputs.items()})
         return old
+
+    @property
+    def _is_half(self) -> bool:
+        """Whether log-probs of the same weights differ from pass to pass by more than round-off."""
+        return self.config.dtype != "float32" or self.config.mixed_precision is not None
+
+    def start_update(self, rows: Batch, minibatches: list[torch.Tensor]) -> None:
+        """In half precision old log-probs are the learner's own; see `old_logprobs.py`."""
+        self._old_logprobs = None
+        if not self._is_half or self.config.off_policy not in (None, "decoupled"):
+            return
+        self._old_logprobs = OldLogprobs(rows, minibatches[0], self.all_reduce)
+        later = self._old_logprobs.later
+        if len(later) and not self._has_own_logprobs:
+            scored = self.evaluate_rows(take_rows(rows, later), [columns.LOGPROBS])
+            old = rows[columns.OLD_LOGPROBS].clone()
+            old[later] = scored[columns.LOGPROBS]
+            rows[columns.OLD_LOGPROBS] = old
 
     def _process_scores(self, batch: Batch) -> torch.Tensor:
         """Scores [B] after penalties, clipping and running scaling, in this order."""
@@ -197,6 +220,8 @@ class RLHFLearner(LanguageModelLearner):
         self._num_minibatches += 1
         if self._num_minibatches == 1:
             self.means.add_count("sampler/logprob_gap", mask.sum())
+        elif self._old_logprobs is not None:
+            self._old_logprobs.recall(minibatch)
         self.correction.start_minibatch(
             minibatch, mask, self._version, is_first=self._num_minibatches == 1
         )
@@ -210,6 +235,8 @@ class RLHFLearner(LanguageModelLearner):
         logprobs = fwd_out[columns.LOGPROBS]
         weights = batch.get(columns.ROW_WEIGHT)
         use = self.effective.use
+        if self._old_logprobs is not None and self._num_minibatches == 1:
+            batch = self._old_logprobs.of_this_pass(batch, logprobs)
         batch, importance = self.correction.apply(batch, logprobs, mask)
         policy = losses.policy_loss(
             logprobs,

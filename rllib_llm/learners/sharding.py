@@ -63,7 +63,7 @@ def shard_module(
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32))
     own_dtype = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
     for head in [part for part in module.modules() if isinstance(part, ValueHead)]:
-        fully_shard(head, mesh=mesh, mp_policy=own_dtype)  # as it is outside autocast
+        fully_shard(head, mesh=mesh, mp_policy=own_dtype)
     root = fully_shard(ShardedModule(module), mesh=mesh, mp_policy=precision)
     for part in root.modules():
         if isinstance(part, FSDPModule):

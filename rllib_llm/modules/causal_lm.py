@@ -49,8 +49,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         # A value has to be more exact than eight bits of mantissa.
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float()
+        return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float()
 
 
 class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
@@ -65,7 +64,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     temperature: sampling temperature, by which logits are divided here as well.
     lora: adapters to train instead of the weights (`lora.py`), or None.
     quantization: of the frozen trunk under adapters: "none", "int8" or "nf4".
-    autocast_dtype: dtype of matrix products in forward passes, or None for the weights' own.
+    mixed_precision: "bf16": the models compute in bfloat16, the value head in float32; None: all
+        in `dtype`.
     gradient_checkpointing: keep only the layers' inputs for the backward pass.
     """
 
@@ -92,7 +92,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         config = self.model_config
         if not self.has_critic or config["critic"] != "shared" or config["dtype"] != "float32":
             return None
-        if config.get("autocast_dtype") is not None or take_apart(self.model) is None:
+        if self.computing_dtype is not None or take_apart(self.model) is None:
             return None
         return self.value_head
 
@@ -113,14 +113,13 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
         generate: `engines.engine.generate` or what has its arguments; options: its settings.
         """
-        with self.autocast():
-            completions = generate(
-                self.model,
-                batch[columns.PROMPT_IDS],
-                batch[columns.PROMPT_MASK],
-                value_head=self._sampling_value_head(),
-                **options,
-            )
+        completions = generate(
+            self.computing_model,
+            batch[columns.PROMPT_IDS],
+            batch[columns.PROMPT_MASK],
+            value_head=self._sampling_value_head(),
+            **options,
+        )
         return completions.columns()
 
     _forward_inference = _forward_exploration
@@ -143,12 +142,11 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
         values_only: `values` alone, for which no logits are computed.
         """
-        with self.autocast():
-            if values_only:
-                return {columns.VALUES: self.compute_values(batch)}
-            if ref_logprobs_of is not None:
-                return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
-            return self._train_outputs(batch, full_kl_to)
+        if values_only:
+            return {columns.VALUES: self.compute_values(batch)}
+        if ref_logprobs_of is not None:
+            return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
+        return self._train_outputs(batch, full_kl_to)
 
     def _train_outputs(
         self, batch: dict[str, Any], full_kl_to: ReferencePolicy | None
@@ -166,7 +164,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 outputs[columns.VALUES] = self.compute_values(batch, embeddings=scored.hidden)
         if columns.INPUT_IDS in batch:
             outputs[columns.TEXT_LOGPROBS] = text_logprobs(
-                self.model,
+                self.computing_model,
                 batch[columns.INPUT_IDS],
                 batch[columns.ATTENTION_MASK],
                 batch[columns.LOSS_MASK],
@@ -179,9 +177,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         `embeddings` [B, T, hidden]: the policy trunk's hidden states, where they are known.
         """
         if self.model_config["critic"] == "separate":
-            embeddings = completion_hidden(self.critic, *_completion_columns(batch))
+            embeddings = completion_hidden(self.computing("critic"), *_completion_columns(batch))
         elif embeddings is None:
-            halves = take_apart(self.model)
+            halves = take_apart(self.computing_model)
             if halves is None:
                 embeddings = self._score(batch).hidden
             else:
@@ -199,7 +197,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         self, batch: dict[str, Any], full_kl_to: ReferencePolicy | None = None
     ) -> CompletionOutputs:
         return score_completions(
-            self.model,
+            self.computing_model,
             *_completion_columns(batch),
             temperature=self.temperature,
             entropy=True,

@@ -11,7 +11,7 @@ Where parameters are shards of several learners, reading them gathers them: all 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from ray.rllib.core.rl_module.torch.torch_compile_config import TorchCompileConfig
 from ray.rllib.core.rl_module.torch.torch_rl_module import TorchRLModule
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,7 +29,8 @@ from rllib_llm.modules.adapter_folder import (
     save_adapters,
 )
 from rllib_llm.modules.lora import has_adapters, is_adapter, merge_into
-from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers, resolve_dtype
+from rllib_llm.modules.mixed_precision import ComputingCopy, cast_parameters_, computing_dtype
+from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
@@ -47,20 +49,58 @@ class HuggingFaceModule(TorchRLModule):
         raise NotImplementedError(f"{type(self).__name__} must define load.")
 
     def setup(self) -> None:
+        self._copies: dict[str, ComputingCopy] = {}
         try:
             self.load()
         except AttributeError as error:
             # RLlib takes an AttributeError for a module with an outdated constructor and hides it.
             raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error
+        if self.inference_only and self.computing_dtype is not None:
+            cast_parameters_(self.model, self.computing_dtype)
 
-    def autocast(self) -> AbstractContextManager:
-        """The context of a forward pass: matrix products in `autocast_dtype`, if one is set, while
-        the weights stay as they are."""
-        dtype = self.model_config.get("autocast_dtype")
-        if dtype is None:
-            return nullcontext()
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=resolve_dtype(dtype, name="autocast_dtype"))
+    # --- precision ---------------------------------------------------------------------------
+
+    @property
+    def computing_dtype(self) -> torch.dtype | None:
+        """What `mixed_precision` has the models compute in; None: in their own dtype."""
+        return computing_dtype(self.model_config.get("mixed_precision"))
+
+    @property
+    def computing_model(self) -> Any:
+        """The model that computes: `self.model`, or the copy of it in mixed precision."""
+        return self.computing("model")
+
+    def computing(self, name: str) -> Any:
+        """What computes in the place of the attribute `name`, "model" or "critic"."""
+        return self._copies[name].model if name in self._copies else getattr(self, name)
+
+    def make_computing_copies(self) -> None:
+        """Has copies compute from now on where `mixed_precision` is set: what trains the weights
+        calls it, once they are on their device, and `cast_weights` after every step."""
+        if self.computing_dtype is None:
+            return
+        for name in ("model", "critic"):
+            if hasattr(self, name):
+                weights, keep = getattr(self, name), self.float32_parts()
+                self._copies[name] = ComputingCopy(weights, self.computing_dtype, keep)
+
+    def float32_parts(self) -> list[nn.Module]:
+        """Parts of the models that compute in float32 in mixed precision as well."""
+        return []
+
+    def cast_weights(self) -> None:
+        """Has the copies take over the weights."""
+        for made in self._copies.values():
+            made.cast()
+
+    def train(self, mode: bool = True) -> HuggingFaceModule:
+        """As torch's; the copies follow."""
+        super().train(mode)
+        for made in self._copies.values():
+            made.model.train(mode)
+        return self
+
+    # --- memory and speed --------------------------------------------------------------------
 
     def save_memory(self, *models: Any) -> None:
         """Has the layers compute their activations again in the backward pass, if so set."""
@@ -71,13 +111,16 @@ class HuggingFaceModule(TorchRLModule):
     def compile(self, compile_config: TorchCompileConfig) -> None:
         """Compiles the trunk's layers, each for itself: what is around them changes with the
         lengths of a batch. Learners do so under `framework(torch_compile_learner=True)`."""
-        for layer in self.modules():
+        copies = (made.model.modules() for made in self._copies.values())
+        for layer in itertools.chain(self.modules(), *copies):
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.compile(
                     backend=compile_config.torch_dynamo_backend,
                     mode=compile_config.torch_dynamo_mode,
                     **compile_config.kwargs,
                 )
+
+    # --- state -------------------------------------------------------------------------------
 
     def get_state(
         self, components=None, *, not_components=None, inference_only: bool = False, **kwargs
@@ -101,6 +144,29 @@ class HuggingFaceModule(TorchRLModule):
             name: tensor
             for name, tensor in everything.items()
             if not name.startswith(TRUNK) or is_adapter(name)
+        }
+
+    def published_tensors(self) -> dict[str, torch.Tensor]:
+        """What computes the policy, by its names in a state: what samplers are given."""
+        copy = self._copies.get("model")
+        return {
+            name: tensor if copy is None else copy.twin(tensor)
+            for name, tensor in self.own_tensors().items()
+            if name.startswith(TRUNK)
+        }
+
+    def published_state(self) -> dict[str, torch.Tensor]:
+        """`published_tensors`, detached and sharing memory with the module; shards are gathered,
+        and cast as they are when they compute."""
+        tensors = self.published_tensors()
+        gathered = gather(tensors)
+        dtype = self.computing_dtype
+        if dtype is None or not is_sharded(self.model):
+            return gathered
+        cast = {id(tensor): tensor.to(dtype) for tensor in gathered.values()}  # tied stay one
+        return {
+            name: cast[id(tensor)] if isinstance(tensors[name], nn.Parameter) else tensor
+            for name, tensor in gathered.items()
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -132,6 +198,7 @@ class HuggingFaceModule(TorchRLModule):
                         "Build the module from the same model folder."
                     )
                 write_(own[name], source)
+        self.cast_weights()
 
     def save_pretrained(
         self, folder: str | Path, *, state: dict[str, torch.Tensor] | None = None

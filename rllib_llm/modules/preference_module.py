@@ -24,7 +24,7 @@ class PreferenceModule(CausalLMModule):
             `ref_rejected_logprobs`, without gradient.
         """
         if ref_logprobs_of is None:
-            chosen, rejected = self._pair_logprobs(self.model, batch)
+            chosen, rejected = self._pair_logprobs(self.computing_model, batch)
             return {columns.CHOSEN_LOGPROBS: chosen, columns.REJECTED_LOGPROBS: rejected}
         with torch.no_grad(), ref_logprobs_of.context():
             chosen, rejected = self._pair_logprobs(ref_logprobs_of.model, batch)
@@ -34,6 +34,5 @@ class PreferenceModule(CausalLMModule):
         # Rows with the same prompt share it: it is read once for both completions.
         prompts = batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]
         ids, mask = (torch.cat([prompt, prompt]) for prompt in prompts)
-        with self.autocast():
-            scored = score_completions(model, ids, mask, *stack_pairs(batch))
+        scored = score_completions(model, ids, mask, *stack_pairs(batch))
         return scored.logprobs.sum(dim=1).chunk(2)

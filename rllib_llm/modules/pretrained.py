@@ -267,7 +267,9 @@ def _finish(network: Any, dtype: torch.dtype, device: Any) -> PreTrainedModel:
     if getattr(embedding, "padding_idx", None) in eos_token_ids(network):
         embedding.padding_idx = None  # torch gives the pad token's row no gradient, and EOS has one
     if not getattr(network, "is_quantized", False):
-        network = network.to(device=device, dtype=dtype)
+        network = network.to(device)
+        for parameter in network.parameters():  # buffers hold frequencies and masks
+            parameter.data = parameter.data.to(dtype)
     return network.eval()
 
 

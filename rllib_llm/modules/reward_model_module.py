@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from rllib_llm import columns
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
@@ -40,8 +41,12 @@ class RewardModelModule(HuggingFaceModule):
             ids, mask = batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK]
         else:
             ids, mask = stack_pairs(batch)
-        with self.autocast():
-            return {columns.SCORES: sequence_scores(self.model, ids, mask).float()}
+        return {columns.SCORES: sequence_scores(self.computing_model, ids, mask).float()}
+
+    def float32_parts(self) -> list[nn.Module]:
+        """As of all modules: the head, where `sequence_scores` calls it itself."""
+        head = getattr(self.model, "score", None)
+        return [head] if isinstance(head, nn.Module) else []
 
 
 def stack_pairs(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

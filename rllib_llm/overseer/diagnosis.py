@@ -28,7 +28,7 @@ REMEDIES: Mapping[str, str] = {
     "num_env_runners: each sampler judges its own completions",
     "tools": "make the tools faster or raise how many conversations run at once; num_env_runners "
     "adds processes that wait at the same time",
-    "learner": "raise num_learners, lower num_epochs, use autocast_dtype='bfloat16' or lora; "
+    "learner": "raise num_learners, lower num_epochs, use mixed_precision='bf16' or lora; "
     "sampling ahead (max_staleness) hides the sampler's part, not this one",
     "weights": "use lora, dtype='bfloat16' or another weights_transport; background publishing and "
     "max_staleness hide it",

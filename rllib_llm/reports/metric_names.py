@@ -131,6 +131,7 @@ GROUPS = (
         ("eval/pass@<k>", "share", "prompts of which one of k completions passes; _low, _high"),
         ("eval/pass^<k>", "share", "prompts of which all of k completions pass; _low, _high"),
         ("eval/<name>", "its own", "components and diagnostics"),
+        ("eval/<environment>/<name>", "as above", "of one of `eval_envs`"),
     ),
     _group(
         "Weights on their way",

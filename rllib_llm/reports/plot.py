@@ -29,6 +29,8 @@ PANELS = (
     Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
     Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),
     Panel("Grammatical", "share", "env/grammatical", "eval/grammatical", is_share=True),
+    Panel("Turns", "per conversation", "env/num_turns", "eval/num_turns"),
+    Panel("Tool calls", "per conversation", "env/num_tool_calls", "eval/num_tool_calls"),
     Panel("Loss", "nats per token", "loss/sft", "eval/loss"),
     Panel("Loss", "nats per pair", "loss/reward_model", "eval/loss"),
     Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy", is_share=True),

@@ -85,7 +85,9 @@ def _completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complet
     async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> Ended:
         asked = with_room(params, room)
         try:
-            sampled = await engine.complete_async(token_ids, asked, seed=seed, row=row, turn=turn)
+            sampled = await engine.complete_async(
+                token_ids, asked, seed=seed, row=row, turn=turn, conversation=row
+            )
         except (RuntimeError, ValueError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         if sampled.finish == "error":

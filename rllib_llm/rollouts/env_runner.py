@@ -153,7 +153,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             config.pretrained_model,
             config.engine_settings,
             temperature=config.temperature,
-            dtype=config.autocast_dtype or config.dtype,
+            dtype="bfloat16" if config.mixed_precision else config.dtype,
             max_rows=config.sampling_batch_size,
             is_local=not self.worker_index,
         )

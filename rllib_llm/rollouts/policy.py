@@ -197,7 +197,7 @@ class ModulePolicy:
         """As of all policies."""
         module = self.build()
         return TorchEngine(
-            module.model, version=version, max_rows=self._max_rows, context=module.autocast,
+            module.computing_model, version=version, max_rows=self._max_rows,
             cuda_graphs=self._cuda_graphs, load_weights=load_weights,
         )  # fmt: skip
 
@@ -233,8 +233,7 @@ class ModulePolicy:
 
 def _check_decoding(module: Any) -> None:
     """Tries, before anything is learnt, whether the module's model decodes as it computes."""
-    with module.autocast():
-        check_decoding_once(module.model)
+    check_decoding_once(module.computing_model)
 
 
 class EnginePolicy:

@@ -32,9 +32,6 @@ class SamplesLoggingActor(_LoggingActor):
     def _handle_result(self, result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         log, config = super()._handle_result(result)
         new, self._read_to = read_new_json_lines(self._samples, self._read_to)
-        # Of a trial that goes on, the process before this one logged what came before.
-        before = result.get("training_iteration", 0) - result.get("iterations_since_restore", 0)
-        new = [row for row in new if not before or row.get("iteration", before) > before]
         if new:
             names = list(new[0])
             data = [[row.get(name) for name in names] for row in new]

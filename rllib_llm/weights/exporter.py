@@ -14,11 +14,11 @@ from rllib_llm.weights.transport import Ticket
 class ExportableModule(Protocol):
     """What a module must offer for its weights to be exported."""
 
-    def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Its parameters and buffers themselves, by name."""
+    def published_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers themselves that receivers need, by name."""
 
-    def get_state(self, *, inference_only: bool) -> dict[str, torch.Tensor]:
-        """What receivers need of them, sharing memory with the module."""
+    def published_state(self) -> dict[str, torch.Tensor]:
+        """The same, detached, sharing memory with the module."""
 
 
 class WeightsExporter:
@@ -33,12 +33,12 @@ class WeightsExporter:
     def state(self) -> dict[str, torch.Tensor]:
         """The policy without critic and value head; of one under adapters these alone. Where
         learners hold shards, all must ask, and all but the first get {}."""
-        return self._module.get_state(inference_only=True)
+        return self._module.published_state()
 
     def export(self, transport: str, *, checksum: bool = False) -> Ticket | None:
         """A ticket for `state()` as it is now, see `Transport`; None where that is {}."""
         if not self._is_laid_out:
-            lay_side_by_side(self._module.own_tensors())
+            lay_side_by_side(self._module.published_tensors())
             self._is_laid_out = True
         state = self.state()
         if not state:

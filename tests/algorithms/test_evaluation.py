@@ -108,6 +108,45 @@ def test_evaluation_is_greedy_unless_it_is_told_to_sample():
     assert sampled.get_evaluation_config_object().explore
 
 
+def test_further_environments_are_reported_by_name():
+    """One with other prompts, one that is another environment, with settings of its own."""
+    envs = {
+        "easy": {"env_config": {"eval_prompts": [{"prompt": "1+1="}]}, "evaluation_duration": 1},
+        "sums": {
+            "env": "rllib_llm/Arithmetic-v0", "env_config": {"num_problems": 40},
+            "explore": True, "num_completions": 4, "evaluation_duration": 8,
+            "pass_at": [1, 4], "pass_on": "correct",
+        },
+    }  # fmt: skip
+    config = evaluated(tiny.grpo()).sampling(eval_envs=envs, num_logged_samples=9)
+    with tiny.built(config) as algorithm:
+        result = algorithm.train()["eval"]
+        rows = [samples(algorithm, f"eval/{name}")[:9] for name in ("easy", "sums")]
+    with tiny.built(evaluated(tiny.grpo())) as algorithm:
+        alone = algorithm.train()["eval"]
+    assert {name: value for name, value in result.items() if "/" not in name} == alone
+    assert {"easy/scores", "easy/output_length", "sums/correct_rewards", "sums/pass@4",
+            "sums/pass^4", "sums/pass@1_low"} <= set(result)  # fmt: skip
+    assert not any(name.startswith("easy/pass") for name in result)
+    assert [row["prompt"] for row in rows[0][:2]] == ["1+1="] * 2  # before training, and after
+    assert len({row["prompt"] for row in rows[1][:8]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"evaluation_interval": None}, "left out without evaluation_interval"),
+        ({"eval_envs": {"a/b": {}}}, "results are reported as eval/<name>/<metric>"),
+        ({"eval_envs": {"a": {"env_confg": {}}}}, "env_confg"),
+    ],
+)
+def test_further_environments_that_cannot_be_are_refused(settings, message):
+    config = evaluated(tiny.grpo(), evaluation_interval=settings.pop("evaluation_interval", 1))
+    config.sampling(eval_envs={"a": {}, **settings.get("eval_envs", {})})
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+
+
 @pytest.mark.slow  # a sampler in a process of its own
 def test_an_evaluation_sends_no_weights_but_the_published_ones():
     config = evaluated(tiny.grpo(), evaluation_num_env_runners=1)

@@ -59,6 +59,27 @@ def test_a_policy_is_judged_on_held_out_prompts(run_folder, tmp_path):
     assert str(checkpoint) in result.output  # in one line, to be copied
 
 
+def test_pass_at_k_of_several_completions_of_each_prompt(run_folder, tmp_path):
+    checkpoint = StageResult.load(run_folder / "ppo").checkpoint
+    out = tmp_path / "results.json"
+    arguments = ["evaluate", str(checkpoint), "--samples", "16", "--pass-at", "1,4,16"]
+    further = {"eval_envs": {"two": {"env_config": {"digits": 2}}}}
+    result = CliRunner().invoke(
+        app,
+        [*arguments, "--pass-on", "correct", "--duration", "48", "--out", str(out),
+         "--config", json.dumps(further)],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    results = json.loads(out.read_text())
+    # Of one sample each, both are the share of right ones; more can only help, or hurt.
+    assert results["pass@1"] == pytest.approx(results["pass^1"])
+    assert results["pass@1"] == pytest.approx(results["correct_rewards"])
+    assert results["pass^16"] <= results["pass^4"] <= results["pass@1"]
+    assert results["pass@1"] <= results["pass@4"] <= results["pass@16"]
+    assert results["pass@4_low"] <= results["pass@4"] <= results["pass@4_high"]
+    assert 0.0 <= results["two/pass@16"] <= 1.0
+
+
 def test_a_server_that_does_not_answer_is_named_without_a_traceback(run_folder):
     checkpoint = StageResult.load(run_folder / "ppo").checkpoint
     with serving(lambda path, body: (500, {}, {})) as server:

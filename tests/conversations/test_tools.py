@@ -12,6 +12,8 @@ from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.python_tool import PythonTool
 from rllib_llm.envs.tools.search import SearchTool
 from rllib_llm.envs.tools.toolbox import Toolbox, ToolError
+from rllib_llm.envs.toys.lookup import Lookup, facts, sft_rows
+from rllib_llm.envs.toys.lookup import build_model as build_lookup_model
 from rllib_llm.envs.toys.twenty_questions import TwentyQuestions
 from tests.conversations.scripted import roll
 from tests.conversations.templates import family_tokenizer
@@ -97,6 +99,34 @@ def test_functions_that_can_be_no_tools_are_refused():
         Toolbox([calculator, calculator])
     with pytest.raises(ToolError, match="must be functions, their dotted paths"):
         Toolbox([3])
+
+
+def test_what_is_looked_up_stands_in_the_text_alone():
+    env = Lookup({"num_facts": 50, "shuffle": False, "split": "train"})
+    try:
+        task = env.tasks.rows(0, 1)[0]
+        key, answer = task.prompt.removesuffix("?"), task.columns["answer"]
+        search = f'<tool_call>{{"name": "search", "arguments": {{"query": "{key}"}}}}</tool_call>'
+        attempts, judged, _ = roll(env, search, answer, num_prompts=1, num_completions=1)
+        _, guessed, _ = roll(env, answer[::-1] + "1", num_prompts=1, num_completions=1)
+    finally:
+        env.close()
+    contents = [message["content"] for message in attempts[0].conversation.messages]
+    assert contents == [f"{key}?", "", f"{key}: {answer}", answer]
+    assert judged.columns["scores"].tolist() == [1.0]
+    assert guessed.columns["scores"].tolist() == [0.0]
+
+
+def test_what_is_learnt_first_tells_no_fact_of_the_text():
+    told, rows = facts(50), sft_rows(100, call_share=0.25)
+    searching = [row["messages"] for row in rows if len(row["messages"]) == 4]
+    assert len(told) == 50 and len(searching) == 25
+    pairs = {(m[0]["content"].removesuffix("?"), m[-1]["content"]) for m in searching}
+    assert not pairs & set(told.items())
+    _, tokenizer = build_lookup_model()
+    text = tokenizer.apply_chat_template(searching[0], tools=rows[0]["tools"], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
 
 
 def test_twenty_questions():

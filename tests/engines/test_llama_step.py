@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
+from rllib_llm.modules.mixed_precision import cast_parameters_
 from tests.modules.tiny_models import VOCAB, tiny_model
 
 LLAMA3_ROPE = {
@@ -56,6 +59,26 @@ def test_logits_are_the_models(case, steps, padded):
             seen = mask[:, : t + 1] if padded else None
             logits = step(ids[:, t], positions[:, t], cache, seen)
             torch.testing.assert_close(logits, expected[:, t], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["biases everywhere", "normed queries, wide heads"])
+def test_in_bfloat16_it_is_as_near_to_float32_as_the_model(case):
+    family, settings = CASES[case]
+    exact = tiny_model(family, **settings)
+    with torch.no_grad():
+        for parameter in exact.parameters():  # the same weights in both
+            parameter.copy_(parameter.bfloat16())
+    half = copy.deepcopy(exact)
+    cast_parameters_(half, torch.bfloat16)
+    torch.manual_seed(0)
+    ids = torch.randint(3, VOCAB, (3, 8))
+    with torch.no_grad():
+        truth, own = (model(input_ids=ids).logits[:, -1].float() for model in (exact, half))
+        cache = SharedPromptCache(len(half.model.layers), 1, capacity=8)
+        half(input_ids=ids[:, :7], past_key_values=cache)
+        step = LlamaStep(half, 64)
+        found = step(ids[:, 7], torch.full((3,), 7), cache, None).float()
+    assert float((found - truth).norm()) < 1.5 * float((own - truth).norm())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2 (soft-cap)", "granite (logits scaling)"])

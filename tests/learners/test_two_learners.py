@@ -139,7 +139,7 @@ def test_half_precision_layers_keep_float32_shards(group):
     batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5), num=1)
     start = tiny.parameters(learner)
     two.train(learner, batches)
-    config = config.copy(copy_frozen=False).language_model(autocast_dtype="bfloat16")
+    config = config.copy(copy_frozen=False).language_model(mixed_precision="bf16")
     state = two.in_both(group, two.train_new, two.paired(config, "fsdp"), batches)
     ours, exact = state["rl_module"][DEFAULT_MODULE_ID], tiny.parameters(learner)
     assert all(tensor.dtype == torch.float32 for tensor in ours.values())
@@ -150,8 +150,37 @@ def test_half_precision_layers_keep_float32_shards(group):
     assert torch.cosine_similarity(*steps, dim=0) > 0.99
 
 
+def test_gradients_of_two_learners_in_half_precision_are_summed_in_float32(group):
+    """Each row alone has the same bfloat16 gradient wherever it is computed, so the sum differs
+    by float32's round-off alone; summed in bfloat16 it would by 2^-9 of it."""
+    config = two.grpo(grad_clip=None, num_epochs=1, minibatch_size=6, micro_batch_size=1)
+    config = config.language_model(mixed_precision="bf16")
+    learner = tiny.build(two.alone(config))
+    batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5), num=1)
+    start = tiny.parameters(learner)
+    two.train(learner, batches)
+    state = two.in_both(group, two.train_new, two.paired(config, "ddp"), batches)
+    after = state["rl_module"][DEFAULT_MODULE_ID]
+    for name, tensor in tiny.parameters(learner).items():
+        step = float((tensor - start[name]).abs().max())
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-4 * step + 1e-9)
+
+
+def test_shards_are_published_as_they_compute(group):
+    config = two.grpo().language_model(mixed_precision="bf16")
+
+    def states(learner, config):
+        new = config.build_learner(spaces=two.SPACES)
+        published = new.weights_exporter.state()
+        return published, new.get_state()["rl_module"][DEFAULT_MODULE_ID]
+
+    published, whole = two.in_both(group, states, two.paired(config, "fsdp"))
+    for name, tensor in published.items():
+        assert torch.equal(tensor, whole[name].to(torch.bfloat16))
+
+
 def test_half_precision_layers_keep_a_float32_value_head(group):
-    config = two.ppo_ptx(ptx_coeff=0.0).language_model(autocast_dtype="bfloat16")
+    config = two.ppo_ptx(ptx_coeff=0.0).language_model(mixed_precision="bf16")
     batch = tiny.judged(tiny.build(two.alone(config)))
 
     def values_of_a_third(learner, config, batch):

@@ -42,7 +42,6 @@ def test_wandb_works_offline_without_an_account_and_gets_the_texts(
     # W&B appends what is synced under an id that it knows to the run of that id.
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
     assert "number 3" in texts_of(second)
-    assert not {"number 1", "number 2"} & texts_of(second)  # it has them already
 
 
 def texts_of(offline: Path) -> set[str]:

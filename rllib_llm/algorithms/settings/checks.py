@@ -77,6 +77,16 @@ def check_cuts(config: Any) -> None:
     )  # fmt: skip
 
 
+def check_precision(config: Any) -> None:
+    """Raises ValueError for mixed precision of weights that are in half precision already."""
+    require(
+        config.mixed_precision is None or config.dtype == "float32", "mixed_precision",
+        config.mixed_precision, f"None with dtype={config.dtype!r}",
+        "a copy of float32 weights computes; these compute themselves",
+        "Use dtype='float32', or leave mixed_precision out",
+    )  # fmt: skip
+
+
 def check_adapters(config: Any) -> None:
     """Raises ValueError for settings of adapters, or of a trunk in few bits, that cannot be."""
     require(

@@ -31,8 +31,9 @@ ELSEWHERE = {
     "per_device_eval_batch_size": "Set evaluation_duration, in rows",
     "report_to": "Weights & Biases is switched on with --wandb-project",
     "logging_steps": "Every iteration is logged; leave it out",
-    "bf16": "It is autocast_dtype='bfloat16' here",
-    "fp16": "Losses are not scaled for float16: use autocast_dtype='bfloat16'",
+    "autocast_dtype": "It is mixed_precision='bf16' now",
+    "bf16": "It is mixed_precision='bf16' here",
+    "fp16": "Losses are not scaled for float16: use mixed_precision='bf16'",
     "use_vllm": "It is engine='vllm' here",
     "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
     "completion's); of the weights that correct older data it is called 'off_policy_level' here",

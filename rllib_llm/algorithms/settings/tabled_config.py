@@ -176,12 +176,16 @@ class TabledConfig(AlgorithmConfig):
                 row.check(row.value(self))
         with noted():
             refuse_inert(self)
-        if isinstance(self.evaluation_config, Mapping):
-            given = flattened(type(self), self.evaluation_config)
-            unknown = [key for key in given if not self._takes(key)]
-            if unknown:
-                where = f"{type(self).__name__}.evaluation_config"
-                complain(unknown_settings(type(self), unknown, where))
+        overlays = {"evaluation_config": self.evaluation_config}
+        named = getattr(self, "eval_envs", None) or {}
+        overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
+        for name, overlay in overlays.items():
+            if isinstance(overlay, Mapping):
+                given = flattened(type(self), overlay)
+                unknown = [key for key in given if not self._takes(key)]
+                if unknown:
+                    where = f"{type(self).__name__}.{name}"
+                    complain(unknown_settings(type(self), unknown, where))
 
 
 def _names_a_network(name: str, value: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rllib_llm.data.made_rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
 from rllib_llm.envs.rlhf import (
@@ -83,7 +84,7 @@ class DatasetSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Tasks(Sequence):
+class Tasks(MadeRows):
     """Rows {"prompt", "answer", "dataset", "task"}, each a function of seed and index.
 
     Args:
@@ -108,22 +109,16 @@ class Tasks(Sequence):
         as_chat: bool = False,
     ) -> None:
         self.specs = _specs(datasets)
-        self._size, self._seed, self._per_level = num_tasks, seed, tasks_per_level
+        super().__init__(num_tasks)
+        self._seed, self._per_level = seed, tasks_per_level
         self._instruction, self._as_chat = instruction, as_chat
         weights = np.array([spec.weight for spec in self.specs], dtype=float)
         chosen = np.random.default_rng(seed).random(num_tasks)
         self._which = np.searchsorted(np.cumsum(weights / weights.sum()), chosen, side="right")
         self._made: dict[tuple[int, int], Any] = {}
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(f"task {index} of {self._size}")
-        index = int(index) % self._size
+    def make(self, index: int) -> dict[str, Any]:
+        """The task at `index`."""
         which = min(int(self._which[index]), len(self.specs) - 1)
         entry = self.dataset(which, self.level(index))[index]
         question = f"{entry['question']}{self._instruction}"
@@ -183,6 +178,12 @@ class Tasks(Sequence):
         return 0.0 if str(entry["answer"]) in answer else float(
             dataset.score_answer(answer, entry) == 1.0
         )  # fmt: skip
+
+
+def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion"} of solved tasks; see `Tasks`."""
+    tasks = Tasks(datasets, num_tasks=num_tasks, seed=seed)
+    return [{"prompt": task["prompt"], "completion": task["answer"]} for task in tasks]
 
 
 def score_tasks(

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.dotted import import_dotted
+from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
@@ -85,6 +86,9 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     ]
 
 
+DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **TRLEnv.defaults}
+
+
 def create(env_config: Mapping[str, Any]) -> TRLEnv:
-    """The environment; its settings are those of conversations and `TRLEnv.defaults`."""
+    """The environment; its settings and their defaults are `DEFAULTS`."""
     return TRLEnv(env_config)

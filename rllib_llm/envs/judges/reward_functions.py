@@ -23,6 +23,17 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True)
+class Invalid:
+    """In place of a score: what judges failed, for this reason. Nothing is learnt from the row; it
+    is never a score of 0."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True)
 class RewardBatch:
     """What reward functions may look at: B completions with their prompts.
 
@@ -83,10 +94,10 @@ class RewardTerm:
     `trainer_state` gets transformers.TrainerState with global_step, epoch and max_steps. Where the
     function has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
     prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
-    returns B numbers (list, NumPy array or tensor [B]; None in a list: not judged by this
-    function), or a pair of them and {metric name: B numbers}. (The convention of
-    trl.GRPOTrainer's reward functions, extended.) Function objects may have methods: `metrics()`,
-    numbers by name, and `missing_reason()`, why rows of the last batch have no score.
+    returns B numbers (list, NumPy array or tensor [B]; in a list None: not judged by this
+    function, and `Invalid`: it failed), or a pair of them and {metric name: B numbers}. (The
+    convention of trl.GRPOTrainer's reward functions, extended.) Function objects may have a method
+    `metrics()`, numbers by name.
     """
 
     def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
@@ -162,12 +173,6 @@ class RewardTerm:
         """What the function reports by a `metrics()` method of its own, as "<name>/<metric>"."""
         report = _attribute(self.function, "metrics", None)
         return {f"{self.name}/{key}": value for key, value in report().items()} if report else {}
-
-    def missing_reason(self) -> str:
-        """Why rows of the last batch have no score, where the function says it by a method
-        `missing_reason()` of its own."""
-        report = _attribute(self.function, "missing_reason", None)
-        return str(report()) if report else ""
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `RewardError` where the data set's columns do not suit the function."""

@@ -8,17 +8,22 @@ import inspect
 import threading
 import warnings
 from collections.abc import Awaitable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardError, RewardTerm
+from rllib_llm.envs.judges.reward_functions import (
+    Invalid,
+    RewardBatch,
+    RewardError,
+    RewardTerm,
+)
 from rllib_llm.tracebacks import raised
 
 SHOWN = 120  # characters of a text in a message
 
-__all__ = ["RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards"]
+__all__ = ["Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Rewards:
     scores float32 (the weighted sum, 0 where not valid), valid bool, components float32 by function
     name before weighting (0 where that function failed, NaN where it does not judge the row),
     metrics float32 by name (diagnostics of the functions that are no reward; 0 where that function
-    failed), failed bool by function name.
+    failed), failed bool by function name. reasons: for each row why it is not valid, or "".
     """
 
     scores: torch.Tensor
@@ -36,26 +41,34 @@ class Rewards:
     components: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor]
     failed: dict[str, torch.Tensor]
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Result:
     """One function's answer: values (NaN: not judged by it) and validity [B], metrics, the first
-    exception."""
+    exception, and the reasons that the function gave, by row."""
 
     values: torch.Tensor
     valid: torch.Tensor
     metrics: dict[str, torch.Tensor]
     error: BaseException | None = None
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def reason(self, row: int) -> str:
+        """Why the row has no score."""
+        if row in self.reasons:
+            return self.reasons[row]
+        return "the result is NaN or infinite" if self.error is None else raised(self.error)
 
 
 class RewardSum:
     """The weighted sum of several reward functions, each one's failures costing only its rows.
 
     A function that raises on the batch is called again row by row; rows on which it still raises,
-    and rows it gives NaN or infinity, are not valid: they are counted in `num_failed`, and the
-    first of each function is shown in a warning. A row to which it gives None is not judged by it:
-    the others decide, and a row that none judges is not valid. Coroutine functions run
+    and rows it gives NaN, infinity or `Invalid`, are not valid: they are counted in `num_failed`,
+    and the first of each function is shown in a warning. A row to which it gives None is not judged
+    by it: the others decide, and a row that none judges is not valid. Coroutine functions run
     concurrently.
 
     Raises:
@@ -101,6 +114,7 @@ class RewardSum:
         valid = torch.ones(len(batch), dtype=torch.bool, device=device)
         judged = torch.zeros_like(valid)
         components, metrics, failed = {}, {}, {}
+        reasons = ["none of the functions judges it"] * len(batch)
         for term, result in zip(self.terms, results, strict=True):
             self._report(term, result, batch)
             components[term.name] = result.values
@@ -108,6 +122,8 @@ class RewardSum:
             scores = scores + term.weight * result.values.nan_to_num()
             valid = valid & result.valid
             judged = judged | ~result.values.isnan()
+            for row in (~result.valid).nonzero().flatten().tolist():
+                reasons[row] = f"{term.name}: {result.reason(row)}"
             for name, values in result.metrics.items():
                 if name in metrics:
                     raise RewardError(
@@ -119,7 +135,8 @@ class RewardSum:
                 metrics[name] = torch.full_like(scores, value)
         valid = valid & judged
         scores = torch.where(valid, scores, torch.zeros_like(scores))
-        return Rewards(scores, valid, components, metrics, failed)
+        said = tuple("" if ok else why for ok, why in zip(valid.tolist(), reasons, strict=True))
+        return Rewards(scores, valid, components, metrics, failed, said)
 
     def _results(self, batch: RewardBatch) -> list[_Result]:
         """Async functions wait together in the background while the others compute."""
@@ -137,9 +154,7 @@ class RewardSum:
         if not failed:
             return
         self.num_failed[term.name] += len(failed)
-        reason = term.missing_reason() or "the result is NaN or infinite"
-        if result.error is not None:
-            reason = raised(result.error)
+        reason = result.reason(failed[0])
         shown = _shown(batch, failed[0])
         if len(failed) == len(batch):
             raise RewardError(
@@ -223,17 +238,23 @@ def _join(rows: Sequence[_Result]) -> _Result:
         torch.cat([row.valid for row in rows]),
         {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
         next((row.error for row in rows if row.error is not None), None),
+        {i: row.reason(0) for i, row in enumerate(rows) if not bool(row.valid)},
     )
 
 
 def _read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> _Result:
     metrics: Mapping[str, Any] = {}
+    reasons: dict[int, str] = {}
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
         answer, metrics = answer
     unjudged = torch.zeros(len(batch), dtype=torch.bool, device=batch.completion_ids.device)
     if isinstance(answer, Sequence) and len(answer) == len(batch):
         unjudged = torch.tensor([one is None for one in answer], device=unjudged.device)
-        answer = [0.0 if one is None else one for one in answer]
+        reasons = {i: one.reason for i, one in enumerate(answer) if isinstance(one, Invalid)}
+        answer = [
+            0.0 if one is None else torch.nan if isinstance(one, Invalid) else one
+            for one in answer
+        ]  # fmt: skip
     values = _numbers(term.name, "scores", answer, batch)
     finite = torch.isfinite(values)
     values = torch.where(finite, values, torch.zeros_like(values))
@@ -244,6 +265,7 @@ def _read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> _Result:
             str(name): _numbers(term.name, f"metric {name!r}", given, batch)
             for name, given in metrics.items()
         },
+        reasons=reasons,
     )
 
 

@@ -13,10 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rllib_llm.data.made_rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (
@@ -26,6 +25,7 @@ from rllib_llm.envs.rlhf import (
     policy_tokenizer,
     with_defaults,
 )
+from rllib_llm.envs.toys.characters import character_tokenizer, small_llama
 from rllib_llm.modules.pretrained import eos_token_ids
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -95,7 +95,7 @@ def answer_format(
     ]
 
 
-class Problems(Sequence):
+class Problems(MadeRows):
     """Problems {"prompt": "3+4=", "answer": 7}, each a pure function of its index, none twice.
 
     There are len(operations) * 100**digits problems; index i is the problem numbered
@@ -124,18 +124,12 @@ class Problems(Sequence):
         self._limit = 10**digits
         self._operations = "".join(dict.fromkeys(operations))
         self._total = len(self._operations) * self._limit**2
-        self._size = min(num_problems, self._total)
+        super().__init__(min(num_problems, self._total))
         self._stride = _coprime_near(round(self._total * (math.sqrt(5) - 1) / 2), self._total)
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(f"problem {index} of {self._size}")
-        number = (index % self._size) * self._stride % self._total
+    def make(self, index: int) -> dict[str, Any]:
+        """The problem at `index`."""
+        number = index * self._stride % self._total
         number, second = divmod(number, self._limit)
         place, first = divmod(number, self._limit)
         sign = self._operations[place]
@@ -174,33 +168,16 @@ def build_model(
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """A small Llama with random weights, drawn with `seed`, and its character-level tokenizer."""
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=max_len,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return LlamaForCausalLM(config).eval(), tokenizer
+    model = small_llama(
+        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
+        max_len=max_len,
+    )  # fmt: skip
+    return model, tokenizer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character of the problems, pad, EOS and unknown apart."""
-    vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *_CHARACTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return character_tokenizer(_CHARACTERS, special=_SPECIAL)
 
 
 def _coprime_near(start: int, modulus: int) -> int:

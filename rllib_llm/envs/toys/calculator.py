@@ -7,36 +7,24 @@ chat template knows tools, `sft_rows` conversations to start it with, few of whi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.data.order import permutation
+from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.envs.toys.characters import chat_tokenizer, conversation_with_call, small_llama
 
 MODEL = "rllib_llm.envs.toys.calculator.build_model"
-_END = "<|end|>"
-_SPECIAL = ("<pad>", _END, "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-_PIECES = ("<tool_call>", "</tool_call>", '{"name": "', "calculator", '", "arguments": ',
-           '{"expression": "', '"}}', "Error: ")  # fmt: skip
+_PIECES = ("calculator", '{"expression": "')
 _CHARACTERS = "0123456789+-*=. "
-_TEMPLATE = (
-    "{% if tools %}<|system|>{% for t in tools %}{{ t.function.name }}{% endfor %}<|end|>"
-    "{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
-    "</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 _STREAM = 41  # key of the problems' random numbers
 
 
@@ -64,8 +52,11 @@ class Calculator(ConversationEnv):
         return float(conversation.reply.content.strip() == conversation.task["answer"])
 
 
+DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **Calculator.defaults}
+
+
 def create(env_config: Mapping[str, Any]) -> Calculator:
-    """The environment; its settings are those of conversations and `Calculator.defaults`."""
+    """The environment; its settings and their defaults are `DEFAULTS`."""
     return Calculator(env_config)
 
 
@@ -101,20 +92,15 @@ def sft_rows(
     schema = FunctionTool(calculator).schema
     rows = []
     for place, row in zip(order, problems(num_rows, digits, operations), strict=True):
-        asked: dict[str, Any] = {"role": "user", "content": row["prompt"]}
-        said: dict[str, Any] = {"role": "assistant", "content": row["answer"]}
-        messages = [asked, said]
+        messages = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
         if place < call_share * num_rows:
-            expression = row["prompt"].removesuffix("=")
-            called = {"name": "calculator", "arguments": {"expression": expression}}
-            call = {"type": "function", "id": "call00000", "function": called}
-            messages = [
-                asked,
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "name": "calculator", "tool_call_id": "call00000",
-                 "content": row["answer"]},
-                said,
-            ]  # fmt: skip
+            expression = {"expression": row["prompt"].removesuffix("=")}
+            messages = conversation_with_call(
+                row["prompt"], "calculator", expression, row["answer"], row["answer"]
+            )
         rows.append({"messages": messages, "tools": [schema]})
     return rows
 
@@ -128,28 +114,13 @@ def build_model(
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """A small Llama with random weights, drawn with `seed`, and its tokenizer."""
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=num_heads,
-        num_key_value_heads=num_heads, max_position_embeddings=max_len, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    model = small_llama(
+        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
+        max_len=max_len,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return LlamaForCausalLM(config).eval(), tokenizer
+    return model, tokenizer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character and for each piece that a call is made of."""
-    entries = [*_SPECIAL, *_PIECES, *_CHARACTERS]
-    vocabulary = {token: i for i, token in enumerate(entries)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    pieces = "|".join(re.escape(piece) for piece in _PIECES)
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{pieces}|."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token=_END, unk_token="<unk>",
-        additional_special_tokens=list(_SPECIAL[3:]), chat_template=_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    return chat_tokenizer(_CHARACTERS, _PIECES)

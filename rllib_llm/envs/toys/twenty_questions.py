@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv, Response
 
 _NUMBER = re.compile(r"-?\d+")
@@ -43,6 +44,9 @@ class TwentyQuestions(ConversationEnv):
         return Response(answer, reward=cost, metrics={"found": 0.0})
 
 
+DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **TwentyQuestions.defaults}
+
+
 def create(env_config: Mapping[str, Any]) -> TwentyQuestions:
-    """The environment; its settings are those of conversations and `TwentyQuestions.defaults`."""
+    """The environment; its settings and their defaults are `DEFAULTS`."""
     return TwentyQuestions(env_config)

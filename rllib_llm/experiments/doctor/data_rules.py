@@ -76,6 +76,8 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     yield from _blank("prompts", [text for text in prompts if isinstance(text, str)])
     if env.get("prompt_overflow") == "error" or not _is_here(env.get("model")):
         return
+    if stage.is_conversation:
+        return
     from rllib_llm.envs.prompts import PromptEncoder, PromptSource
     from rllib_llm.envs.rlhf import policy_tokenizer
 

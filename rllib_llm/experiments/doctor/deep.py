@@ -69,7 +69,7 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
     """What an iteration says of its sampler: log-probs, weights, rewards."""
     gap = result.get("sampler", {}).get("logprob_gap")
     config = stage.config
-    kind = "bfloat16" if "bfloat16" in (config.dtype, config.autocast_dtype) else "float32"
+    kind = "bfloat16" if config.dtype == "bfloat16" or config.mixed_precision else "float32"
     if gap is not None:
         exact = gap <= MAX_GAP[kind]
         yield Finding(

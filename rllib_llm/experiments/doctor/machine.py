@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rllib_llm.processor import multiplies_bfloat16, processor_features
+
 GIB = 1024**3
 
 
@@ -42,7 +44,7 @@ class Machine:
         return cls(
             cpus=usable_cores(),
             memory=min(psutil.virtual_memory().available, _memory_limit()),
-            features=_processor_features(),
+            features=processor_features(),
             gpu_memory=_gpu_memory(),
             shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
             disk_bytes=shutil.disk_usage(existing).free,
@@ -52,8 +54,7 @@ class Machine:
     @property
     def computes_bfloat16(self) -> bool:
         """Whether products of bfloat16 are faster than of float32 here."""
-        on_cpu = any(name.startswith(("amx_bf16", "avx512_bf16")) for name in self.features)
-        return on_cpu or bool(self.gpu_memory)
+        return multiplies_bfloat16(self.features) or bool(self.gpu_memory)
 
 
 def installed_versions() -> dict[str, str]:
@@ -77,15 +78,6 @@ def _memory_limit() -> int:
     except OSError:
         return 2**62
     return 2**62 if limit == "max" else max(0, int(limit) - used)
-
-
-def _processor_features() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(next(lines, "").partition(":")[2].split())
 
 
 def _gpu_memory() -> tuple[int, ...]:

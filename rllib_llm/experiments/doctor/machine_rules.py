@@ -35,11 +35,11 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     on_gpu = bool(config.num_gpus_per_learner or getattr(config, "num_gpus_per_env_runner", 0))
     if not is_here or on_gpu:
         return
-    chosen = {"dtype": config.dtype, "autocast_dtype": config.autocast_dtype}
-    slow = [name for name, value in chosen.items() if value == "bfloat16"]
+    chosen = {"dtype": config.dtype, "mixed_precision": config.mixed_precision}
+    slow = [name for name, value in chosen.items() if value in ("bfloat16", "bf16")]
     if slow and not machine.computes_bfloat16:
         yield Finding(
-            "devices.bfloat16", "warning", f"{slow[0]}='bfloat16'",
+            "devices.bfloat16", "warning", f"{slow[0]}={chosen[slow[0]]!r}",
             "must have a processor with AMX or AVX512-BF16, or a GPU: others emulate it, several "
             "times slower than float32.", f"Leave {slow[0]} out, or use a GPU.",
         )  # fmt: skip

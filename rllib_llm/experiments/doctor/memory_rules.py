@@ -43,7 +43,7 @@ def memory_shares(stage: Stage) -> list[Share]:
     sampler = _sampler(stage, policy, sizes)
     if stage.num_samplers == 0:
         return [Share("process", 1, PROCESS_BYTES + learner + sampler, "training and sampling")]
-    own = policy * _item_bytes(stage.config)
+    own = policy * _computing_bytes(stage.config)
     return [
         Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner, "training"),
         Share("sampler", stage.num_samplers, PROCESS_BYTES + own + sampler, "sampling"),
@@ -80,9 +80,10 @@ def _learner(stage: Stage, policy: int) -> float:
     config = stage.config
     item = _item_bytes(config)
     if config.lora is not None:
+        item = _computing_bytes(config)
         kept = FROZEN_BYTES[config.quantization] if config.quantization != "none" else item
         return policy * kept * 1.02  # adapters are hundredths of it
-    copies = 2.0 if config.autocast_dtype == "bfloat16" and item == 4 else 0.0
+    copies = 2.0 if config.mixed_precision and item == 4 else 0.0
     sharded = stage.num_learners if config.learner_strategy == "fsdp" else 1
     learner = policy * (2 * item + ADAM_BYTES + copies) / max(1, sharded)
     if getattr(config, "critic", "none") == "separate":
@@ -116,8 +117,14 @@ def _cache_bytes(stage: Stage) -> float:
     rows = config.total_train_batch_size / max(1, stage.num_samplers)
     rows = min(rows, getattr(config, "sampling_batch_size", None) or rows)
     tokens = stage.env.get("max_prompt_len", 0) + config.max_new_tokens
-    return float(rows * tokens * model.num_hidden_layers * 2 * heads * size * _item_bytes(config))
+    return float(
+        rows * tokens * model.num_hidden_layers * 2 * heads * size * _computing_bytes(config)
+    )
 
 
 def _item_bytes(config: Any) -> int:
     return 2 if config.dtype == "bfloat16" else 4
+
+
+def _computing_bytes(config: Any) -> int:
+    return 2 if config.mixed_precision else _item_bytes(config)

@@ -22,7 +22,7 @@ def answer_scores(stage: Stage) -> tuple[float, float] | None:
 
     rows = first_rows(stage.env.get("prompts"), "prompts")
     given = stage.env.get("reward_functions")
-    if rows is None or not given:
+    if rows is None or not given or stage.is_conversation:
         return None
     column = next((name for name in ANSWERS if name in rows.columns), None)
     if column is None:

@@ -24,7 +24,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
     """Findings about a stage's reward functions; judges that need weights are left to --deep."""
     given = stage.env.get("reward_functions")
     rows = first_rows(stage.env.get("prompts"), "prompts")
-    if not given or rows is None or any(server_rules(stage)):
+    if not given or rows is None or stage.is_conversation or any(server_rules(stage)):
         return
     batch = example_batch(stage, rows)
     functions = given if isinstance(given, list) else [given]

@@ -38,6 +38,12 @@ class Stage:
         return isinstance(self.config, RLHFConfig)
 
     @property
+    def is_conversation(self) -> bool:
+        """Whether its environment answers: only there is known what is judged, and how long it
+        gets."""
+        return bool(self.env) and "max_prompt_len" not in self.env
+
+    @property
     def num_samplers(self) -> int:
         """Sampler processes."""
         return int(getattr(self.config, "num_env_runners", 0) or 0) if self.is_rlhf else 0

@@ -5,7 +5,8 @@ of them; on a CPU that is a third of a small model's training. Here the norms an
 are computed again in the backward pass, in place where nobody else looks. Results and gradients
 are those of transformers' modules up to round-off.
 
-All take tokens [tokens, features] in float32, outside autocast.
+All take tokens [tokens, features], float32 or bfloat16. In bfloat16 norms and their gradients
+are computed in float32 and rounded once; what goes between layers is bfloat16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+
+def embedded(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """Rows [tokens, features] of an embedding [vocab, features]; `padding_idx` gets no gradient.
+    Sums over the places of a token are float32, which torch's would not be in bfloat16."""
+    if weight.dtype != torch.bfloat16:
+        return F.embedding(ids, weight, padding_idx)
+    return _Embedding.apply(ids, weight, padding_idx)
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,6 +59,26 @@ def gated_mlp(
     inputs [tokens, hidden]; gate and up [inner, hidden], down [hidden, inner].
     """
     return _GatedMLP.apply(inputs, norm_weight, eps, gate, up, down)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding_idx = weight.shape, padding_idx
+        return weight.index_select(0, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        tokens, place = ids.unique(return_inverse=True)
+        sums = grad.new_zeros(len(tokens), grad.shape[1], dtype=torch.float32)
+        sums.index_add_(0, place, grad.float())
+        if ctx.padding_idx is not None:
+            sums.masked_fill_((tokens == ctx.padding_idx).unsqueeze(1), 0.0)
+        weight_grad = grad.new_zeros(ctx.shape).index_copy_(0, tokens, sums.to(grad.dtype))
+        return None, weight_grad, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -148,32 +177,44 @@ class _GatedMLP(torch.autograd.Function):
         gate_grad = gates_grad.t() @ normed if gate_needed else None
         up_grad = ups_grad.t() @ normed if up_needed else None
         normed_grad = torch.mm(gates_grad, gate, out=normed).addmm_(ups_grad, up)
-        input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight)
-        return input_grad.add_(grad), norm_grad, None, gate_grad, up_grad, down_grad
+        input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight, grad)
+        return input_grad, norm_grad, None, gate_grad, up_grad, down_grad
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    """What norms are computed in: float32, of float64 itself."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _norm_scale(inputs: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(inputs^2) + eps), [..., 1]."""
-    norms = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
+    norms = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=_exact(inputs))
     return norms.square_().div_(inputs.shape[-1]).add_(eps).rsqrt_()
 
 
 def _normed(inputs: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    return (inputs * scale).mul_(weight)
+    return (inputs * scale).mul_(weight).to(inputs.dtype)
 
 
 def _norm_gradients(
-    grad: Tensor, inputs: Tensor, scale: Tensor, weight: Tensor
+    grad: Tensor, inputs: Tensor, scale: Tensor, weight: Tensor, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of inputs and weight; with s the scale, n the features, g the gradient:
-    d x = s w g - x s^3 sum(w g x) / n, d w = sum over tokens of s x g."""
-    features = inputs.shape[-1]
+    d x = s w g - x s^3 sum(w g x) / n, d w = sum over tokens of s x g.
+
+    residual_grad: added to that of the inputs.
+    """
+    features, dtype = inputs.shape[-1], inputs.dtype
+    grad, inputs, weight = (tensor.to(_exact(inputs)) for tensor in (grad, inputs, weight))
     products = grad * inputs
     weight_grad = scale.flatten() @ products.reshape(-1, features)
     along = (products.reshape(-1, features) @ weight).view(scale.shape)
     along = along.mul_(scale.pow(3)).div_(-features)
     input_grad = torch.mul(grad, weight, out=products).mul_(scale)
-    return input_grad.addcmul_(inputs, along), weight_grad
+    input_grad.addcmul_(inputs, along)
+    if residual_grad is not None:
+        input_grad.add_(residual_grad)
+    return input_grad.to(dtype), weight_grad.to(dtype)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

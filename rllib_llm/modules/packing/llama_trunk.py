@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
 from transformers.activations import SiLUActivation
 
-from rllib_llm.modules.packing.fused_layers import gated_mlp, normed_linears, rms_norm, rotate
+from rllib_llm.modules.packing.fused_layers import (
+    embedded,
+    gated_mlp,
+    normed_linears,
+    rms_norm,
+    rotate,
+)
 from rllib_llm.modules.packing.llama_shape import is_plain, is_plain_tensor, is_read_whole
 from rllib_llm.modules.packing.packed_attention import AttentionLayout, packed_attention
 from rllib_llm.modules.packing.packing import WantedTokens
 
 _TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+_DTYPES = ({torch.float32}, {torch.bfloat16})  # one for all of a trunk's parameters
 _COMMON_PARTS = (nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation)
 
 
 def is_fusible(trunk: nn.Module) -> bool:
     """Whether `fused_hidden` computes what the trunk computes, and sooner.
 
-    Exact classes only, float32 on a CPU and nothing in between: quantised layers, adapters, hooks,
-    compiled layers, dropout, gradient checkpointing and autocast are the model's own business.
+    Exact classes only, float32 or bfloat16 on a CPU and nothing in between: quantised layers,
+    adapters, hooks, compiled layers, dropout and gradient checkpointing are the model's own
+    business.
     """
-    if type(trunk) not in _TRUNKS or torch.is_autocast_enabled("cpu"):
+    if type(trunk) not in _TRUNKS:
         return False
     config = trunk.config
     if trunk.training and (trunk.gradient_checkpointing or config.attention_dropout):
@@ -39,7 +46,8 @@ def is_fusible(trunk: nn.Module) -> bool:
         and mlp.down_proj.bias is None
         and attention.o_proj.bias is None
         and all(_is_own(part, trunk) for part in trunk.modules())
-        and all(_is_plain_float32(parameter) for parameter in trunk.parameters())
+        and all(_is_plain_on_cpu(parameter) for parameter in trunk.parameters())
+        and {parameter.dtype for parameter in trunk.parameters()} in _DTYPES
     )
 
 
@@ -49,9 +57,8 @@ def _is_own(part: nn.Module, trunk: nn.Module) -> bool:
     return own and is_plain(part) and part._compiled_call_impl is None
 
 
-def _is_plain_float32(parameter: Tensor) -> bool:
-    float32 = parameter.dtype == torch.float32 and parameter.device.type == "cpu"
-    return float32 and is_plain_tensor(parameter)
+def _is_plain_on_cpu(parameter: Tensor) -> bool:
+    return parameter.device.type == "cpu" and is_plain_tensor(parameter)
 
 
 def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
@@ -60,7 +67,7 @@ def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
     assert wanted.layout is not None and wanted.position_ids is not None
     embedding = trunk.embed_tokens
     # With the padding's index, whose row gets no gradient: a pad token may be text as well.
-    hidden = F.embedding(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
+    hidden = embedded(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
     cos, sin = trunk.rotary_emb(hidden, wanted.position_ids)
     rotation = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
     *layers, last = trunk.layers

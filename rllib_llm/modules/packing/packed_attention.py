@@ -58,17 +58,20 @@ def packed_attention(
     between the tokens that it brings together. Returns [batch, length, heads, head_dim]."""
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    # On a processor torch's bfloat16 kernel takes four times as long as float32's for the gradient.
+    in_float32 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    dtype = torch.float32 if in_float32 else query.dtype
     parts = []
     for block in packed_layout.blocks:
         attended, _ = sdpa_attention_forward(
             module,
-            _take(query, block.queries, block.in_order),
-            _take(key, block.keys, block.in_order),
-            _take(value, block.keys, block.in_order),
-            None if block.mask is None else block.mask.to(query.dtype),
+            _take(query, block.queries, block.in_order).to(dtype),
+            _take(key, block.keys, block.in_order).to(dtype),
+            _take(value, block.keys, block.in_order).to(dtype),
+            None if block.mask is None else block.mask.to(dtype),
             **{**kwargs, "is_causal": block.mask is None},
         )
-        parts.append(attended.flatten(0, 1))
+        parts.append(attended.flatten(0, 1).to(query.dtype))
     if packed_layout.blocks[0].in_order:
         return parts[0].unsqueeze(0), None
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)

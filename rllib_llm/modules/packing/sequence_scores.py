@@ -33,7 +33,8 @@ def sequence_scores(
         )
     head = getattr(classifier, "score", None)
     if isinstance(head, nn.Module):
-        logits = head(_last_states(classifier.base_model, ids, mask))
+        states = _last_states(classifier.base_model, ids, mask)
+        logits = head(states.to(next(head.parameters()).dtype))
     else:
         logits = classifier(input_ids=ids, attention_mask=mask.long()).logits
     logits = logits.float()

@@ -76,7 +76,8 @@ def test_a_setting_with_effect_is_silent(make, settings):
         ({"quantization": "nf4"}, "quantization='nf4' must be 'none' without lora"),
         ({"quantization": "int3", "lora": {}}, "quantization='int3' must be"),
         ({"dtype": "float16"}, r"dtype='float16' must be one of \('float32', 'bfloat16'\)"),
-        ({"autocast_dtype": "float16"}, "autocast_dtype='float16' must be None or 'bfloat16'"),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be None or 'bf16'"),
+        ({"mixed_precision": "bf16", "dtype": "bfloat16"}, "mixed_precision='bf16' must be None"),
         ({"lora": {"rank": 3}}, "must hold only"),
     ],
 )
@@ -102,7 +103,7 @@ def test_yaml_names_are_the_attributes():
         {
             "lora": {"r": 2},
             "quantization": "int8",
-            "autocast_dtype": "bfloat16",
+            "mixed_precision": "bf16",
             "gradient_checkpointing": True,
             "learner_strategy": "ddp",
             "reference_in": "policy",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm.envs.judges.judge_server import JudgeServer
-from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
 from rllib_llm.openai_client import RequestRefusedError
 from tests.scripted_server import serving
 
@@ -36,10 +36,9 @@ def scores(function, completions, **columns):
 def test_scores_are_the_numbers_of_the_replies():
     with serving(echo_the_answer) as server:
         answers = ["7", "Score: 3.5, I think", "none", "11", "-1", ""]
-        found = torch.tensor(scores(judge(server), answers))
-    nan = float("nan")
-    expected = torch.tensor([7.0, 3.5, nan, nan, nan, nan])  # 11 and -1 are beyond 0 to 10
-    torch.testing.assert_close(found, expected, equal_nan=True)
+        found = scores(judge(server), answers)
+    assert found[:2] == [7.0, 3.5]
+    assert all(isinstance(one, Invalid) for one in found[2:])  # 11 and -1 are beyond 0 to 10
     path, body, _ = server.requests[0]
     assert path == "/v1/chat/completions"
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge", 0.0, 16)
@@ -110,13 +109,14 @@ def test_a_judge_that_talks_nonsense_is_quoted(said, settings, rule):
     assert len(server.requests) == 2
 
 
-def test_the_reason_is_that_of_the_last_call():
+def test_a_reply_that_is_no_score_is_not_remembered():
     replies = iter(["no", "7"])
     with serving(lambda path, body: reply(next(replies))) as server:
         function = judge(server)
-        scores(function, ["1"])
-        assert "reply='no'" in function.missing_reason()
-        assert scores(function, ["1"]) == [7.0] and function.missing_reason() == ""
+        (found,) = scores(function, ["1"])
+        assert "reply='no'" in found.reason
+        assert scores(function, ["1"]) == scores(function, ["1"]) == [7.0]
+    assert len(server.requests) == 2  # the third time it was known
 
 
 def test_a_refusal_is_raised_with_what_the_server_said():

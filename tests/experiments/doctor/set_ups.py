@@ -75,6 +75,24 @@ def grpo(stop: dict[str, Any] | None = None, env: dict[str, Any] | None = None, 
     return Experiment("run", "GRPO", "rllib_llm/RLHF-v0", settings, stop=_stop(stop))
 
 
+def says_something(completions):
+    """Of a conversation, which is a list of messages."""
+    return [float(len(messages[-1]["content"])) for messages in completions]
+
+
+def conversations(env: str, **env_config: Any):
+    """A sound experiment of a policy that talks."""
+    settings = {
+        "model": "rllib_llm.envs.toys.calculator.build_model",
+        "num_completions": 4,
+        "train_batch_size_per_learner": 16,
+        "minibatch_size": 8,
+        "max_new_tokens": 8,
+        "env_config": env_config,
+    }
+    return Experiment("run", "GRPO", env, settings, stop=_stop(None))
+
+
 def supervised(run: str, stop: dict[str, Any] | None = None, **config: Any):
     """A sound experiment of a supervised stage."""
     settings = {

@@ -16,7 +16,7 @@ from rllib_llm.experiments.doctor.examine import before_a_run, examine
 from rllib_llm.experiments.doctor.finding import exit_code
 from rllib_llm.experiments.doctor.machine import GIB, Machine
 from tests.experiments.doctor import set_ups
-from tests.experiments.doctor.set_ups import HERE, MACHINE, SUMS, grpo, supervised
+from tests.experiments.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
 CHAT = [{"role": "user", "content": "1"}]
@@ -146,7 +146,7 @@ def test_a_judge_that_is_made_before_is_no_policy(folders):
 
 
 @pytest.mark.parametrize(("config", "changes", "name"), [
-    ({"autocast_dtype": "bfloat16"}, {"features": frozenset()}, "devices.bfloat16"),
+    ({"mixed_precision": "bf16"}, {"features": frozenset()}, "devices.bfloat16"),
     ({"num_gpus_per_learner": 1}, {}, "devices.gpus"),
     ({"lora": {}, "quantization": "nf4"}, {}, "devices.four_bit"),
     ({"num_env_runners": 6}, {"cpus": 2.0}, "ray.processes"),
@@ -188,9 +188,13 @@ SOUND = {
     "grpo": lambda folders: grpo(),
     "grpo with samplers": lambda folders: grpo(num_env_runners=2, model=folders["sound"]),
     "adapters": lambda folders: grpo(lora={"r": 4}, model=folders["sound"]),
-    "bfloat16": lambda folders: grpo(autocast_dtype="bfloat16"),
+    "bfloat16": lambda folders: grpo(mixed_precision="bf16"),
     "a schedule": lambda folders: grpo(lr_schedule="linear", lr_num_updates=20),
     "evaluation": lambda folders: grpo(evaluation_interval=5),
+    "tools": lambda folders: conversations("rllib_llm/Calculator-v0", max_turns=3),
+    "a conversation": lambda folders: conversations(
+        "rllib_llm/Conversation-v0", prompts=SUMS, reward_functions=f"{HERE}.says_something"
+    ),
     "sft": lambda folders: supervised("SFT"),
     "sft of a folder": lambda folders: supervised("SFT", model=folders["sound"]),
     "reward model": lambda folders: supervised("RewardModel"),

@@ -52,19 +52,22 @@ LANGUAGE_MODEL = Section(
             note="In bfloat16 optimiser steps below about 1e-3 of a weight are lost.",
             reason="float16 holds nothing below 6e-8, where gradients vanish, and losses are not "
             "scaled here",
-            remedy="Use 'bfloat16', or 'float32' with autocast_dtype='bfloat16'",
+            remedy="Use 'float32' with mixed_precision='bf16', or 'bfloat16'",
             also=("torch_dtype", "model_dtype"),
         ),
         Setting(
-            name="autocast_dtype",
+            name="mixed_precision",
             type=str | None,
             default=None,
-            choices=("bfloat16",),
-            meaning="what matrix products are done in, in the sampler as well",
-            note="Weights, gradients and optimiser stay in `dtype`; None changes nothing.",
+            choices=("bf16",),
+            meaning="what the model computes in, in learners and samplers",
+            note='"bf16": a bfloat16 copy, cast from the float32 weights once per optimiser step; '
+            "weights, sums of gradients and optimiser stay float32, and so do norms, log-probs, "
+            "losses and values. For GPUs and for processors with AMX or AVX512-BF16. None: all in "
+            "`dtype`.",
             reason="float16 needs scaled losses, which are not built in",
-            remedy="Use 'bfloat16'",
-            also=("bf16", "fp16", "precision", "mixed_precision"),
+            remedy="Use 'bf16'",
+            also=("autocast_dtype", "bf16", "fp16", "precision"),
         ),
         Setting(
             name="gradient_checkpointing",

@@ -208,6 +208,15 @@ SAMPLING = Section(
             note="None: the score itself.",
         ),
         Setting(
+            name="eval_envs",
+            type=dict[str, dict[str, Any]] | None,
+            default=None,
+            meaning="further environments with held-out results, by name: eval/<name>/<metric>",
+            note="Each of {env, env_config, evaluation_duration, pass_at, ...}, laid over "
+            "`evaluation_config`. None: training's environment alone.",
+            remedy="Write {hard: {env_config: {digits: 4}}}",
+        ),
+        Setting(
             name="log_samples_every",
             type=int,
             default=10,

@@ -1,0 +1,196 @@
+"""Questions to a judge model: asked once, remembered by content, within a budget.
+
+    question ─▶ once in a batch ─▶ in the cache? ─▶ budget left? ─▶ server ─▶ read ─▶ verdict
+                                                          └─ no ─▶ Invalid ◀─ nothing usable
+
+What a judge does not say is `Invalid`, with the reason, and never a score. Only what could be read
+is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.openai_client import OpenAIClient, ServerError
+
+Verdict = TypeVar("Verdict")
+Messages = list[dict[str, str]]
+_MOST_REMEMBERED = 100_000  # replies in memory
+
+
+class UnreadableReply(ValueError):
+    """A reply that is no verdict; asked again, the judge would say the same."""
+
+
+class ReplyCache:
+    """Replies by the content of what was asked: in memory, and in a folder where one is named.
+
+    The name of the judge is part of the content, the server's address is not: give a judge that has
+    changed another name. A folder may be shared by replicas, and by runs.
+    """
+
+    def __init__(self, folder: str | os.PathLike | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._replies: OrderedDict[str, str] = OrderedDict()
+
+    @staticmethod
+    def key(body: Mapping[str, Any]) -> str:
+        """Of a request's body."""
+        text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def get(self, key: str) -> str | None:
+        """The reply, or None."""
+        if key in self._replies:
+            self._replies.move_to_end(key)
+            return self._replies[key]
+        path = self._path(key)
+        if path is None or not path.is_file():
+            return None
+        self._remember(key, path.read_text(encoding="utf-8"))
+        return self._replies[key]
+
+    def put(self, key: str, reply: str) -> None:
+        """Keeps a reply."""
+        self._remember(key, reply)
+        path = self._path(key)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as f:
+            f.write(reply)
+        os.replace(f.name, path)  # another replica sees all of it or nothing
+
+    def _remember(self, key: str, reply: str) -> None:
+        self._replies[key] = reply
+        if len(self._replies) > _MOST_REMEMBERED:
+            self._replies.popitem(last=False)
+
+    def _path(self, key: str) -> Path | None:
+        return None if self._folder is None else self._folder / key[:2] / key
+
+
+class JudgeModel:
+    """A chat model on a server with OpenAI's interface, as a judge.
+
+    Args:
+        base_url: of the server.
+        model: the server's name for the judge.
+        max_tokens: longest reply.
+        temperature: of the judge; 0 makes replies repeatable.
+        cache_folder: where replies are kept from run to run; None: in memory only.
+        max_requests: that this replica may send in a run, begun anew where it is resumed; None: as
+            many as it takes.
+        client: further arguments of `OpenAIClient`.
+
+    Raises:
+        ValueError: a budget below 1.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        cache_folder: str | None = None,
+        max_requests: int | None = None,
+        **client: Any,
+    ) -> None:
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(
+                f"max_requests={max_requests!r} must be at least 1, or None: it is what the judge "
+                "may be asked. Raise it."
+            )
+        self._client = OpenAIClient(base_url, **client)
+        self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        self._cache = ReplyCache(cache_folder)
+        self._max_requests = max_requests
+        self.num_requests = 0
+        self.num_cached = 0
+        self._num_retried = 0  # in the last call
+
+    async def ask(
+        self,
+        questions: Sequence[Messages],
+        read: Callable[[str], Verdict],
+        response_format: Mapping[str, Any] | None = None,
+    ) -> list[Verdict | Invalid]:
+        """What the judge says to each question, in their order.
+
+        Args:
+            questions: chats whose last message it is to answer.
+            read: from a reply to the verdict; raises UnreadableReply.
+            response_format: of OpenAI's interface.
+
+        Raises:
+            RequestRefusedError: the server refuses requests (wrong key, unknown model).
+        """
+        before = self._client.num_retries
+        asked = [self._body(messages, response_format) for messages in questions]
+        keys = [ReplyCache.key(body) for body in asked]
+        bodies = dict(zip(keys, asked, strict=True))
+        verdicts = await asyncio.gather(*(self._verdict(k, b, read) for k, b in bodies.items()))
+        self._num_retried = self._client.num_retries - before
+        by_key = dict(zip(bodies, verdicts, strict=True))
+        return [by_key[key] for key in keys]
+
+    def metrics(self) -> dict[str, float]:
+        """requests, cached: so far; requests_retried: how often the server was asked again in the
+        last call."""
+        return {
+            "requests": float(self.num_requests),
+            "cached": float(self.num_cached),
+            "requests_retried": float(self._num_retried),
+        }
+
+    def _body(self, messages: Messages, response_format: Mapping[str, Any] | None) -> dict:
+        body = {**self._settings, "messages": messages}
+        return body if response_format is None else {**body, "response_format": response_format}
+
+    async def _verdict(
+        self, key: str, body: dict[str, Any], read: Callable[[str], Verdict]
+    ) -> Verdict | Invalid:
+        reply = self._cache.get(key)
+        if reply is not None:
+            self.num_cached += 1
+            return _verdict(reply, read)
+        if self._max_requests is not None and self.num_requests >= self._max_requests:
+            return Invalid(
+                f"max_requests={self._max_requests} are spent: the judge is not asked any more"
+            )
+        self.num_requests += 1
+        request = self._client.submit("chat/completions", body, _reply)
+        try:
+            said = await asyncio.wrap_future(request)
+        except ServerError as error:
+            return Invalid(str(error))
+        verdict = _verdict(said, read)
+        if not isinstance(verdict, Invalid):
+            self._cache.put(key, said)
+        return verdict
+
+
+def _verdict(reply: str, read: Callable[[str], Verdict]) -> Verdict | Invalid:
+    try:
+        return read(reply)
+    except UnreadableReply as error:
+        return Invalid(str(error))
+
+
+def _reply(answer: Any) -> str:
+    """The text of an answer; what raises here is asked again."""
+    text = answer["choices"][0]["message"]["content"]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("an empty reply")
+    return text

@@ -1,0 +1,185 @@
+"""How well a judge agrees with labels that somebody gave: before it is trusted with a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+
+_RESERVED = ("prompt", "completion")
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Rows of neighbouring scores."""
+
+    low: float
+    high: float
+    num_rows: int
+    mean_score: float
+    mean_label: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Scores of a judge against labels.
+
+    num_invalid: rows that it did not judge, which count nowhere else; `reasons` says why, the
+    commonest first. concordance: share of the pairs of rows with different labels that it puts in
+    the order of the labels, ties counting half (for two labels the area under the ROC curve; 0.5 is
+    chance). rank_correlation: Spearman's, ties sharing their mean rank. threshold, accuracy,
+    kappa: of labels 0 and 1 alone, the score from which on "1" is said with the fewest mistakes,
+    the share of right ones then, and Cohen's kappa (1960), the share above chance; NaN for other
+    labels. Where labels or scores are all alike, what compares them is NaN.
+    """
+
+    num_rows: int
+    num_invalid: int
+    reasons: tuple[tuple[str, int], ...]
+    concordance: float
+    rank_correlation: float
+    threshold: float
+    accuracy: float
+    kappa: float
+    bins: tuple[Bin, ...]
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        numbers = [
+            ("rows", f"{self.num_rows}"), ("not judged", f"{self.num_invalid}"),
+            ("concordance", f"{self.concordance:.3f}"),
+            ("rank correlation", f"{self.rank_correlation:.3f}"),
+            ("best threshold", f"{self.threshold:.3g}"),
+            ("accuracy there", f"{self.accuracy:.3f}"), ("kappa there", f"{self.kappa:.3f}"),
+        ]  # fmt: skip
+        table = [f"{name:<17} {value:>9}" for name, value in numbers if value != "nan"]
+        table += ["", f"{'scores':<21} {'rows':>6} {'score':>8} {'label':>8}"]
+        table += [
+            f"{f'{b.low:.3g} to {b.high:.3g}':<21} {b.num_rows:>6} {b.mean_score:>8.3f} "
+            f"{b.mean_label:>8.3f}"
+            for b in self.bins
+        ]
+        table += [f"not judged, {count} times: {reason}" for reason, count in self.reasons]
+        return table
+
+
+def calibrate(
+    judge: Any,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    label_column: str = "label",
+    num_bins: int = 5,
+) -> Calibration:
+    """What a judge says of rows with "prompt", "completion" and a label, against that label.
+
+    Args:
+        judge: a reward function as `RewardSum` takes it; it must read texts.
+        rows: their other columns go to the judge.
+        label_column: numbers, the higher the better.
+        num_bins: of the table, each with as many rows.
+
+    Raises:
+        ValueError: no rows, or rows without the columns.
+        RewardError: the judge failed on all rows.
+    """
+    missing = {label_column, *_RESERVED} - set(rows[0] if rows else ())
+    if missing:
+        raise ValueError(
+            f"rows must have the columns {sorted({label_column, *_RESERVED})}: there is no "
+            f"{sorted(missing)}. Rename the columns, or say label_column."
+        )
+    sums = RewardSum(judge)
+    if not sums.wants_texts:
+        raise RewardError(
+            "judge must read texts: rows of a file have no token ids. Take a judge of texts."
+        )
+    names = [name for name in rows[0] if name not in (label_column, *_RESERVED)]
+    ids = torch.zeros(len(rows), 1, dtype=torch.int64)
+    judged = sums(
+        RewardBatch(
+            ids, ids.bool(), ids, ids.bool(),
+            [str(row["prompt"]) for row in rows], [str(row["completion"]) for row in rows],
+            {name: [row.get(name) for row in rows] for name in names},
+        )
+    )  # fmt: skip
+    labels = torch.tensor([float(row[label_column]) for row in rows])
+    return compare(judged.scores, labels, judged.valid, judged.reasons, num_bins=num_bins)
+
+
+def compare(
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    valid: torch.Tensor,
+    reasons: Sequence[str] = (),
+    *,
+    num_bins: int = 5,
+) -> Calibration:
+    """The comparison of scores and labels, float [rows]; valid bool [rows]."""
+    counted: dict[str, int] = {}
+    for reason in filter(None, reasons):
+        counted[reason] = counted.get(reason, 0) + 1
+    kept, said = labels[valid].double(), scores[valid].double()
+    threshold, accuracy, kappa = _best_threshold(said, kept)
+    return Calibration(
+        num_rows=len(labels),
+        num_invalid=int((~valid).sum()),
+        reasons=tuple(sorted(counted.items(), key=lambda pair: -pair[1])[:3]),
+        concordance=_concordance(said, kept),
+        rank_correlation=_correlation(_ranks(said), _ranks(kept)),
+        threshold=threshold, accuracy=accuracy, kappa=kappa,
+        bins=tuple(_bins(said, kept, num_bins)),
+    )  # fmt: skip
+
+
+def _concordance(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    higher = labels[:, None] > labels[None, :]
+    if not bool(higher.any()):
+        return math.nan
+    gaps = (scores[:, None] - scores[None, :])[higher]
+    return float((gaps > 0).double().mean() + 0.5 * (gaps == 0).double().mean())
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """From 1 up; equal values share their mean rank."""
+    below = (values[:, None] > values[None, :]).double().sum(dim=1)
+    alike = (values[:, None] == values[None, :]).double().sum(dim=1)
+    return below + (alike + 1) / 2
+
+
+def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Pearson's; NaN where either is constant."""
+    one, other = one - one.mean(), other - other.mean()
+    size = float((one.square().sum() * other.square().sum()).sqrt())
+    return float((one * other).sum()) / size if size > 0 else math.nan
+
+
+def _best_threshold(scores: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
+    """(threshold, accuracy, kappa) of "1 from the threshold on"; NaN where labels are not 0, 1."""
+    if set(labels.tolist()) != {0.0, 1.0}:
+        return math.nan, math.nan, math.nan
+    right = labels.bool()
+    tried = torch.cat([scores.unique(), torch.tensor([math.inf], dtype=scores.dtype)])
+    found = [(float(((scores >= t) == right).double().mean()), -float(t)) for t in tried]
+    accuracy, threshold = max(found)
+    says, is_right = float((scores >= -threshold).double().mean()), float(right.double().mean())
+    chance = says * is_right + (1 - says) * (1 - is_right)
+    return -threshold, accuracy, (accuracy - chance) / (1 - chance)
+
+
+def _bins(scores: torch.Tensor, labels: torch.Tensor, num_bins: int) -> list[Bin]:
+    if not len(scores):
+        return []
+    order = scores.argsort(stable=True)
+    parts = [part for part in order.tensor_split(num_bins) if len(part)]
+    return [
+        Bin(
+            float(scores[part].min()), float(scores[part].max()), len(part),
+            float(scores[part].mean()), float(labels[part].mean()),
+        )
+        for part in parts
+    ]  # fmt: skip

@@ -1,0 +1,140 @@
+"""Scores from a reward service: OpenRLHF's shape, slime's, or that of `rllib reward-server`.
+
+    openrlhf  POST {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards": [...]}
+    slime     POST {"prompt", "response", "label"} -> a number, or an object with one; row by row
+    rllib     POST {"prompts": [...], "completions": [...], "columns": {name: [...]}}
+              -> {"scores": [... or null], "reasons": [...], "components": {...}}
+
+At most `max_concurrency` requests are under way, and what fails is asked again after growing,
+jittered pauses, so that a service which starts again is not run over. What it does not answer is
+`Invalid`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.openai_client import OpenAIClient, ServerError
+
+SHAPES = ("openrlhf", "slime", "rllib")
+TOKEN_ENV = "RLLIB_REWARD_TOKEN"
+_NOT_SENT = ("completion_ids", "trainer_state")
+
+
+class RemoteReward:
+    """A reward function that a service computes.
+
+    Args:
+        url: whole, path included.
+        shape: "openrlhf", "slime" or "rllib".
+        label_column: of the data set, sent as label where it is there.
+        reward_key: of slime's answer, where it is an object.
+        batch_size: completions of a request, of "openrlhf" and "rllib".
+        token_env: environment variable that holds the bearer token; without it none is sent.
+        client: further arguments of `OpenAIClient`.
+
+    Raises:
+        ValueError: an unknown shape, an empty batch.
+    """
+
+    wants_texts = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        shape: str = "rllib",
+        label_column: str = "answer",
+        reward_key: str = "score",
+        batch_size: int = 32,
+        token_env: str = TOKEN_ENV,
+        max_concurrency: int = 8,
+        **client: Any,
+    ) -> None:
+        if shape not in SHAPES or batch_size < 1:
+            raise ValueError(
+                f"shape={shape!r}, batch_size={batch_size!r} must be one of {SHAPES}, and at least "
+                "1: they say what the service is sent. Correct them."
+            )
+        base, _, self._path = url.rpartition("/")
+        self._client = OpenAIClient(
+            base, api_key_env=token_env, max_concurrency=max_concurrency, **client
+        )
+        self._shape, self._label_column, self._reward_key = shape, label_column, reward_key
+        self._batch_size = 1 if shape == "slime" else batch_size
+        self._num_retried = 0
+
+    async def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> list[float | Invalid]:
+        """The score of each completion, `Invalid` where the service gave none.
+
+        Raises:
+            RequestRefusedError: the service refuses requests (wrong token, unknown path).
+        """
+        before = self._client.num_retries
+        parts = [
+            slice(start, start + self._batch_size)
+            for start in range(0, len(completions), self._batch_size)
+        ]
+        asked = [
+            self._ask(
+                prompts[part], completions[part],
+                {n: list(v[part]) for n, v in columns.items() if n not in _NOT_SENT},
+            )
+            for part in parts
+        ]  # fmt: skip
+        answers = await asyncio.gather(*asked)
+        self._num_retried = self._client.num_retries - before
+        return [score for answer in answers for score in answer]
+
+    def metrics(self) -> dict[str, float]:
+        """requests_retried: how often the service was asked again in the last call."""
+        return {"requests_retried": float(self._num_retried)}
+
+    async def _ask(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[float | Invalid]:
+        size = len(completions)
+
+        def read(answer: Any) -> list[float | Invalid]:
+            scores = self._scores(answer)
+            if len(scores) != size:
+                raise ValueError(f"{len(scores)} scores for {size} completions")
+            return scores
+
+        body = self._body(list(prompts), list(completions), columns)
+        try:
+            return await asyncio.wrap_future(self._client.submit(self._path, body, read))
+        except ServerError as error:
+            return [Invalid(str(error))] * size
+
+    def _body(self, prompts: list, completions: list, columns: Mapping[str, Any]) -> dict[str, Any]:
+        labels = columns.get(self._label_column)
+        if self._shape == "slime":
+            label = None if labels is None else labels[0]
+            return {"prompt": prompts[0], "response": completions[0], "label": label}
+        if self._shape == "openrlhf":
+            query = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
+            return {"query": query, "prompts": prompts, "labels": labels or [None] * len(prompts)}
+        return {"prompts": prompts, "completions": completions, "columns": dict(columns)}
+
+    def _scores(self, answer: Any) -> list[float | Invalid]:
+        """The scores in an answer; what raises here is asked again."""
+        if self._shape == "slime":
+            found = answer[self._reward_key] if isinstance(answer, Mapping) else answer
+            return [_score(found, "")]
+        scores = answer["rewards" if self._shape == "openrlhf" else "scores"]
+        reasons = answer.get("reasons") or [""] * len(scores)
+        return [_score(*row) for row in zip(scores, reasons, strict=True)]
+
+
+def _score(found: Any, reason: str) -> float | Invalid:
+    if found is None:
+        return Invalid(f"the reward service gave no score: {reason or 'it does not say why'}")
+    score = float(found)
+    return score if math.isfinite(score) else Invalid(f"the reward service's score is {score}")

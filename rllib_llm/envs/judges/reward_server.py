@@ -1,0 +1,191 @@
+"""Reward functions behind HTTP, for runs here and for those of others.
+
+    POST /v1/rewards  {"prompts", "completions", "columns"} -> {"scores", "reasons", "components"}
+    POST /get_reward  OpenRLHF's shape: {"query", "prompts", "labels"} -> {"rewards", "scores"}
+    POST /reward      slime's shape: {"prompt", "response", "label"} -> {"score": number}
+    GET  /health      without a token
+
+A row that could not be judged has `null` and a reason, never 0; alone (`/reward`) it is answered
+with status 502. All but /health want the token: `Authorization: Bearer ...`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field
+
+from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, Rewards, RewardSum
+
+LABEL_COLUMN = "answer"
+MAX_BODY_BYTES = 32 * 2**20
+
+
+class RewardRequest(BaseModel):
+    """What is to be judged, in the shape of this package."""
+
+    prompts: list[str]
+    completions: list[str]
+    columns: dict[str, list[Any]] = Field(default_factory=dict)
+
+
+class OpenRLHFRequest(BaseModel):
+    """What is to be judged, as OpenRLHF asks; `query` is prompt and completion in one."""
+
+    query: list[str]
+    prompts: list[str]
+    labels: list[Any] | None = None
+
+
+class SlimeRequest(BaseModel):
+    """What is to be judged, as slime asks: one completion."""
+
+    prompt: str
+    response: str
+    label: Any = None
+
+
+class RewardService:
+    """Judges texts, one batch at a time.
+
+    Args:
+        rewards: what judges; it must read texts.
+        label_column: under which reward functions get the label of the other shapes.
+    """
+
+    def __init__(self, rewards: RewardSum, *, label_column: str = LABEL_COLUMN) -> None:
+        wanting = [term.name for term in rewards.terms if term.wants_tokens]
+        if wanting:
+            raise RewardError(
+                f"reward functions {wanting!r} must read texts: a service knows nothing of the "
+                "policy's tokens. Take them out of what is served."
+            )
+        self._rewards, self._label_column = rewards, label_column
+        self._turn = asyncio.Lock()
+
+    async def judge(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
+    ) -> tuple[list[float | None], list[str], dict[str, list[float | None]]]:
+        """Scores (None: not judged), the reasons why not, and components by name, of each row.
+
+        Raises:
+            HTTPException: columns of other lengths, or of names that reward functions use.
+        """
+        sizes = {len(prompts), len(completions), *map(len, columns.values())}
+        if len(sizes) > 1 or not completions:
+            raise HTTPException(422, f"prompts, completions and columns have lengths {sizes}")
+        try:
+            self._rewards.check_columns(columns)
+        except RewardError as error:
+            raise HTTPException(422, str(error)) from error
+        async with self._turn:
+            judged = await asyncio.to_thread(self._judge, prompts, completions, columns)
+        if isinstance(judged, RewardError):
+            return [None] * len(completions), [str(judged)] * len(completions), {}
+        scores = [
+            score if valid else None
+            for score, valid in zip(judged.scores.tolist(), judged.valid.tolist(), strict=True)
+        ]
+        components = {
+            name: [None if value != value else value for value in column.tolist()]
+            for name, column in judged.components.items()
+        }
+        return scores, list(judged.reasons), components
+
+    async def judge_labelled(
+        self, prompts: Sequence[str], completions: Sequence[str], labels: Sequence[Any] | None
+    ) -> tuple[list[float | None], list[str]]:
+        """As `judge`, of rows with a label and no other column."""
+        columns = {} if labels is None else {self._label_column: labels}
+        scores, reasons, _ = await self.judge(prompts, completions, columns)
+        return scores, reasons
+
+    def _judge(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
+    ) -> Rewards | RewardError:
+        ids = torch.zeros(len(completions), 1, dtype=torch.int64)
+        batch = RewardBatch(
+            ids, ids.bool(), ids, ids.bool(), list(prompts), list(completions), dict(columns)
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # whoever asks is told the reasons
+                return self._rewards(batch)
+        except RewardError as error:  # no row could be judged
+            return error
+
+
+class _Gate:
+    """Reads requests of those who have the token."""
+
+    def __init__(self, token: str) -> None:
+        if not token:
+            raise ValueError(
+                "token='' must not be empty: whoever reaches the port could have rewards computed. "
+                "Set one."
+            )
+        self._wanted = f"Bearer {token}".encode()
+
+    async def read(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body as `kind`; raises HTTPException where it is none, too large, or not allowed."""
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, self._wanted):
+            raise HTTPException(401, "The token is missing or wrong.")
+        length = request.headers.get("content-length", "")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"The request must say its length, up to {MAX_BODY_BYTES}.")
+        try:
+            return kind.model_validate(json.loads(await request.body()))
+        except ValueError as error:  # pydantic's is one
+            raise HTTPException(422, str(error)) from error
+
+
+def make_app(service: RewardService, token: str) -> FastAPI:
+    """The HTTP application.
+
+    Raises:
+        ValueError: an empty token.
+    """
+    gate = _Gate(token)
+    app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/v1/rewards")
+    async def rewards(request: Request) -> dict[str, Any]:
+        asked = await gate.read(request, RewardRequest)
+        scores, reasons, components = await service.judge(
+            asked.prompts, asked.completions, asked.columns
+        )
+        return {"scores": scores, "reasons": reasons, "components": components}
+
+    @app.post("/get_reward")
+    async def get_reward(request: Request) -> dict[str, Any]:
+        asked = await gate.read(request, OpenRLHFRequest)
+        if len(asked.query) != len(asked.prompts):
+            raise HTTPException(422, f"{len(asked.query)} queries, {len(asked.prompts)} prompts")
+        pairs = zip(asked.query, asked.prompts, strict=True)
+        completions = [query.removeprefix(prompt) for query, prompt in pairs]
+        scores, reasons = await service.judge_labelled(asked.prompts, completions, asked.labels)
+        return {"rewards": scores, "scores": scores, "reasons": reasons}
+
+    @app.post("/reward")
+    async def reward(request: Request) -> dict[str, Any]:
+        asked = await gate.read(request, SlimeRequest)
+        (score,), (reason,) = await service.judge_labelled(
+            [asked.prompt], [asked.response], [asked.label]
+        )
+        if score is None:
+            raise HTTPException(502, reason)
+        return {"score": score}
+
+    return app
