@@ -4,7 +4,7 @@ overseer's own process.
     python benchmarks/overseer.py [--seconds 60] [--samplers 4]
 
 A trial's and the samplers' parts report to a real overseer while their processes do nothing else;
-what such a process of Ray's takes by itself is measured in one that reports nothing, and subtracted.
+what such a process of Ray's takes by itself is measured in one that reports nothing, and taken off.
 JSON: shares of one core, and microseconds that the clocks of an iteration take; `costs` is what a
 trial's process pays, which is to be below 0.005.
 """
