@@ -123,7 +123,7 @@ WRONG = [
     ("sft", {"evaluation_interval": 0.5}, "evaluation_interval=0.5 must be a whole number or Non"),
     ("ppo", {"evaluation_duration": "auto"}, "evaluation_duration='auto' must be a whole number"),
     ("ppo", {"explore": "no"}, "explore='no' must be True or False"),
-    ("ppo", {"dtype": "float16"}, "dtype='float16' must be one of .*float32.*Use 'bfloat16', or"),
+    ("ppo", {"dtype": "float16"}, "dtype='float16' must be one of .*mixed_precision='bf16', or"),
     ("ppo", {"temperature": 0}, "temperature=0 must be a number above 0.*greedily, set top_k: 1"),
     ("ppo", {"adam_betas": [0.9]}, r"adam_betas=\[0.9\] must be a pair of numbers"),
     ("ppo", {"learner_timeout_s": "soon"},

@@ -30,8 +30,8 @@ class ConfigEnv:
 
 
 def test_ids():
-    own = ["Arithmetic", "Calculator", "Conversation", "RLHF", "ReasoningGym", "Reviews", "TRL"]
-    assert env_ids() == [f"rllib_llm/{name}-v0" for name in [*own, "TwentyQuestions"]]
+    own = ["Arithmetic", "Calculator", "Conversation", "Lookup", "RLHF", "ReasoningGym", "Reviews"]
+    assert env_ids() == [f"rllib_llm/{name}-v0" for name in [*own, "TRL", "TwentyQuestions"]]
 
 
 def test_one_name_in_gymnasium_in_rllib_and_here():
