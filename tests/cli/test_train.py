@@ -156,6 +156,7 @@ def test_a_failed_run_says_how_to_go_on_and_from_where(run, tmp_path, monkeypatc
     assert "rllib train file 'my file.yaml' --set lr=1 --resume" in text
 
 
+@pytest.mark.slow  # two runs
 def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
     failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 5}}}
     failing["a"]["stop"] = {"training_iteration": 9}

@@ -70,6 +70,7 @@ def test_answers_come_in_the_learners_order(make):
     assert group.limits["export()"].seconds() == 1800.0
 
 
+@pytest.mark.slow  # learners in processes of their own
 @pytest.mark.parametrize("return_obj_refs", [False, True])
 def test_what_one_of_several_raises_ends_all(make, return_obj_refs):
     group = make(2)

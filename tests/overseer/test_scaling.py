@@ -13,6 +13,7 @@ def config(num_samplers: int):
     return tiny.grpo().env_runners(num_env_runners=num_samplers).sampling(sampling_parts=2)
 
 
+@pytest.mark.slow  # samplers in processes of their own
 def test_samplers_are_added_and_removed_while_a_run_goes_on():
     with tiny.built(config(1)) as algorithm:
         expected = tiny.train(algorithm, 4)

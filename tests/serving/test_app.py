@@ -178,6 +178,7 @@ def test_metrics_count_what_was_asked(tiny):
 # --- weights -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a hundred swaps
 def test_a_hundred_swaps_under_32_connections_fail_nobody_and_mix_nothing():
     made = service()
     models = [model(seed) for seed in range(3)]

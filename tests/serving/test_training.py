@@ -35,6 +35,7 @@ def through(config, address: str, **settings):
     return config.sampling(engine="openai", engine_settings=engine_settings)
 
 
+@pytest.mark.slow  # two runs
 def test_weights_learnt_through_a_server_are_those_of_a_run_in_one_process():
     evaluation = {"evaluation_interval": 1, "evaluation_duration": 6}
     sampled = {**evaluation, "evaluation_config": {"explore": True}}

@@ -14,6 +14,7 @@ from rllib_llm.user_errors import UserError
 from tests.tune.tiny_trainables import COUNTER
 
 
+@pytest.mark.slow  # W&B's own process
 def test_wandb_works_offline_without_an_account_and_gets_the_texts(
     tmp_path, ray_session, monkeypatch
 ):

@@ -104,6 +104,7 @@ def get_itself(snapshot, timeout):
     return pickle.loads(pickle.dumps(snapshot))
 
 
+@pytest.mark.slow  # processes of their own
 def test_another_process_reads_every_version_where_it_lies(ray_session):
     exporter = CudaIpcTransport(allocate)
     sampler = ray.remote(Sampler).options(num_cpus=0).remote()
