@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -188,15 +189,17 @@ def test_no_grad_gives_the_same_numbers_without_a_graph():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2 (soft-cap)", "cohere (logit scale)"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.0625), (torch.float16, 0.0079)])
-def test_half_precision_log_probs_are_the_models_own(family, dtype, tolerance):
-    # Logits from 8 to 16 have a spacing of 2^-4 (bf16) or 2^-7 (fp16): another batch shape may
-    # round them to the neighbour.
+def test_half_precision_log_probs_are_the_models(family, dtype, tolerance):
+    # Logits from 8 to 16 have a spacing of 2^-4 (bf16) or 2^-7 (fp16): they may be rounded to the
+    # neighbour. Fused layers in bfloat16 round less often than the model's own forward pass, which
+    # is farther from what the same weights give in float64; in float16 there are none.
     model, rows = tiny_model(family).to(dtype), batch()
     outputs = score_completions(model, **rows, entropy=True)
     assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
-    logprobs, entropy = own_stats(model, rows)
-    torch.testing.assert_close(outputs.logprobs, logprobs, atol=tolerance, rtol=0)
-    torch.testing.assert_close(outputs.entropy, entropy, atol=tolerance, rtol=0)
+    exact = copy.deepcopy(model).double() if dtype == torch.bfloat16 else model
+    logprobs, entropy = own_stats(exact, rows)
+    torch.testing.assert_close(outputs.logprobs, logprobs.float(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(outputs.entropy, entropy.float(), atol=tolerance, rtol=0)
     outputs.logprobs.sum().backward()
     assert model.get_output_embeddings().weight.grad.dtype == dtype
 
