@@ -59,7 +59,7 @@ class RowEvents:
 
     def __init__(self, loop: EngineLoop, mailbox: Mailbox, wanted: Sequence[Wanted]) -> None:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # that waits for an event
         self._loop, self._mailbox = loop, mailbox
         self._num_left = len(wanted)
         self._futures = loop.submit_all(
@@ -80,7 +80,11 @@ class RowEvents:
 
     def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
         self._events.append((i, event))
-        self._arrived.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Has whoever waits get an error, such as a timeout."""
@@ -93,8 +97,8 @@ class RowEvents:
         while not self._events:
             if not self._num_left:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         i, event = self._events.popleft()
         if isinstance(event, BaseException):
             raise event
@@ -121,7 +125,7 @@ class RowEvents:
         """Takes a row out of the engine; nothing more comes of it."""
         if self._futures[i].cancel():
             self._num_left -= 1
-            self._arrived.set()
+            self._wake_reader()
 
     def abort(self) -> None:
         """Takes all rows out of the engine: they end, with what there is of them."""
