@@ -5,7 +5,8 @@
 
 All modes sample the same random 5 M model with one thread and the same prompts, in processes of
 their own, one mode after the other in each round; the client is this process. `direct` asks the
-engine's loop without HTTP; `uvicorn` is `rllib serve --local`; `ray` is Ray Serve with its Python
+engine's loop without HTTP; `uvicorn` is `rllib serve --local`, and `thread` the same with the
+engine in HTTP's own process; `ray` is Ray Serve with its Python
 proxy and `haproxy` with HAProxy; `vllm` is vLLM's own server in float32, out of the Python that
 `--vllm-python` names, with its defaults but for one thread. Each line is one JSON object: medians
 over all requests, CPU time of the server's processes for a token, which holds on a loaded machine,
@@ -33,7 +34,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
-MODES = ("direct", "uvicorn", "ray", "haproxy", "vllm")
+MODES = ("direct", "thread", "uvicorn", "ray", "haproxy", "vllm")
 KEY, NAME = "benchmark", "m"
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -72,9 +73,10 @@ def serve(mode: str, folder: str, port: int) -> None:
     from rllib_llm.serving.settings import ServeSettings
 
     settings = ServeSettings(
-        model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy"
-    )
-    if mode == "uvicorn":
+        model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy",
+        engine_process=mode != "thread",
+    )  # fmt: skip
+    if mode in ("uvicorn", "thread"):
         server = HttpServer(open_service(settings))
         server.on_start = lambda: print("ready", flush=True)
         server.serve_here()

@@ -3,8 +3,8 @@
     python benchmarks/serving_swaps.py --swaps 100 --connections 32
 
 A server in a process of its own (bare uvicorn, the random 5 M model, one thread) answers so many
-streams, from this process, while it is given new weights again and again. The intervals between the
-ends of two decode steps are compared, those in which prompts were read left out: while weights are
+streams, from this process, while it is given new weights again and again. Compared are the times
+between what comes of two decode steps, but for those in which prompts were read: while weights are
 loaded, and while not. `pause_ms` is the longest interval while weights were loaded, less the median
 of the others: what a swap adds to the wait for a token. Steps that take long by themselves are
 among both: `pause_p99_ms` and `other_p99_ms` tell how much. One JSON object is printed.
@@ -29,44 +29,35 @@ from typing import Any
 from serving import KEY, NAME, make_model, prompt_of
 
 
-class TimedSteps:
-    """Times an engine's steps.
-
-    Args:
-        engine: `LaneEngine`; it is asked to step by this from now on.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._step = engine, engine.step
-        self._end = time.perf_counter()
-        self._prefilled = 0
-        self.intervals: list[tuple[float, float, bool]] = []
-        """(start, end, whether prompts were read in it)"""
-        engine.step = self._timed
-
-    def _timed(self) -> Any:
-        ended = self._step()
-        start, self._end = self._end, time.perf_counter()
-        before, self._prefilled = self._prefilled, self._num_prefilled()
-        self.intervals.append((start, self._end, self._prefilled > before))
-        return ended
-
-    def _num_prefilled(self) -> int:
-        return sum(lane._decoder.num_prefilled for lane in self._engine._lanes)
-
-
 def serve(folder: str, port: int, swaps: int) -> None:
     """Serves, swaps as often and prints what was timed."""
     import torch
 
-    from rllib_llm.modules.pretrained import load_causal_lm
+    from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
+    from rllib_llm.serving.engine_process import EngineProcess, Events
     from rllib_llm.serving.http_server import HttpServer
-    from rllib_llm.serving.opening import open_service
+    from rllib_llm.serving.service import Service
     from rllib_llm.serving.settings import ServeSettings
 
+    class TimedEngine(EngineProcess):
+        """Notes when what has come of a step is here."""
+
+        def __init__(self, *arguments: Any) -> None:
+            self.intervals: list[tuple[float, float, bool]] = []
+            """(start, end, whether a prompt was read in it)"""
+            self._end, self._newest = time.perf_counter(), -1
+            super().__init__(*arguments)
+
+        def _take(self, events: Events) -> None:
+            start, self._end = self._end, time.perf_counter()
+            newest = max(number for number, _ in events)
+            self.intervals.append((start, self._end, newest > self._newest))
+            self._newest = max(newest, self._newest)
+            super()._take(events)
+
     settings = ServeSettings(model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY)
-    service = open_service(settings)
-    steps = TimedSteps(service.engine)
+    host = TimedEngine(settings, folder)
+    service = Service(host, load_tokenizer(folder), settings, source=folder)
     server = HttpServer(service)
     first = load_causal_lm(folder).state_dict()
     second = {name: tensor + 1e-4 * torch.randn_like(tensor) for name, tensor in first.items()}
@@ -79,7 +70,7 @@ def serve(folder: str, port: int, swaps: int) -> None:
             weights = second if version % 2 else first
             service.load(weights, epoch=0, version=version, source="benchmark")
             windows.append((start, time.perf_counter()))
-        print(json.dumps(summary(steps.intervals, windows)), flush=True)
+        print(json.dumps(summary(host.intervals, windows)), flush=True)
 
     def started() -> None:
         print("ready", flush=True)

@@ -6,6 +6,7 @@ Gate (keys, limits) ─▶ FastAPI ─▶ routes ─▶ Service
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -105,7 +106,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         if service.is_ready:
-            set_gauges(service.metrics, service)
+            with contextlib.suppress(RuntimeError):  # the engine has ended, which /readyz says
+                counts = await asyncio.wrap_future(service.host.count())
+                set_gauges(service.metrics, counts, service.weights)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 

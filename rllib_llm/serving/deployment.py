@@ -58,7 +58,7 @@ class Replica:
         Raises:
             RuntimeError: it has.
         """
-        self._service.loop.check_open()
+        self._service.host.check_open()
 
 
 def follow(service: Any) -> Any:

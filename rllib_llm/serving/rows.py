@@ -14,8 +14,9 @@ from itertools import chain
 from typing import Any
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
+from rllib_llm.serving.engine_host import EngineHost
 
 
 class Mailbox:
@@ -52,17 +53,17 @@ class RowEvents:
     rows.close()                     # whatever has not ended leaves the engine
 
     Args:
-        loop: runs the engine.
+        host: of the engine.
         mailbox: of the event loop that waits.
         wanted: the rows.
     """
 
-    def __init__(self, loop: EngineLoop, mailbox: Mailbox, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, host: EngineHost, mailbox: Mailbox, wanted: Sequence[Wanted]) -> None:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._reader: asyncio.Future[None] | None = None  # that waits for an event
-        self._loop, self._mailbox = loop, mailbox
+        self._host, self._mailbox = host, mailbox
         self._num_left = len(wanted)
-        self._futures = loop.submit_all(
+        self._futures = host.submit_all(
             [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(wanted)]
         )
         for i, future in enumerate(self._futures):
@@ -130,7 +131,7 @@ class RowEvents:
     def abort(self) -> None:
         """Takes all rows out of the engine: they end, with what there is of them."""
         for future in self._futures:
-            self._loop.abort(future)
+            self._host.abort(future)
 
     def close(self) -> None:
         """Takes all rows out of the engine."""

@@ -38,6 +38,9 @@ class ServeSettings(BaseModel):
     )
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto: a GPU where there is one.")
     num_threads: int | None = Field(None, ge=1, description="Of arithmetic on a CPU.")
+    engine_process: bool = Field(
+        True, description="The engine has a process of its own, which HTTP does not hold up."
+    )
 
     max_rows: int = Field(64, ge=1, description="Completions sampled at once.")
     max_waiting: int = Field(256, ge=0, description="Further completions that may wait; then 429.")

@@ -80,7 +80,12 @@ def test_a_server_follows_a_run_that_trains_adapters(ray_session):
     asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 6, "logprobs": 0, "seed": 1}}
     with tiny_runs.built(config) as algorithm:
         service = open_service(
-            settings(weights_name="adapters_served", weights_wait_s=DEADLINE_S, name="run")
+            settings(
+                weights_name="adapters_served",
+                weights_wait_s=DEADLINE_S,
+                name="run",
+                engine_process=False,
+            )
         )
         with running(service) as address:
             source = follow(service)

@@ -19,7 +19,9 @@ def test_evaluation_through_the_server_equals_evaluation_in_the_run(tmp_path):
         algorithm.train()
         in_run = algorithm.train()["eval"]
         algorithm.save_to_path(str(tmp_path / "checkpoint"))
-    service = open_service(ServeSettings(model=str(tmp_path / "checkpoint"), name="run"))
+    service = open_service(
+        ServeSettings(model=str(tmp_path / "checkpoint"), name="run", engine_process=False)
+    )
     with running(service) as address:
         asked = {
             "engine": "openai",

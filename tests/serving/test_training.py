@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 @contextlib.contextmanager
 def following(name: str):
     """The address of a server that follows the run of this name."""
-    service = open_service(ServeSettings(model=tiny.MODEL, name="run", weights_wait_s=DEADLINE_S))
+    service = open_service(
+        ServeSettings(model=tiny.MODEL, name="run", weights_wait_s=DEADLINE_S, engine_process=False)
+    )
     with running(service) as address:
         source = RunSource(service, CoordinatorClient(name))
         source.start()
@@ -66,7 +68,9 @@ def test_a_sampled_evaluation_through_the_server_is_the_run_s_own(tmp_path):
         algorithm.train()
         in_run = algorithm.train()["eval"]
         algorithm.save_to_path(str(tmp_path / "checkpoint"))
-    service = open_service(ServeSettings(model=str(tmp_path / "checkpoint"), name="run"))
+    service = open_service(
+        ServeSettings(model=str(tmp_path / "checkpoint"), name="run", engine_process=False)
+    )
     with running(service) as address:
         asked = {
             **sampled, "engine": "openai",
