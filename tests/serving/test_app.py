@@ -156,6 +156,15 @@ def test_nonsense_is_refused_in_openai_s_shape(tiny, body, code):
         assert code is None or error["code"] == code
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_json_that_is_not_called_so_is_refused_by_the_header_s_name(tiny, kind):
+    body = {"content": b'{"prompt": "a"}', "headers": {"Content-Type": kind}}
+    answer = httpx.post(f"{tiny[0]}/v1/completions", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "Content-Type")
+    assert kind in error["message"]
+
+
 def test_a_path_that_is_not_there_and_a_method_that_is_none(tiny):
     assert httpx.get(f"{tiny[0]}/nothing").json()["error"]["type"] == "not_found_error"
     assert httpx.get(f"{tiny[0]}/v1/completions").status_code == 405

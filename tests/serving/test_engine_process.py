@@ -27,6 +27,8 @@ from tests.serving.tiny_server import (
     until,
 )
 
+pytestmark = pytest.mark.slow  # importing what an engine needs takes a process some six seconds
+
 SOURCE = "tests.serving.tiny_server.build"
 PARAMS = SamplingParams(3, (EOS,), max_new_tokens=12, top_logprobs=2)
 LONG = dataclasses.replace(PARAMS, stop_token_ids=(), max_new_tokens=900, top_logprobs=0)
@@ -144,7 +146,6 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread):
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
-@pytest.mark.slow  # another process
 def test_a_model_that_cannot_be_loaded_is_said():
     with pytest.raises(ValueError, match="no_such_function"):
         EngineProcess(settings(), "tests.serving.tiny_server.no_such_function")
