@@ -3,8 +3,8 @@
 In one process both would want the same interpreter, and hand it to and fro with every operation of
 the engine and every message to a client: at a few milliseconds a step that is a third of the time.
 
-    server ── submit, abort, load ... ──▶ EngineProcess ─── socket ──▶ _Worker ─▶ ThreadHost
-    rows   ◀── tokens, ends, results ──── a thread      ◀── socket ── one message for a step
+    server ── submit, abort, load ... ──▶ EngineProcess ─── socket ──▶ EngineWorker ─▶ ThreadHost
+    rows   ◀── tokens, ends, results ──── a thread      ◀── socket ── one message a step
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -32,20 +31,31 @@ from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.engines.scoring import Scores
-from rllib_llm.modules.pretrained import load_tokenizer
-from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread
-from rllib_llm.serving.guides import Guides, LlGuide
+from rllib_llm.serving.engine_host import Counts, ModelFacts
+from rllib_llm.serving.guides import LlGuide
 from rllib_llm.serving.settings import ServeSettings
 
 _ENDED = (
     "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
 )
+WORKER = "rllib_llm.serving.engine_worker"
 _STOP_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there
 
 # (id, what comes of it) of completions and calls: Tokens, then the end, a result or an error.
 Events = list[tuple[int, Any]]
+
+
+class Sent:
+    """A completion that is asked for, as it goes through the socket."""
+
+    def __init__(self, number: int, wanted: Wanted) -> None:
+        guide = wanted.guide
+        assert guide is None or isinstance(guide, LlGuide), "others are made of no text"
+        self.number, self.streams = number, wanted.on_tokens is not None
+        self.grammar = None if guide is None else guide.grammar
+        self.wanted = replace(wanted, guide=None, on_tokens=None)
 
 
 class EngineProcess:
@@ -63,17 +73,19 @@ class EngineProcess:
         self._ids = itertools.count()
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
-        self._lock = threading.Lock()  # of the socket's sending side, and what is waited for
+        self._lock = threading.Lock()  # of what is waited for
+        self._sending = threading.Lock()  # never held by the thread that receives
         self._is_closed = self.is_paused = False
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))  # it finds what this process does
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
         self._connection = Connection(ours.detach())
-        self._connection.send((settings.for_replica(), source))
+        keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
+        self._connection.send((keyless, source))
         try:
             facts = self._connection.recv()
         except EOFError:
@@ -95,7 +107,7 @@ class EngineProcess:
             number = self._await(future)
             if each.on_tokens is not None:
                 self._on_tokens[number] = each.on_tokens
-            sent.append(_Sent(number, each))
+            sent.append(Sent(number, each))
             future.add_done_callback(partial(self._forget, number))
         self._send("submit", sent)
         return futures
@@ -175,7 +187,7 @@ class EngineProcess:
     # --- the socket --------------------------------------------------------------------------
 
     def _send(self, *message: Any) -> None:
-        with self._lock:
+        with self._sending:
             self.check_open()
             try:
                 self._connection.send(message)
@@ -227,128 +239,3 @@ def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
             for tensor in weights.values()}  # fmt: skip
     free = os.statvfs(_MEMORY)
     return str(_MEMORY) if free.f_bavail * free.f_frsize > _SPARE * sum(held.values()) else None
-
-
-class _Sent:
-    """A completion that is asked for, as it goes through the socket."""
-
-    def __init__(self, number: int, wanted: Wanted) -> None:
-        guide = wanted.guide
-        assert guide is None or isinstance(guide, LlGuide), "others are made of no text"
-        self.number, self.streams = number, wanted.on_tokens is not None
-        self.grammar = None if guide is None else guide.grammar
-        self.wanted = replace(wanted, guide=None, on_tokens=None)
-
-
-class _Worker:
-    """The other side.
-
-    Args:
-        connection: to the server.
-        settings: of the server.
-        source: of the model.
-    """
-
-    def __init__(self, connection: Connection, settings: ServeSettings, source: str) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-        self._events: Events = []  # of the engine's thread
-        self._futures: dict[int, Future[Ended]] = {}
-        self._calls = ThreadPoolExecutor(4, thread_name_prefix="engine-calls")
-        self._host = open_thread(settings, source, self._flush)
-        ends = self._host.facts.eos_token_ids
-        self._guides = Guides(load_tokenizer(source), ends[0] if ends else None)
-        self._send(self._host.facts)
-
-    def _send(self, message: Any) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the server has ended, which `run` sees
-            self._connection.send(message)
-
-    def run(self) -> None:
-        """Does what it is told until the server ends."""
-        with contextlib.suppress(EOFError, OSError):
-            while (message := self._connection.recv())[0] != "close":
-                name, *arguments = message
-                getattr(self, name)(*arguments)
-        self._host.close()
-        self._calls.shutdown(cancel_futures=True)
-
-    # --- what it is told ---------------------------------------------------------------------
-
-    def submit(self, sent: list[_Sent]) -> None:
-        try:
-            futures = self._host.submit_all([self._wanted(each) for each in sent])
-        except (ValueError, RuntimeError) as error:
-            self._send([(each.number, error) for each in sent])
-            return
-        for each, future in zip(sent, futures, strict=True):
-            self._futures[each.number] = future
-            future.add_done_callback(partial(self._note_end, each.number))
-
-    def _wanted(self, sent: _Sent) -> Wanted:
-        guide = None if sent.grammar is None else self._guides.guide(sent.grammar)
-        on_tokens = partial(self._note, sent.number) if sent.streams else None
-        return replace(sent.wanted, guide=guide, on_tokens=on_tokens)
-
-    def _note(self, number: int, tokens: Tokens) -> None:
-        self._events.append((number, tokens))
-
-    def _note_end(self, number: int, future: Future[Ended]) -> None:
-        self._futures.pop(number, None)
-        if not future.cancelled():
-            self._events.append((number, future.exception() or future.result()))
-
-    def _flush(self) -> None:
-        if self._events:
-            events, self._events = self._events, []
-            self._send(events)
-
-    def cancel(self, number: int) -> None:
-        if number in self._futures:
-            self._futures[number].cancel()
-
-    def abort(self, number: int) -> None:
-        if number in self._futures:
-            self._host.abort(self._futures[number])
-
-    def pause(self) -> None:
-        self._host.pause()
-
-    def resume(self) -> None:
-        self._host.resume()
-
-    def call(self, number: int, name: str, *arguments: Any) -> None:
-        self._calls.submit(self._answer, number, name, arguments)
-
-    def _answer(self, number: int, name: str, arguments: Sequence[Any]) -> None:
-        try:
-            result = getattr(self, f"_{name}")(*arguments)
-        except (ValueError, RuntimeError) as error:
-            result = error
-        self._send([(number, result)])
-
-    def _score(self, *arguments: Any) -> Scores:
-        return self._host.score(*arguments).result()
-
-    def _count(self) -> Counts:
-        return self._host.count().result()
-
-    def _load(self, file: str, serial: int) -> list[int]:
-        return self._host.load(torch.load(file, mmap=True), serial)
-
-
-def main() -> None:
-    """Runs the engine of the server whose socket is named."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server drains, and then ends this
-        signal.signal(number, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
-    settings, source = connection.recv()
-    try:
-        worker = _Worker(connection, ServeSettings.model_validate(settings), source)
-    except Exception as error:  # noqa: BLE001  (the border of the process: the server raises it)
-        connection.send(error)
-        return
-    worker.run()
-
-
-if __name__ == "__main__":
-    main()
