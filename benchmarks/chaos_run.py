@@ -128,9 +128,11 @@ def make_config(
     timeout_s: float | None,
     weights_name: str | None = None,
     streaming: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    evaluates: bool = True,
 ) -> GRPOConfig:
-    """Two samplers, one evaluation sampler, one learner; `timeout_s` of an answer, None: none.
-    `streaming`: settings of that section."""
+    """Two samplers, one evaluation sampler where it `evaluates`, one learner; `timeout_s` of an
+    answer, None: none. `streaming`: settings of that section."""
     config = (
         GRPOConfig(algo_class=AccountedGRPO)
         .language_model(model=f"{HERE}.build_model")
@@ -146,10 +148,13 @@ def make_config(
     )  # fmt: skip
     if streaming:
         config.training(off_policy="bypass")
+    if evaluates:
+        config.evaluation(
+            evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6
+        )
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)
-        .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
         .weight_broadcast(weights_name=weights_name)
         .fault_tolerance(
             sampler_timeout_s=timeout_s,
