@@ -43,7 +43,6 @@ WEIGHTS = {
     "ledger": 2,
 }  # fmt: skip
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-STOP = "stop"  # file among the ledgers that ends the run
 ENOUGH = "enough"  # file with which a person ends it before all signals were sent
 MAX_SECONDS_TO_RECOVER = 1800.0
 MAX_SECONDS_TO_ANSWER = 5.0  # of a coordinator that is asked for its process id
@@ -81,7 +80,7 @@ class Killer(threading.Thread):
         except NotRecoveredError as error:
             self.error = str(error)
         finally:
-            (self.ledger / STOP).touch()
+            (self.ledger / chaos_run.STOP).touch()
             if self.error:  # the trial may never come to look for the file
                 _thread.interrupt_main()
 
@@ -172,7 +171,7 @@ def train(
 
     from rllib_llm.tune.hung_trials import RestartHungTrials
 
-    stop = str(killer.ledger / STOP)
+    stop = str(killer.ledger / chaos_run.STOP)
     killer.start()
     (result,) = tune.Tuner(
         chaos_run.AccountedGRPO,
