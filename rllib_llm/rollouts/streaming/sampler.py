@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.client import SamplerLedger
 from rllib_llm.rollouts.streaming.row_work import RowWork
 from rllib_llm.rollouts.streaming.serving import LeaseServer, ServingSettings

@@ -20,8 +20,9 @@ from rllib_llm.rollouts.errors import (
     PublishedWeightsLostError,
     SamplingError,
 )
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.recorder import RolloutRecorder
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure
+from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.streaming.client import LedgerCalls
 from rllib_llm.rollouts.streaming.entry import Answer
 from rllib_llm.rollouts.streaming.packing import batch_of, rows_of

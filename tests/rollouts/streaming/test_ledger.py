@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
