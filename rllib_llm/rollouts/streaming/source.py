@@ -200,5 +200,6 @@ class Streaming:
 
     def stop(self) -> None:
         """As of all sources."""
-        self._workers.stop()
+        self._ledger.close()
+        self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
         self._ledger.stop()
