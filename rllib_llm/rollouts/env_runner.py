@@ -89,6 +89,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))
+            share = self.config.num_gpus_per_env_runner
+            if self._device.type == "cuda" and share < 1:  # others have the rest
+                torch.cuda.set_per_process_memory_fraction(share, self._device)
         kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
         self.sampler = kind(
             SamplingEnvironment(self.env, self.worker_index),
@@ -119,6 +122,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             with_reference=bool(
                 in_environment and config.ref_kl_coeff and not config.in_evaluation
             ),
+            frozen_quantization="bf16" if config.mixed_precision else "none",
         )
         context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)

@@ -55,6 +55,7 @@ def put(learner, version):
     return ray.get(learner.put.remote(version))
 
 
+@pytest.mark.slow  # three processes
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_other_processes_read_every_version_that_is_referred_to(start, transport):
     learner = start(Learner, transport)
