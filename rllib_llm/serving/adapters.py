@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from rllib_llm.engines.loading import TRUNK
 from rllib_llm.modules.lora import add_adapters, merge_into
@@ -25,6 +26,7 @@ class AdapterMerger:
     def __init__(self, source: str, settings: ServeSettings) -> None:
         assert settings.lora is not None, "there are no adapters"
         self._trunk = load_causal_lm(source, dtype=settings.dtype)
+        self._adapted: nn.Module
         if settings.quantization == "none":
             with torch.device("meta"):  # its shapes are read, and its adapters' scales
                 self._adapted = type(self._trunk)(self._trunk.config)

@@ -71,7 +71,9 @@ def follow(service: Any) -> Any:
     from rllib_llm.serving.sources import RunSource
     from rllib_llm.weights.coordinator import CoordinatorClient
 
-    merger = settings.lora and AdapterMerger(find_model(settings.model), settings)
+    merger = None
+    if settings.lora is not None:
+        merger = AdapterMerger(find_model(settings.model), settings)
     source = RunSource(service, CoordinatorClient(settings.weights_name), merger)
     source.start()
     return source

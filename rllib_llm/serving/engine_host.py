@@ -66,7 +66,10 @@ class EngineHost(Protocol):
     those that it starts with are 0."""
 
     facts: ModelFacts
-    is_paused: bool
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is sampled, and what is asked for waits."""
 
     def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
         """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open."""

@@ -218,7 +218,7 @@ class Completer:
 
 async def _whole(
     view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Event]:
     """The one answer."""
     pieces = await running.collect()
     if isinstance(view, TextView) and view.body.echo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
@@ -75,6 +75,29 @@ def test_what_is_on_its_way_never_exceeds_the_capacity():
         assert len(made.table) <= 8
 
 
+def test_surplus_groups_are_carried_and_come_first_next_time():
+    """Complaint: surplus groups that are complete are thrown away (slime's over-sampling). Six are
+    begun for a batch of four: of the two that are left one is whole, and one goes on with what
+    there is of it."""
+    made = ledger(schedule="free", max_staleness=0, window=6, num_extra=2)
+    leases = made.lease("1", 6)
+    made.keep_partial(leases[1].id, {1: partial(4)})
+    for lease in [*leases[:1], *leases[2:]]:
+        serve(made, lease)
+    assert [g.position for g in made.take(0).groups] == [0, 2, 3, 4]
+    made.publish(PublishedWeights(1))
+    assert made.table.num_tokens == 4 + 15  # carried: of group 1, and group 5
+    assert [lease.position for lease in made.lease("2", 9)] == [6, 7, 8, 9]  # none of them again
+    for position in (7, 6, 8):
+        lease = made.table[position].lease
+        made.push(lease, [judged(position, 1)])
+    made.push(leases[1].id, [judged(1, 0, num_tokens=9, continues=True)])
+    batch = made.take(1).groups
+    assert [(g.position, g.oldest_version) for g in batch] == [(1, 0), (5, 0), (6, 1), (7, 1)]
+    made.account.check(made.table.num_tokens)
+    assert made.account.rejected.total() == 0
+
+
 def test_slow_prompts_are_not_starved():
     """Complaint: slow prompts starved, the trained distribution biased to short ones
     (tinker-cookbook #822). The slowest groups are learnt from in their turn: after any number of
@@ -111,8 +134,9 @@ def test_a_stale_group_is_dropped_only_where_that_is_asked_for_and_counted():
 
 
 def test_a_worker_that_never_returns_does_not_hang_the_run():
-    """Complaint: one of 128 never returns, and everybody waits for 29 hours (SkyRL #1173). Its
-    lease ends, another samples the groups, and its late answer is refused and counted."""
+    """Complaint: one of 128 never returns, and everybody waits for 29 hours (SkyRL #1173, NeMo
+    #3238), or it counts as running for good (verl #7155). Its lease ends, another samples the
+    groups, and its late answer is refused and counted."""
     clock = Clock()
     made = ledger(clock, timeout_s=10.0)
     (lost,) = made.lease("1", 1)
@@ -124,7 +148,10 @@ def test_a_worker_that_never_returns_does_not_hang_the_run():
     clock.now = 11.0
     answer = made.take(0)
     ((sampler, why),) = answer.expired
-    assert sampler == "1" and "no answer in 11 s (sampler_timeout_s=10.0" in why
+    assert (
+        sampler == "1"
+        and "no answer in 11 s in which it had cores to work on (sampler_timeout_s=10.0" in why
+    )
     (again,) = made.lease("2", 1)
     assert again.position == 0 and again.id != lost.id
     assert serve(made, lost) == 0 and made.account.rejected["late"] == 10
@@ -191,6 +218,34 @@ def test_a_lease_whose_sampler_makes_progress_goes_on():
     assert held == [lease.id] and newest.version == 0
     clock.now = 18.0
     assert not made.take(0).expired and serve(made, lease) == 1
+
+
+def test_a_sampler_without_a_core_is_not_hung():
+    """Time in which other processes left it none counts for no deadline, nor for what is known of
+    the time that groups take."""
+    clock = Clock()
+    made = ledger(clock, timeout_s=10.0)
+    (lease,) = made.lease("1", 1)
+    clock.now = 9.0
+    made.put_off("1", 8.0)
+    made.put_off("2", 100.0)  # it holds nothing
+    clock.now = 17.5
+    assert not made.take(0).expired
+    clock.now = 18.5
+    ((sampler, why),) = made.take(0).expired
+    assert sampler == "1" and "no answer in 10 s in which it had cores to work on" in why
+    assert serve(made, lease) == 0
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_who_waits_is_told_how_much_of_a_batch_is_there(schedule):
+    made = ledger(schedule=schedule, max_staleness=1)
+    leases = {lease.position: lease for lease in made.lease("1", 8)}
+    told = []
+    for position in (2, 5, 0, 3, 1):  # 5 is of the batch behind
+        serve(made, leases[position])
+        told.append(made.take(0).num_judged)
+    assert told == [1, 1, 2, 3, 4]
 
 
 def test_an_exception_puts_the_groups_back_and_is_told():
