@@ -29,12 +29,12 @@ pytestmark = [
     ),
 ]
 
-START_SECONDS = 400
+START_SECONDS = 900
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
-PROMPT = [1, 40, 41, 42]
+PROMPT = [1, *(5 + 7 * i % 250 for i in range(300))]  # longer than a block of the KV cache
 
 
 def model(seed: int):
@@ -43,7 +43,7 @@ def model(seed: int):
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
             initializer_range=0.3, tie_word_embeddings=False, pad_token_id=3, eos_token_id=2,
         )  # fmt: skip
         return LlamaForCausalLM(config).eval()
@@ -60,7 +60,7 @@ def server(tmp_path_factory):
     process = subprocess.Popen(
         [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
          "--served-model-name", "m", "--port", str(port), "--dtype", "float32",
-         "--max-model-len", "128", "--enforce-eager", "--disable-log-stats"],
+         "--max-model-len", "512", "--enforce-eager", "--disable-log-stats"],
         env=environment | ENVIRONMENT,
     )  # fmt: skip
     try:
