@@ -42,10 +42,11 @@ from rllib_llm.listening import Listener
 from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.foreign_policies import EnginePolicy, ServerPolicy
 from rllib_llm.rollouts.own_generation import FunctionPolicy
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, SamplingPolicy
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
 from rllib_llm.weights.published import PublishedWeights
