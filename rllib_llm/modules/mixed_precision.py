@@ -100,8 +100,8 @@ class ComputingCopy:
 def _adds_to(weight: nn.Parameter) -> Callable[[torch.Tensor], None]:
     def add(twin: torch.Tensor) -> None:
         assert twin.grad is not None
-        if weight.grad is None:
-            weight.grad = twin.grad.to(weight.dtype)
+        if weight.grad is None:  # as the weight lies, whichever way the gradient was computed
+            weight.grad = torch.empty_like(weight).copy_(twin.grad)
         else:
             weight.grad.add_(twin.grad)
         twin.grad = None

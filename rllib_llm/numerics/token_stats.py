@@ -108,7 +108,9 @@ class _TokenStats(torch.autograd.Function):
                 probs = all_logprobs.exp()
                 surplus = all_logprobs.add_(entropies[rows].unsqueeze(-1)).mul_(entropy_grad)
                 block = probs.mul_(surplus.add_(upstream).neg_())
-            block.scatter_add_(-1, targets[rows].unsqueeze(-1), upstream)
+            # One number a row: `scatter_add_` would take twenty times as long.
+            chosen = targets[rows].unsqueeze(-1)
+            block.scatter_(-1, chosen, block.gather(-1, chosen).add_(upstream))
             grad[rows] = block.div_(ctx.temperature)
         return grad, None, None, None, None
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.token_sampling import choose_tokens, invert_cdf, truncate
+from rllib_llm.engines.token_sampling import (
+    _largest_with_mass,
+    choose_tokens,
+    invert_cdf,
+    truncate,
+)
 
 # Probabilities 0.1, 0.2, 0.4, 0.3 of four tokens; cumulative 0.1, 0.3, 0.7, 1.0.
 PROBABILITIES = torch.tensor([0.1, 0.2, 0.4, 0.3])
@@ -174,12 +179,14 @@ def sorted_nucleus(row, top_p):
 @pytest.mark.parametrize("vocab", [3, 700, 6000])
 @pytest.mark.parametrize("spread", [0.1, 8.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.8, 0.99])
-def test_a_nucleus_is_found_without_sorting(vocab, spread, top_p):
-    # Of 6000 tokens, spread 8 is settled among the likeliest, spread 0.1 is nearly flat.
+def test_a_nucleus_is_that_of_the_definition(vocab, spread, top_p):
+    # Spread 8 is settled among the likeliest, spread 0.1 is nearly flat.
     torch.manual_seed(3)
     weights = (torch.randn(5, vocab) * spread).softmax(-1)
 
     kept = truncate(weights, 0, top_p)
+    on_a_gpu = _largest_with_mass(weights, top_p * weights.sum(dim=-1, keepdim=True))
+    assert torch.equal(weights.where(weights >= on_a_gpu, 0.0), kept)
 
     for row, cut in zip(weights, kept, strict=True):
         assert set(cut.nonzero().flatten().tolist()) == sorted_nucleus(row, top_p)

@@ -183,7 +183,8 @@ def _stats(
         return (logprobs,) if entropies is None else (logprobs, entropies)
 
     if logits_chunk_tokens is None:
-        logits_chunk_tokens = run.default_chunk_tokens
+        # Twice as many in half precision, whose logits stay in it.
+        logits_chunk_tokens = max(1, run.default_chunk_tokens * 4 // run.states.element_size())
     results = in_chunks(stats_of, (run.states, run.wanted.targets), logits_chunk_tokens)
     return results[0], (results[1] if entropy else None)
 
