@@ -320,6 +320,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "name": config.weights_name, "weights_name": config.weights_name,
             "chat_template": config.chat_template,
         }  # fmt: skip
+        if config.lora is not None:
+            given |= {"lora": config.lora, "quantization": config.quantization}
         return serve(config.given_model(), **{**given, **settings})
 
     def held_out_losses(self) -> dict[str, float]:

@@ -62,10 +62,12 @@ class EngineLoop:
 
     Args:
         engine: is used by nobody else from now on, and closed with this.
+        after_step: called in the thread when all that has come of a step, or of what was asked
+            between two, was handed on.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, after_step: Callable[[], None] | None = None) -> None:
+        self._engine, self._after_step = engine, after_step or (lambda: None)
         self._ids = itertools.count()
         self._requests: dict[Hashable, _Request] = {}  # in the engine; of the thread alone
         self._turn = threading.Condition()
@@ -256,6 +258,7 @@ class EngineLoop:
                 for ended in self._engine.step():
                     self._end(ended)
                 self._stream()
+                self._after_step()
         except BaseException as raised:  # noqa: BLE001  (the thread's border: others wait for it)
             self._error = error = raised
         with self._turn:
@@ -264,6 +267,7 @@ class EngineLoop:
         for future in left:
             with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
                 future.set_exception(error)
+        self._after_step()
         self._engine.close()
 
     def _handed_over(self) -> bool:
@@ -278,6 +282,7 @@ class EngineLoop:
                 task()
             if self._may_step():
                 return True
+            self._after_step()
 
     def _may_step(self) -> bool:
         return bool(self._engine.num_running) and not self.is_paused
