@@ -357,7 +357,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "episode": self.position * self.config.num_completions,
             "eps": sampled.num_rows / seconds["iteration"],
         }
-        rlhf_results.log_as_rllib(self.metrics, sampled)
+        rlhf_results.log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         every = self.config.log_samples_every
         if every and (self.weights_version - 1) % every == 0:
             self.samples.write(

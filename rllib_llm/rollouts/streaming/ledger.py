@@ -214,6 +214,11 @@ class Ledger:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
         self._leases.put_off(sampler, seconds)
 
+    def put_off_all(self, seconds: float) -> None:
+        """Puts off the deadlines of all leases by the time in which there was no ledger."""
+        for sampler in {entry.sampler for entry in self.table if entry.state == "leased"}:
+            self._leases.put_off(sampler, seconds)
+
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""
         num_accepted = 0
