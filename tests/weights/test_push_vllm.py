@@ -76,13 +76,12 @@ def server(tmp_path_factory):
 def assert_answers_by(address: str, the_model) -> None:
     """What it samples has the log-probs of this model."""
     body = {
-        "model": "m", "token_ids": PROMPT,
-        "sampling_params": {"max_tokens": 12, "logprobs": 0, "temperature": 1.0, "seed": 3,
-                            "ignore_eos": True},
+        "model": "m", "prompt": PROMPT, "max_tokens": 12, "logprobs": 0, "temperature": 1.0,
+        "seed": 3, "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
-    answer = httpx.post(f"{address}/inference/v1/generate", json=body, timeout=60)
+    answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
     (choice,) = answer.raise_for_status().json()["choices"]
-    told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    told = choice["logprobs"]["token_logprobs"]
     assert len(told) == 12
     expected = plain_logprobs(the_model, PROMPT, choice["token_ids"])
     assert told == pytest.approx(expected, abs=1e-4)
