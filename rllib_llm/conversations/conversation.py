@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -125,6 +125,18 @@ class Conversation:
     def messages(self) -> Messages:
         """All that was said, in order."""
         return [dict(message) for node in self.path() for message in node.messages]
+
+    @property
+    def opening(self) -> Messages:
+        """What the newest path began with, before anybody answered; a path that a fork began
+        repeats it."""
+        newest = self.path()
+        if not newest:
+            return []
+        said = newest[0].messages
+        begun = (node.messages for node in self.nodes if node.parent is None)
+        first = next(messages for messages in begun if said[: len(messages)] == messages)
+        return [dict(message) for message in first]
 
     @property
     def num_turns(self) -> int:
@@ -252,6 +264,17 @@ class Conversation:
         if node.sampled:
             self.reply = self._read(node)
             self._num_calls += len(self.reply.tool_calls)
+
+    def adopt(self, other: Conversation) -> None:
+        """Appends all that was said in another conversation of the same rollout, as paths of their
+        own; its newest path is this one's, too."""
+        shift = len(self.nodes)
+        for node in other.nodes:
+            parent = None if node.parent is None else node.parent + shift
+            self.nodes.append(replace(node, parent=parent))
+        self.suffixes.update(other.suffixes)
+        if other._leaf is not None:
+            self._leaf, self.reply = other._leaf + shift, other.reply
 
     def branch(self, node: int) -> None:
         """Goes on from an earlier node; what came behind it stays, as a path of its own."""

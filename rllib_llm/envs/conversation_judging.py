@@ -130,7 +130,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
         int(env.tokenizer.pad_token_id),
     )
     ends = batch[columns.ROW_ID].bincount().cumsum(0) - 1
-    starts = [list(attempt.conversation.nodes[0].messages) for attempt in sound]
+    starts = [attempt.conversation.opening for attempt in sound]
     said = [a.conversation.messages[len(s) :] for a, s in zip(sound, starts, strict=True)]
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
@@ -190,7 +190,7 @@ def _texts(table: _Table, attempts: Sequence[Attempt]) -> dict[str, list[str]]:
     for attempt in table.owners:
         conversation = attempt.conversation
         messages = conversation.messages
-        start = len(conversation.nodes[0].messages) if conversation.nodes else 0
+        start = len(conversation.opening)
         for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
             shown[name].append("\n".join(_shown(message) for message in part))
         shown["messages"].append(json.dumps(messages, ensure_ascii=False))

@@ -29,6 +29,7 @@ from rllib_llm.serving.job import Job, Limits
 from rllib_llm.serving.metrics import Metrics
 from rllib_llm.serving.rows import Mailbox, RowEvents
 from rllib_llm.serving.running_job import ENGINE_ENDED, RunningJob
+from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.texts import TokenTexts
 from rllib_llm.serving.versions import LiveWeights, Weights, fingerprint
@@ -48,6 +49,7 @@ class Service:
         settings: of the server.
         eos_token_ids: all ids that end a completion.
         source: where the first weights come from, to be told.
+        engine: of the same model, with its weights, which this owns; None: one is made.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Service:
         *,
         eos_token_ids: tuple[int, ...],
         source: str,
+        engine: TorchEngine | None = None,
     ) -> None:
         self.tokenizer, self.settings = tokenizer, settings
         self.texts = TokenTexts(tokenizer)
@@ -72,16 +75,17 @@ class Service:
             default_max_tokens=settings.default_max_tokens,
         )
         self.weights = LiveWeights(settings.served_name)
-        first = Weights(0, 0, 0, fingerprint(model.state_dict()), source)
-        self._known = {0: first}
+        newest = engine or _engine(model, 0, settings)
+        serial = newest.version or 0
+        first = Weights(serial, 0, serial, fingerprint(model.state_dict()), source)
+        self._known = {serial: first}
         other = copy.deepcopy(model) if settings.in_flight == "finish" else None
-        self.engine = LaneEngine(
-            _engine(model, 0, settings), other and _engine(other, None, settings)
-        )
+        self.engine = LaneEngine(newest, other and _engine(other, None, settings))
         self.loop = EngineLoop(self.engine)
         self._loader = LaneLoader(self.loop, self.engine)
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
+        self.sessions = Sessions()
         self.is_ready, self.is_draining = False, False
         self._mailbox: Mailbox | None = None
 
@@ -90,7 +94,7 @@ class Service:
         if self._mailbox is not None:
             return
         self._mailbox = Mailbox(asyncio.get_running_loop())
-        self.weights.set_live([self._known[0]])
+        self.weights.set_live(list(self._known.values()))
         self.is_ready = True
 
     async def drain(self, seconds: float) -> bool:
@@ -211,7 +215,9 @@ class Service:
             for k in range(job.n):
                 guide = job.make_guide() if job.make_guide else None
                 noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
-                wanted.append(Wanted(prompt, params, noise, 0, group, job.version, guide))
+                wanted.append(
+                    Wanted(prompt, params, noise, 0, group, job.version, guide, job.conversation)
+                )
         return RowEvents(self.loop, self._mailbox, wanted)
 
     async def score(self, token_ids: list[int], top: int, version: int | None) -> Scores:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -15,7 +12,7 @@ import torch
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.serving.app import make_app
 from rllib_llm.serving.clients import Clients
-from rllib_llm.serving.http_server import HttpServer
+from rllib_llm.serving.http_server import in_thread
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
 from tests import tiny_models
@@ -72,20 +69,7 @@ async def asgi_client(made: Service, clients: Clients | None = None, **client: A
             made.close()
 
 
-@contextmanager
-def running(made: Service, clients: Clients | None = None) -> Iterator[str]:
-    """The server's address while it runs in a thread."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(made, clients, listening)
-    thread = threading.Thread(target=server.serve_here, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
-        listening.close()
+running = in_thread  # the server's address while it runs in a thread
 
 
 def until(is_so, seconds: float = DEADLINE_S) -> None:
