@@ -142,6 +142,11 @@ class ConversationEnv:
         """What the environment says to a turn without complete tool calls: by default, no more."""
         return Response(done=True)
 
+    async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
+        """Whether a conversation is over although its last turn called tools, which have answered
+        `results`."""
+        return False
+
     def score(self, conversation: Conversation) -> float | None | Awaitable[float | None]:
         """What the whole conversation earned at its end, beside turns and reward functions."""
         return None

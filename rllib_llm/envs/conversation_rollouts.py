@@ -218,15 +218,11 @@ class _Rollout:
             self._count(asked, result)
             if result.failure and self.env.settings["tool_errors"] == "invalid":
                 return Response(invalid=f"tool {asked.name!r}: {result.text}")
-        return Response(
-            [
-                {
-                    "role": "tool", "name": asked.name, "tool_call_id": asked.id,
-                    "content": result.text,
-                }
-                for asked, result in zip(reply.tool_calls, results, strict=True)
-            ]
-        )  # fmt: skip
+        said: list[Message] = [
+            {"role": "tool", "name": asked.name, "tool_call_id": asked.id, "content": result.text}
+            for asked, result in zip(reply.tool_calls, results, strict=True)
+        ]
+        return Response(said, done=await self.env.stops(self.conversation, said))
 
     def _count(self, asked: ToolCall, result: ToolResult) -> None:
         self.attempt.count("num_tool_calls")

@@ -30,6 +30,7 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",
     "rllib_llm/TwentyQuestions-v0": "rllib_llm.envs.toys.twenty_questions:create",
     "rllib_llm/TRL-v0": "rllib_llm.envs.adapters.trl:create",
+    "rllib_llm/Verifiers-v0": "rllib_llm.envs.adapters.verifiers:create",
 }
 
 # What the sampler adds to env_config where the user did not set it.

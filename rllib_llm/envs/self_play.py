@@ -133,6 +133,7 @@ async def _play(
         player = 1 - player
         told[player] += as_messages(response.messages)
         if response.done:
+            game.conversation(player).append_last_messages(told[player])
             break
     _score(env, game, await call(env.scores, game))
 

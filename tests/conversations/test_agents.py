@@ -189,7 +189,7 @@ def test_an_agent_in_an_endless_loop_ends_at_max_turns_and_is_judged_as_it_stand
     assert [attempt.truncated for attempt in attempts] == ["turns"] * 4
     assert [attempt.conversation.num_turns for attempt in attempts] == [2] * 4
     assert bool(judged.columns[columns.VALID].all())
-    assert judged.columns[columns.SCORES].tolist() == [0.0] * 4
+    assert set(judged.columns[columns.SCORES].tolist()) == {0.0}
 
 
 def test_tokens_of_an_agent_s_conversation_are_bounded():
