@@ -3,10 +3,12 @@ accounts for every prompt; at the end the weights are compared with those of an 
 
     python -m benchmarks.chaos --kills 100 --seed 0 --out chaos.json
     python -m benchmarks.chaos --kills 10 --nodes 2 --victims node
-    python -m benchmarks.chaos --kills 100 --staleness 1 --schedule free
+    python -m benchmarks.chaos --kills 100 --staleness 1 --schedule free --no-evaluation
 
 With `--staleness` above 0 groups stream, and the ledger is among the victims; every token is
 accounted for. With `--schedule free` the weights depend on time, and are not compared.
+`--no-evaluation` leaves evaluation and its sampler out, which makes a trial start sooner;
+`--at-once` is the share of signals that do not wait until the run has recovered.
 
 With `--nodes` the run is on a cluster of a head and so many other nodes, all of them processes of
 this machine; a node dies with its raylet, and a new one takes its place.
@@ -41,9 +43,7 @@ WEIGHTS = {
     "ledger": 2,
 }  # fmt: skip
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-STOP = "stop"  # file among the ledgers that ends the run
 ENOUGH = "enough"  # file with which a person ends it before all signals were sent
-SHARE_AT_ONCE = 0.3  # of kills that do not wait until the run has recovered from the one before
 MAX_SECONDS_TO_RECOVER = 1800.0
 MAX_SECONDS_TO_ANSWER = 5.0  # of a coordinator that is asked for its process id
 
@@ -56,12 +56,18 @@ class Killer(threading.Thread):
     """Sends signals until there were enough of them, then lets the run end."""
 
     def __init__(
-        self, ledger: Path, num_kills: int, seed: int, victims: list[str], nodes: Nodes | None
+        self,
+        ledger: Path,
+        num_kills: int,
+        seed: int,
+        victims: list[str],
+        nodes: Nodes | None,
+        share_at_once: float,
     ):
         super().__init__(daemon=True)
         self.ledger, self.num_kills = ledger, num_kills
         self.weights = {kind: WEIGHTS[kind] for kind in victims}
-        self.nodes = nodes
+        self.nodes, self.share_at_once = nodes, share_at_once
         self.random = random.Random(seed)
         self.kills: list[dict[str, Any]] = []
         self.error = ""  # what ended it before its time
@@ -74,7 +80,7 @@ class Killer(threading.Thread):
         except NotRecoveredError as error:
             self.error = str(error)
         finally:
-            (self.ledger / STOP).touch()
+            (self.ledger / chaos_run.STOP).touch()
             if self.error:  # the trial may never come to look for the file
                 _thread.interrupt_main()
 
@@ -88,7 +94,7 @@ class Killer(threading.Thread):
                 continue
             self.kills.append(kill)
             print(f"{len(self.kills):4d} iteration {version:4d}: {kill['what']}", flush=True)
-            if self.random.random() < SHARE_AT_ONCE:
+            if self.random.random() < self.share_at_once:
                 time.sleep(self.random.uniform(1.0, 5.0))
             else:
                 self._wait_until_beyond(version)
@@ -157,17 +163,21 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def train(folder: Path, killer: Killer, timeout_s: float, streaming: Mapping[str, Any]) -> Any:
+def train(
+    folder: Path, killer: Killer, timeout_s: float, streaming: Mapping[str, Any], evaluates: bool
+) -> Any:
     """The result of the disturbed run, in `folder`."""
     from ray import tune
 
     from rllib_llm.tune.hung_trials import RestartHungTrials
 
-    stop = str(killer.ledger / STOP)
+    stop = str(killer.ledger / chaos_run.STOP)
     killer.start()
     (result,) = tune.Tuner(
         chaos_run.AccountedGRPO,
-        param_space=chaos_run.make_config(timeout_s, chaos_run.WEIGHTS_NAME, streaming),
+        param_space=chaos_run.make_config(
+            timeout_s, chaos_run.WEIGHTS_NAME, streaming, evaluates=evaluates
+        ),
         run_config=tune.RunConfig(
             name="run", storage_path=str(folder), verbose=0,
             stop=lambda trial_id, result: os.path.exists(stop),
@@ -192,9 +202,7 @@ def same_as_undisturbed(
     from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 
     # Evaluation changes nothing; the number of samplers or of a learner's threads, round-off.
-    config = chaos_run.make_config(timeout_s=None, streaming=streaming).evaluation(
-        evaluation_interval=None, evaluation_num_env_runners=0
-    )
+    config = chaos_run.make_config(timeout_s=None, streaming=streaming, evaluates=False)
     algorithm = config.build_algo()
     for _ in range(num_iterations):
         algorithm.train()
@@ -206,30 +214,28 @@ def same_as_undisturbed(
     )
 
 
-def run(
-    num_kills: int,
-    seed: int,
-    timeout_s: float,
-    folder: Path,
-    victims: list[str],
-    num_nodes: int,
-    streaming: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The whole account of a run with `num_kills` kills."""
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The whole account of a run with as many kills as `arguments` say."""
+    streaming = {}
+    if arguments.staleness:
+        streaming = {"max_staleness": arguments.staleness, "schedule": arguments.schedule}
     ledger = folder / "ledger"
     ledger.mkdir(parents=True)
     # Ray's processes inherit both.
     os.environ[chaos_run.LEDGER] = str(ledger)
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    nodes = Nodes(num_nodes) if num_nodes else None
+    nodes = Nodes(arguments.nodes) if arguments.nodes else None
     if nodes is None:
         ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False,
                  object_store_memory=256 * 1024**2)  # fmt: skip
     print(f"To end it early: touch {ledger / ENOUGH}", flush=True)
-    killer, start = Killer(ledger, num_kills, seed, victims, nodes), time.time()
+    killer = Killer(
+        ledger, arguments.kills, arguments.seed, arguments.victims, nodes, arguments.at_once
+    )
+    start = time.time()
     try:
-        result = train(folder, killer, timeout_s, streaming)
+        result = train(folder, killer, arguments.timeout, streaming, arguments.evaluation)
         seconds, events = time.time() - start, chaos_run.read_ledgers(ledger)
         num_iterations = result.metrics["weights"]["version"]
         same = None
@@ -244,7 +250,8 @@ def run(
         events, num_iterations, chaos_run.NUM_PROMPTS, chaos_run.NUM_COMPLETIONS
     )
     return {
-        "seed": seed, "kills": len(killer.kills), "error": killer.error or str(result.error or ""),
+        "seed": arguments.seed, "kills": len(killer.kills),
+        "error": killer.error or str(result.error or ""),
         "iterations": num_iterations, "seconds": round(seconds), "prompts": prompts,
         "tokens": token_account(events),
         "same_weights_as_undisturbed": same, "time_lost": kill_account(events, killer.kills),
@@ -271,16 +278,12 @@ def main() -> None:
     parser.add_argument("--victims", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--staleness", type=int, default=0, help="updates; above 0 groups stream")
     parser.add_argument("--schedule", choices=("lockstep", "free"), default="lockstep")
+    parser.add_argument("--at-once", type=float, default=0.3)
+    parser.add_argument("--no-evaluation", dest="evaluation", action="store_false")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    streaming = {}
-    if arguments.staleness:
-        streaming = {"max_staleness": arguments.staleness, "schedule": arguments.schedule}
     with tempfile.TemporaryDirectory() as folder:
-        account = run(
-            arguments.kills, arguments.seed, arguments.timeout, Path(folder), arguments.victims,
-            arguments.nodes, streaming,
-        )  # fmt: skip
+        account = run(arguments, Path(folder))
     text = json.dumps(account, indent=2)
     print(text)
     if arguments.out:

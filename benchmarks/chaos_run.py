@@ -22,7 +22,9 @@ HERE = "benchmarks.chaos_run"
 WEIGHTS_NAME = "chaos"
 NUM_PROMPTS, NUM_COMPLETIONS = 8, 3  # of one iteration, and of each prompt
 PROMPTS = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
-JUDGE_SECONDS = 0.3  # so that a signal often finds samplers at work
+JUDGE_SECONDS = 0.025  # for each completion, so that a signal often finds samplers at work
+LEARN_SECONDS = 0.3  # for a batch, so that groups which stream wait for their turn
+STOP = "stop"  # file among the ledgers that ends the run
 CHECKPOINT_EVERY = 4  # iterations
 TOKENS = ("tokens_generated", "tokens_trained", "tokens_rejected", "tokens_carried")
 
@@ -44,6 +46,13 @@ def read_ledgers(folder: Path) -> list[dict[str, Any]]:
     for path in folder.glob("*.jsonl"):
         events += [json.loads(line) for line in path.read_text().splitlines(True) if "\n" in line]
     return sorted(events, key=lambda event: event["time"])
+
+
+def nap(seconds: float) -> None:
+    """Sleeps, in the disturbed run."""
+    ledger = os.environ.get(LEDGER)
+    if ledger and not os.path.exists(os.path.join(ledger, STOP)):
+        time.sleep(seconds)
 
 
 class AccountedRollouts:
@@ -103,6 +112,7 @@ class AccountedLearner(GRPOLearner):
         return super().prepare(batch)
 
     def update(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        nap(LEARN_SECONDS)
         results = super().update(*args, **kwargs)
         note("updated", version=self._weights_seq_no, rows=self._rows)
         return results
@@ -114,8 +124,7 @@ def build_model():
 
 def judge(completions: list[str]) -> list[float]:
     """Digits less other characters, after a while."""
-    if os.environ.get(LEDGER):
-        time.sleep(JUDGE_SECONDS)
+    nap(JUDGE_SECONDS * len(completions))
     return [float(sum(1 if c.isdigit() else -1 for c in text)) for text in completions]
 
 
@@ -128,9 +137,11 @@ def make_config(
     timeout_s: float | None,
     weights_name: str | None = None,
     streaming: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    evaluates: bool = True,
 ) -> GRPOConfig:
-    """Two samplers, one evaluation sampler, one learner; `timeout_s` of an answer, None: none.
-    `streaming`: settings of that section."""
+    """Two samplers, one evaluation sampler where it `evaluates`, one learner; `timeout_s` of an
+    answer, None: none. `streaming`: settings of that section."""
     config = (
         GRPOConfig(algo_class=AccountedGRPO)
         .language_model(model=f"{HERE}.build_model")
@@ -146,10 +157,13 @@ def make_config(
     )  # fmt: skip
     if streaming:
         config.training(off_policy="bypass")
+    if evaluates:
+        config.evaluation(
+            evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6
+        )
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)
-        .evaluation(evaluation_interval=2, evaluation_num_env_runners=1, evaluation_duration=6)
         .weight_broadcast(weights_name=weights_name)
         .fault_tolerance(
             sampler_timeout_s=timeout_s,

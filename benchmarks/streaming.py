@@ -1,16 +1,18 @@
 """Wall time of synchronous and streaming runs where completions have lengths of a long tail.
 
-    python benchmarks/streaming.py [--iterations 8] [--seeds 3] [--step-ms 4] [--mean-steps 40]
+    python -m benchmarks.streaming [--iterations 24] [--seeds 3] [--step-ms 4] [--mean-steps 40]
                                    [--modes sync lockstep-1 free-1 free-2-oversampled]
 
-GRPO on one-digit sums with two samplers. Decode time is emulated, so that two cores can show it: a
-step of a sampler takes `--step-ms`, however many rows are in its batch, and a completion is over
-after a number of steps drawn from a log-normal distribution (sigma 1) by its prompt and its place,
-which stands for long answers and for pauses of tools; the tokens themselves are sampled by the real
-model. The learner's update is made to take as long as a synchronous batch takes to sample, measured
-first. JSON, one line for each mode: seconds of an iteration (median over seeds), how many times
-faster than synchronous, and the mean score of the last quarter of iterations, with its standard
-deviation over seeds: all modes learn from equally many samples.
+GRPO on one-digit sums with two samplers, after supervised training. Decode time is emulated, so
+that two cores can show it: a step of a sampler takes `--step-ms`, however many rows are in its
+batch, and a completion is over after a number of steps drawn from a log-normal distribution (sigma
+1) by its prompt and its place, which stands for long answers and for pauses of tools; the tokens
+themselves are sampled by the real model within that time. The learner's update takes as long as a
+synchronous batch takes to sample. JSON, one line for each mode: seconds of an iteration (median
+over seeds), what the trial waited for in it and how long it learnt, how many times faster than
+synchronous it is, the share of right answers of 800 completions of the final model (mean and
+standard deviation over seeds: all modes learn from equally many samples), and that of each
+iteration's batch.
 """
 
 from __future__ import annotations
@@ -19,22 +21,25 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from benchmarks.stale_data import supervised
 from rllib_llm import GRPOConfig
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 
-HERE = "benchmarks.streaming"
-STEP_SECONDS, MEAN_STEPS, LEARN_SECONDS = "BENCH_STEP_S", "BENCH_MEAN_STEPS", "BENCH_LEARN_S"
+STEP_SECONDS, MEAN_STEPS, LEARN_STEPS = "BENCH_STEP_S", "BENCH_MEAN_STEPS", "BENCH_LEARN_STEPS"
 MODES = {
     "sync": {},
     "lockstep-1": {"max_staleness": 1},
@@ -45,7 +50,9 @@ MODES = {
     },
 }  # fmt: skip
 NUM_PROMPTS, NUM_COMPLETIONS = 32, 8
-SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+NUM_EVALUATED, NEVER = 800, 1_000_000
+PHASES = ("sample", "learn", "publish")  # of an iteration
+SUMS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10)]
 
 
 def num_steps(row_ids: Sequence[int]) -> np.ndarray:
@@ -53,6 +60,12 @@ def num_steps(row_ids: Sequence[int]) -> np.ndarray:
     mean = float(os.environ[MEAN_STEPS])
     drawn = [np.random.Generator(np.random.Philox(key=[7, row])).normal() for row in row_ids]
     return np.exp(np.array(drawn) + math.log(mean) - 0.5)
+
+
+def take_steps(count: float, start: float) -> None:
+    """Sleeps until so many steps have passed since `start`, `time.monotonic`'s."""
+    rest = start + float(os.environ[STEP_SECONDS]) * count - time.monotonic()
+    time.sleep(max(0.0, rest))
 
 
 class SlowEngine:
@@ -82,10 +95,11 @@ class SlowEngine:
         )
 
     def step(self) -> list[Any]:
-        time.sleep(float(os.environ[STEP_SECONDS]))
+        start = time.monotonic()
         self._steps += 1
         if self._engine.num_running:
             self._held.update({ended.id: ended for ended in self._engine.step()})
+        take_steps(1, start)
         over = [i for i in self._held if self._over[i] <= self._steps]
         for i in over:
             del self._over[i]
@@ -106,8 +120,10 @@ class SlowPolicy(ModulePolicy):
     """Generates at the same prices."""
 
     def generate(self, prompts: Any, asked: Generation) -> dict[str, torch.Tensor]:
-        time.sleep(float(os.environ[STEP_SECONDS]) * num_steps(asked.row_ids.tolist()).max())
-        return super().generate(prompts, asked)
+        start = time.monotonic()
+        completions = super().generate(prompts, asked)
+        take_steps(num_steps(asked.row_ids.tolist()).max(), start)
+        return completions
 
     def open_engine(self, version: int | None, **settings: Any) -> Any:
         return SlowEngine(super().open_engine(version, **settings))
@@ -126,36 +142,29 @@ class SlowLearner(GRPOLearner):
     """A learner that takes a while."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(float(os.environ[LEARN_SECONDS]))
-        return super().update(*args, **kwargs)
+        start = time.monotonic()
+        results = super().update(*args, **kwargs)
+        take_steps(float(os.environ[LEARN_STEPS]), start)
+        return results
 
 
-def build_model() -> Any:
-    from rllib_llm.envs.toys import arithmetic
-
-    return arithmetic.build_model(3, hidden_size=32, num_layers=1, num_heads=2, max_len=32)
-
-
-def near(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 for the answer, and a part of it for each right character at its place."""
-    return [
-        float(text == right) + 0.5 * sum(a == b for a, b in zip(text, right, strict=False))
-        for text, right in zip(completions, answer, strict=True)
-    ]
-
-
-def make_config(mode: str, seed: int) -> GRPOConfig:
+def make_config(mode: str, seed: int, model: Path) -> GRPOConfig:
     config = (
         GRPOConfig()
-        .language_model(model=f"{HERE}.build_model")
+        .language_model(model=str(model))
         .environment(
             "rllib_llm/RLHF-v0",
-            env_config={"prompts": SUMS, "reward_functions": f"{HERE}.near", "max_prompt_len": 8},
+            env_config={"prompts": SUMS, "eval_prompts": SUMS, "max_prompt_len": 8,
+                        "reward_functions": "rllib_llm.envs.toys.arithmetic.correct"},
         )
         .sampling(max_new_tokens=4, num_completions=NUM_COMPLETIONS, log_samples_every=0)
         .training(
-            train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=3e-3,
-            minibatch_size=NUM_PROMPTS * NUM_COMPLETIONS // 2, num_epochs=1, off_policy="bypass",
+            train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=5e-4, minibatch_size=64,
+            ref_kl_coeff=0.0, off_policy="decoupled",
+        )
+        .evaluation(
+            evaluation_interval=NEVER, evaluation_duration=NUM_EVALUATED,
+            evaluation_config={"explore": True},
         )
         .env_runners(num_env_runners=2)
         .learners(num_learners=0, learner_class=SlowLearner)
@@ -166,10 +175,10 @@ def make_config(mode: str, seed: int) -> GRPOConfig:
     return config
 
 
-def run(mode: str, seed: int, num_iterations: int) -> dict[str, Any]:
-    """Wall seconds of each iteration but the first, and the scores."""
-    algorithm = make_config(mode, seed).build_algo()
-    seconds, scores, ages = [], [], []
+def run(mode: str, seed: int, num_iterations: int, model: Path) -> dict[str, Any]:
+    """Wall seconds of all iterations but the first, and the scores."""
+    algorithm = make_config(mode, seed, model).build_algo()
+    seconds, scores, ages, spent = [], [], [], []
     for i in range(num_iterations + 1):
         start = time.perf_counter()
         result = algorithm.train()
@@ -177,32 +186,42 @@ def run(mode: str, seed: int, num_iterations: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
             scores.append(result["objective"]["scores"])
             ages.append(result["train"]["staleness"])
-    sample_seconds = result["throughput"]["sample_seconds"]
+            spent.append([result["throughput"][f"{name}_seconds"] for name in PHASES])
+    algorithm.evaluate()
+    right = algorithm.eval_metrics["scores"]
     algorithm.stop()
-    last = scores[-max(1, len(scores) // 4) :]
+    shutil.rmtree(algorithm.logdir, ignore_errors=True)
     return {
-        "total": sum(seconds), "score": statistics.mean(last), "age": max(ages),
-        "sample": sample_seconds,
+        "total": sum(seconds), "right": right, "age": max(ages), "spent": spent, "scores": scores,
     }  # fmt: skip
 
 
-def measure(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    runs = [run(mode, seed, args.iterations) for seed in range(args.seeds)]
-    scores = [each["score"] for each in runs]
+def measure(mode: str, args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    runs = [run(mode, seed, args.iterations, model) for seed in range(args.seeds)]
+    right = [each["right"] for each in runs]
+    spent = zip(*(row for each in runs for row in each["spent"]), strict=True)
     return {
         "mode": mode,
         "s_per_iteration": round(
             statistics.median(each["total"] for each in runs) / args.iterations, 3
         ),
-        "score": round(statistics.mean(scores), 3),
-        "score_std": round(statistics.stdev(scores), 3) if len(scores) > 1 else 0.0,
+        **{
+            f"{name}_s": round(statistics.mean(values), 3)
+            for name, values in zip(PHASES, spent, strict=True)
+        },
+        "right": round(statistics.mean(right), 3),
+        "right_std": round(statistics.stdev(right), 3) if len(right) > 1 else 0.0,
         "mean_age_max": round(max(each["age"] for each in runs), 2),
+        "curve": [
+            round(statistics.mean(points), 3)
+            for points in zip(*(each["scores"] for each in runs), strict=True)
+        ],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--mean-steps", type=float, default=40.0)
@@ -213,14 +232,17 @@ def main() -> None:
     os.environ[MEAN_STEPS] = str(args.mean_steps)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    os.environ[LEARN_SECONDS] = "0"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     steps = num_steps(range(20 * NUM_PROMPTS * NUM_COMPLETIONS)).reshape(20, -1).max(axis=1)
-    os.environ[LEARN_SECONDS] = str(float(steps.mean()) * args.step_ms / 1000)
-    found = {mode: measure(mode, args) for mode in dict.fromkeys(["sync", *args.modes])}
-    base = found["sync"]["s_per_iteration"]
-    for each in found.values():
-        print(json.dumps({**each, "speed": round(base / each["s_per_iteration"], 2)}))
+    os.environ[LEARN_STEPS] = str(float(steps.mean()))
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    base = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        model = supervised(Path(folder))
+        for mode in dict.fromkeys(["sync", *args.modes]):
+            found = measure(mode, args, model)
+            base = base or found["s_per_iteration"]
+            told = {**found, "speed": round(base / found["s_per_iteration"], 2)}
+            print(json.dumps(told), flush=True)
     ray.shutdown()
 
 

@@ -168,6 +168,11 @@ class OpenAIClient:
         self._http.close()
 
 
+def server_root(base_url: str) -> str:
+    """Where a server answers beside OpenAI's interface: `base_url` without "/v1" at its end."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
 def _retry_after_s(headers: Any, pause_s: float, longest_s: float) -> float:
     """Seconds that the server asks to wait, up to `longest_s`; `pause_s` if it names none."""
     try:

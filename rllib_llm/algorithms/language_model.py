@@ -346,9 +346,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         else:
             refs = [ray.put(batch)] * self.config.num_learners
             results = self.learner_group.update(batch_refs=refs)
-        told = self._take_told(results)
-        self.metrics.aggregate(results, key=LEARNER_RESULTS)
-        return told
+        return self._take(results)
 
     def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Has every learner make a call whose results are those of an update; what they tell."""
@@ -357,9 +355,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        told = self._take_told(results)
-        self.metrics.aggregate(results, key=LEARNER_RESULTS)
-        return told
+        return self._take(results)
 
     def pop_learner_metrics(self) -> dict[str, dict[str, float]]:
         """`learner_metrics`, which are forgotten: in a loop of one's own no result does so."""
@@ -367,12 +363,14 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.metrics.delete(LEARNER_RESULTS)
         return groups
 
-    def _take_told(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Takes what learners tell out of their results; what they said is written down."""
+    def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """Takes what learners tell out of their results, the rest of which are metrics; what they
+        said is written down."""
         told: dict[str, Any] = {}
         for result in results:
             told |= (mine := result.pop(TOLD))
             self.tell(mine[MESSAGES])
+        self.metrics.aggregate(results, key=LEARNER_RESULTS)
         return told
 
     def step(self) -> dict[str, Any]:

@@ -125,6 +125,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
                 recorder=self.recorder,
                 keeps_rejected=not isinstance(self.recorder, RecordsNothing),
                 publish_again=self._publish_again,
+                tell=self._tell_of_answers,
             )
         return OnPolicy(
             collector,

@@ -93,8 +93,13 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
     if row["prompt"] is None:
         console.print(f"prompt ids {row['prompt_ids']}\ncompletion ids {row['completion_ids']}")
         return
-    console.print(row["prompt"], style="dim", markup=False, end="", soft_wrap=True)
-    console.print(row["completion"], markup=False, soft_wrap=True)
+    # A terminal shows by its brightness where the completion begins; turns have lines of their own.
+    glued = console.is_terminal and row["messages"] is None
+    for name, style in (("prompt", "dim"), ("completion", "")):
+        if not console.is_terminal:
+            console.print(f"{name}: ", end="")
+        end = "" if glued and name == "prompt" else "\n"
+        console.print(row[name], style=style, markup=False, end=end, soft_wrap=True)
 
 
 def _export(table: Any, target: str) -> str:

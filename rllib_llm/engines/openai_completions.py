@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Finish, Noise
 from rllib_llm.openai_client import OpenAIClient
@@ -86,13 +85,14 @@ class OpenAICompletions:
         Raises:
             ValueError: a prompt with special tokens, where prompts travel as text.
         """
+        drawn_by = params.drawn_by
         body = {
             "model": self._served_model,
             "prompt": self._prompt(list(token_ids)),
             "max_tokens": params.max_new_tokens,
-            "temperature": 0.0 if params.greedy else params.temperature,
-            "top_p": 1.0 if params.greedy else params.top_p,
-            "seed": row_seeds(noise.seed, [noise.row], noise.turn)[0],
+            "temperature": drawn_by["temperature"],
+            "top_p": drawn_by["top_p"],
+            "seed": noise.one_seed,
             "logprobs": 0,
             **self._extra_body,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class SamplingParams:
     """Take the likeliest token; top_k and top_p then have no effect."""
     top_logprobs: int = 0
     """So many of the likeliest tokens are told beside each that is sampled, >= 0."""
+
+    @property
+    def drawn_by(self) -> dict[str, Any]:
+        """temperature, top_p and top_k as other engines take them: a temperature of 0 is greedy."""
+        if self.greedy:
+            return {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))

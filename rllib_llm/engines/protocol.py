@@ -15,6 +15,7 @@ import torch
 
 from rllib_llm.engines.completions import Likeliest, Tokens
 from rllib_llm.engines.guide import Guide
+from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
 
 Finish = Literal["stop", "length", "aborted", "error"]
@@ -34,6 +35,11 @@ class Noise:
     """>= 0, which completion of the run."""
     turn: int = 0
     """>= 0, which turn of a conversation."""
+
+    @property
+    def one_seed(self) -> int:
+        """All of it in one number, 0 .. 2**63 - 1, for engines that draw their own numbers."""
+        return row_seeds(self.seed, [self.row], self.turn)[0]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Finish, Noise
-from rllib_llm.openai_client import OpenAIClient
+from rllib_llm.openai_client import OpenAIClient, server_root
 
 PATH = "inference/v1/generate"
 _LABEL = re.compile(r"(?:(\d+)\.)?(\d+)\Z")  # "2.31", or "step-31"
@@ -48,7 +47,8 @@ class TokenCompletions:
     ) -> None:
         self._served_model, self._follows_run = served_model, follows_run
         self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
-        root = base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url
+        # What is no text is refused by the client.
+        root = server_root(base_url) if isinstance(base_url, str) else base_url
         self._client = OpenAIClient(root, **client)
 
     def submit(
@@ -65,9 +65,7 @@ class TokenCompletions:
         sampling: dict[str, Any] = {
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
-            "temperature": 0.0 if params.greedy else params.temperature,
-            "top_p": 1.0 if params.greedy else params.top_p,
-            "top_k": 0 if params.greedy else params.top_k,
+            **params.drawn_by,
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # the policy's own are among the stop tokens
             "logprobs": 0,
@@ -82,7 +80,7 @@ class TokenCompletions:
 
     def _noise(self, noise: Noise) -> dict[str, int]:
         if not self._exact_noise:
-            return {"seed": row_seeds(noise.seed, [noise.row], noise.turn)[0]}
+            return {"seed": noise.one_seed}
         return {"seed": noise.seed, "noise_row": noise.row, "noise_turn": noise.turn}
 
     def close(self) -> None:

@@ -15,9 +15,7 @@ NO_WEIGHTS = (
 def sampling_params(vllm: Any, params: SamplingParams, seed: int) -> Any:
     """The settings of one completion in vLLM's terms."""
     return vllm.SamplingParams(
-        temperature=0.0 if params.greedy else params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
+        **params.drawn_by,
         min_tokens=params.min_new_tokens,
         max_tokens=params.max_new_tokens,
         stop_token_ids=list(params.stop_token_ids),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row, check_version, continued
 from rllib_llm.engines.vllm_params import NO_WEIGHTS, check_params, sampling_params
@@ -113,9 +112,8 @@ class VLLMRows:
         for each in waiting:
             name, row = str(next(self._names)), each.row
             params = _rest_of(row)
-            (seed,) = row_seeds(row.noise.seed, [row.noise.row], row.noise.turn)
             # Another stream than the one that drew what was sampled before.
-            seed = (seed + row.num_sampled) % 2**63
+            seed = (row.noise.one_seed + row.num_sampled) % 2**63
             prompt = {"prompt_token_ids": list(row.token_ids)}
             self._engine.add_request(name, prompt, sampling_params(self._vllm, params, seed))
             self._running[name] = each

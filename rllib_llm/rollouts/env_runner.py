@@ -45,14 +45,9 @@ from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.agents import AgentSampler
 from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.foreign_policies import EnginePolicy, ServerPolicy
 from rllib_llm.rollouts.own_generation import FunctionPolicy
-from rllib_llm.rollouts.policy import (
-    EVALUATION_SEED,
-    EnginePolicy,
-    ModulePolicy,
-    SamplingPolicy,
-    ServerPolicy,
-)
+from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.self_play import SelfPlaySampler

@@ -1,4 +1,7 @@
-"""Who generates for a sampler: an RLModule with its own decode loop, or another engine."""
+"""Who generates for a sampler: what is asked of it, and an RLModule with its own decode loop.
+
+Others are in `foreign_policies.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rllib_llm import columns
-from rllib_llm.engines.client import ClientPolicy
 from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.external_engine import ExternalEngine
-from rllib_llm.engines.noise import row_seeds, uniform_noise
+from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine, Noise
+from rllib_llm.engines.protocol import Engine
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
+from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.loading import ModuleLoader, differing
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
@@ -234,121 +235,3 @@ class ModulePolicy:
 def _check_decoding(module: Any) -> None:
     """Tries, before anything is learnt, whether the module's model decodes as it computes."""
     check_decoding_once(module.computing_model)
-
-
-class EnginePolicy:
-    """An engine that has a copy of the policy, or a model of its own."""
-
-    def __init__(self, engine: ExternalEngine) -> None:
-        self.engine = engine
-        self.takes_weights = engine.takes_weights
-        self.has_weights = not engine.takes_weights  # what it starts from may be dummies
-
-    @property
-    def pad_token_id(self) -> int:
-        """As of all policies."""
-        return self.engine.tokenizer.pad_token_id
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """As of all policies."""
-        return self.engine.stop_token_ids
-
-    def generate(
-        self, prompts: Mapping[str, torch.Tensor], asked: Generation
-    ) -> dict[str, torch.Tensor]:
-        """As of all policies."""
-        completions = self.engine.generate(
-            prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK], asked.params,
-            num_completions=asked.num_completions, seeds=row_seeds(asked.seed, asked.row_ids),
-        )  # fmt: skip
-        return completions.columns(prompts[columns.PROMPT_IDS].device)
-
-    def open_engine(
-        self, version: int | None, *, load_weights: LoadWeights | None = None
-    ) -> Engine:
-        """As of all policies."""
-        raise ValueError(
-            f"engine={type(self.engine).__name__!r} must be 'torch' for conversations: it is asked "
-            "for whole batches of completions, not turn by turn. Set engine='torch'."
-        )
-
-    def load(self, weights: FlatBuffer) -> None:
-        """As of all policies."""
-        self.set_state(unpack(weights))
-
-    def differing(self, weights: FlatBuffer) -> list[str]:
-        """Nothing: they lie in a layout of the engine's own."""
-        return []
-
-    def get_state(self) -> dict[str, torch.Tensor]:
-        """Nothing: its weights are those that come with a request."""
-        return {}
-
-    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As of all policies; one with a model of its own stays as it is."""
-        if self.takes_weights:
-            self.engine.load_weights(dict(state))
-            self.has_weights = True
-
-    def close(self) -> None:
-        """As of all policies."""
-        self.engine.close()
-
-
-class ServerPolicy:
-    """A server that generates, with weights that it has from elsewhere."""
-
-    takes_weights, has_weights = False, True
-
-    def __init__(self, server: ClientPolicy) -> None:
-        self._server = server
-
-    @property
-    def pad_token_id(self) -> int:
-        """As of all policies."""
-        return self._server.tokenizer.pad_token_id
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """As of all policies."""
-        return self._server.stop_token_ids
-
-    def generate(
-        self, prompts: Mapping[str, torch.Tensor], asked: Generation
-    ) -> dict[str, torch.Tensor]:
-        """As of all policies."""
-        completions = self._server.generate(
-            prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK], asked.params,
-            num_completions=asked.num_completions,
-            noises=[Noise(asked.seed, row) for row in asked.row_ids.tolist()],
-            weights=asked.weights,
-        )  # fmt: skip
-        return completions.columns(prompts[columns.PROMPT_IDS].device)
-
-    def open_engine(
-        self, version: int | None, *, load_weights: LoadWeights | None = None
-    ) -> Engine:
-        """As of all policies."""
-        raise ValueError(
-            "engine='openai' must be 'torch' for conversations: a server is asked for whole "
-            "batches of completions, not turn by turn. Set engine='torch'."
-        )
-
-    def load(self, weights: FlatBuffer) -> None:
-        """Nothing: they are the server's own."""
-
-    def differing(self, weights: FlatBuffer) -> list[str]:
-        """Nothing: they cannot be seen."""
-        return []
-
-    def get_state(self) -> dict[str, torch.Tensor]:
-        """Nothing."""
-        return {}
-
-    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing: they are the server's own."""
-
-    def close(self) -> None:
-        """As of all policies."""
-        self._server.close()

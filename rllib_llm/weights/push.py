@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rllib_llm.openai_client import OpenAIClient
+from rllib_llm.openai_client import OpenAIClient, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
 _KEPT = 2  # folders; a server may read the one before the newest while that is written
 
 
-class PushedServer(Protocol):
-    """A server that is told where new weights lie."""
+class PushedServer(ABC):
+    """A server that is told where new weights lie.
 
+    Args:
+        base_url: of the server, with or without "/v1" at its end.
+        client: further arguments of `OpenAIClient`; `api_key_env` names the key's variable.
+    """
+
+    def __init__(self, base_url: str, **client: Any) -> None:
+        self._client = OpenAIClient(server_root(base_url), **client)
+
+    @abstractmethod
     def update(self, folder: Path, epoch: int, version: int) -> None:
         """Has it answer by the weights in `folder` from now on.
 
@@ -31,11 +41,17 @@ class PushedServer(Protocol):
             RequestRefusedError, ServerError: it does not take them.
         """
 
+    def _tell(
+        self, path: str, body: dict[str, Any], check: Callable[[Any], None] = lambda answer: None
+    ) -> None:
+        self._client.post(path, body, check)
+
     def close(self) -> None:
         """Closes the connections."""
+        self._client.close()
 
 
-class VLLMServer:
+class VLLMServer(PushedServer):
     """vLLM's: paused, given the weights, and told to go on. After an error it stays paused: it may
     have parts of two versions.
 
@@ -63,7 +79,7 @@ class VLLMServer:
                 )
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
         self._give = self._transfer if method == "transfer" else self._reload
-        self._client = OpenAIClient(_root(base_url), **client)
+        super().__init__(base_url, **client)
         self._is_open = False
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
@@ -85,24 +101,9 @@ class VLLMServer:
         self._tell("update_weights", {"update_info": {"path": folder}})
         self._tell("finish_weight_update", {"weight_version": label})
 
-    def _tell(self, path: str, body: dict[str, Any]) -> None:
-        self._client.post(path, body, lambda answer: None)
 
-    def close(self) -> None:
-        """As of all servers."""
-        self._client.close()
-
-
-class SGLangServer:
-    """SGLang's, which waits for the requests under way by itself.
-
-    Args:
-        base_url: of the server, with or without "/v1" at its end.
-        client: further arguments of `OpenAIClient`.
-    """
-
-    def __init__(self, base_url: str, **client: Any) -> None:
-        self._client = OpenAIClient(_root(base_url), **client)
+class SGLangServer(PushedServer):
+    """SGLang's, which waits for the requests under way by itself."""
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
         """As of all servers."""
@@ -110,36 +111,15 @@ class SGLangServer:
             "model_path": str(folder), "weight_version": f"{epoch}.{version}",
             "abort_all_requests": False, "flush_cache": True,
         }  # fmt: skip
-        self._client.post("update_weights_from_disk", body, _check_success)
-
-    def close(self) -> None:
-        """As of all servers."""
-        self._client.close()
+        self._tell("update_weights_from_disk", body, _check_success)
 
 
-class RllibServer:
-    """`rllib serve` of another cluster, with the key of its administration.
-
-    Args:
-        base_url: of the server, with or without "/v1" at its end.
-        client: further arguments of `OpenAIClient`; `api_key_env` names the key's variable.
-    """
-
-    def __init__(self, base_url: str, **client: Any) -> None:
-        self._client = OpenAIClient(_root(base_url), **client)
+class RllibServer(PushedServer):
+    """`rllib serve` of another cluster, with the key of its administration."""
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
         """As of all servers."""
-        body = {"path": str(folder), "epoch": epoch, "version": version}
-        self._client.post("update_weights", body, lambda answer: None)
-
-    def close(self) -> None:
-        """As of all servers."""
-        self._client.close()
-
-
-def _root(base_url: str) -> str:
-    return base_url.rstrip("/").removesuffix("/v1")
+        self._tell("update_weights", {"path": str(folder), "epoch": epoch, "version": version})
 
 
 def _check_success(answer: Any) -> None:

@@ -62,6 +62,24 @@ def test_a_step_in_three_parts_is_a_step(trained):
         assert mine["policy"]["entropy_avg"] == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_learners", [1, 2])
+def test_a_step_in_three_parts_is_a_step_of_learners_in_processes_of_their_own(
+    trained, num_learners
+):
+    """Each has the whole batch, and takes its share of the rows."""
+    size = 12 // num_learners
+    config = one_step().learners(num_learners=num_learners)
+    config.training(train_batch_size_per_learner=size, minibatch_size=size)
+    with tiny.built(config) as algorithm:
+        for _ in range(3):
+            algorithm.forward_backward(algorithm.next_batch().result())
+            stepped = algorithm.optimizer_step().result()
+            algorithm.publish_weights().result()
+        assert stepped[""].keys() >= {"lr", "grad_norm"} and algorithm.position == 12
+        tiny.assert_same_weights(tiny.weights(algorithm), trained[1], rtol=1e-4, atol=1e-7)
+
+
 def test_gradients_of_several_batches_add_up():
     """A batch twice has twice the gradient; the step without one says so."""
     found = []

@@ -110,12 +110,14 @@ def test_delays_and_deaths_change_nothing_in_lockstep(undisturbed):
 
 
 @pytest.mark.slow
-def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise(undisturbed):
+@pytest.mark.parametrize("victim", ["sampler", "ledger"])
+def test_one_that_is_stopped_is_killed_and_nothing_is_learnt_otherwise(undisturbed, victim):
     config = streaming(2).fault_tolerance(sampler_timeout_s=5.0)
 
     def disturb(algorithm, i):
         if i == 1:
-            os.kill(sampler_pid(algorithm), signal.SIGSTOP)
+            ledger = algorithm.rollouts.look()["pid"]
+            os.kill(ledger if victim == "ledger" else sampler_pid(algorithm), signal.SIGSTOP)
 
     _, weights, _ = learn(config, disturb=disturb)
     tiny.assert_same_weights(weights, undisturbed[1])
@@ -175,6 +177,8 @@ def all_pass(group):
 
 @pytest.mark.parametrize("num_samplers", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_free_run_trains_every_prompt_once_and_not_older_than_allowed(num_samplers):
+    """Complaint: a hang at the end of an epoch (NeMo #2899). There are six prompts; the twenty
+    groups go through them three times and on."""
     results, batches = [], []
     with tiny.built(streaming(num_samplers, schedule="free", max_staleness=2)) as algorithm:
         source = algorithm.rollouts

@@ -34,7 +34,18 @@ def test_the_best_are_shown_first(run):
     assert "rejected: 2 completions, 6 tokens, mean score 0.5" in text
     assert "trained: 2 completions, 6 tokens, mean score 0.5" in text
     assert "iteration 1 · prompt 1.1 · trained · score 1 · reward 1 · correct 1" in text
-    assert "1+1= 1" in text and "1+1= 0" not in text
+    assert "prompt: 1+1= completion: 1" in text and "completion: 0" not in text
+
+
+def test_turns_of_a_conversation_have_lines_of_their_own(tmp_path):
+    store = RolloutStore(tmp_path / "rollouts")
+    (row,) = group(1, [1.0])
+    said = {"prompt": "[user] 6 * 7?", "completion": "[assistant] 42\n[user] Sure?",
+            "messages": json.dumps([{"role": "user", "content": "6 * 7?"}])}  # fmt: skip
+    put(store, 1, row | said)
+    store.stop()
+    result = CliRunner().invoke(app, ["rollouts", str(tmp_path)])
+    assert "\nprompt: [user] 6 * 7?\ncompletion: [assistant] 42\n[user] Sure?\n" in result.output
 
 
 def test_a_condition_chooses(run):

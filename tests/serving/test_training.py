@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from ray.rllib.algorithms import Algorithm
 
 from rllib_llm.serving.opening import open_service
 from rllib_llm.serving.settings import ServeSettings
@@ -55,32 +54,3 @@ def test_weights_learnt_through_a_server_are_those_of_a_run_in_one_process():
         assert one["objective"]["scores"] == other["objective"]["scores"]
         assert one["episode"] == other["episode"]
     assert held_out["scores"] is not None
-
-
-def test_a_sampled_evaluation_through_the_server_is_the_run_s_own(tmp_path):
-    sampled = {"explore": True}
-    config = tiny.grpo().evaluation(
-        evaluation_interval=1, evaluation_duration=9, evaluation_config=sampled
-    )
-    with tiny.built(config) as algorithm:
-        algorithm.train()
-        in_run = algorithm.train()["eval"]
-        algorithm.save_to_path(str(tmp_path / "checkpoint"))
-    service = open_service(ServeSettings(model=str(tmp_path / "checkpoint"), name="run"))
-    with running(service) as address:
-        asked = {
-            **sampled, "engine": "openai",
-            "engine_settings": {
-                "base_url": f"{address}/v1", "served_model": "run@0.0", "endpoint": "tokens",
-            },
-        }  # fmt: skip
-        changed = config.copy(copy_frozen=False).evaluation(evaluation_config=asked)
-        restored = Algorithm.from_checkpoint(str(tmp_path / "checkpoint"), config=changed)
-        try:
-            restored.evaluate()
-            served = restored.eval_metrics
-        finally:
-            restored.stop()
-    names = [name for name in in_run if name.startswith(("scores", "rewards", "output_length"))]
-    assert len(names) > 2 and in_run["scores_std"] > 0
-    assert {name: served[name] for name in names} == {name: in_run[name] for name in names}

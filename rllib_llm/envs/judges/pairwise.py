@@ -7,19 +7,13 @@ Judges prefer a place, the first as a rule (Zheng et al. 2023, "Judging LLM-as-a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
-from rllib_llm.envs.judges.asking import JudgeModel, Messages
+from rllib_llm.envs.judges.asking import Messages
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.judges.rubric import reference_column
-from rllib_llm.envs.judges.schema_verdicts import (
-    SYSTEM,
-    chat,
-    read_verdict,
-    response_format,
-    tagged,
-    verdict_schema,
-)
+from rllib_llm.envs.judges.schema_verdicts import SchemaJudge, tagged
 
 GROUP = "group"
 _BETTER = "better"
@@ -27,12 +21,12 @@ _TASK = (
     "Which answer to the request is better? Say A, B, or tie where neither is. Their order and "
     "their length mean nothing."
 )
-_POINTS = (("A", 1.0), ("B", 0.0), ("tie", 0.5))  # of the answer that is shown as A
+_POINTS = MappingProxyType({"A": 1.0, "B": 0.0, "tie": 0.5})  # of the answer that is shown as A
 Pair = tuple[str, str, str]
 """(prompt, the answer that gets the points, the other one)"""
 
 
-class PairwiseJudge:
+class PairwiseJudge(SchemaJudge):
     """Share of comparisons that a completion wins, ties counting half: 0 to 1.
 
     In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.pairwise.PairwiseJudge,
@@ -44,10 +38,8 @@ class PairwiseJudge:
         base_url, model: see `JudgeModel`.
         against: "group", the other completions of the prompt, or a column of the data set.
         num_opponents: of the group, the next ones; None: all.
-        system, use_schema, judge: as for `RubricJudge`.
+        judge: further arguments of `SchemaJudge` and `JudgeModel`.
     """
-
-    wants_texts = True
 
     def __init__(
         self,
@@ -56,8 +48,6 @@ class PairwiseJudge:
         *,
         against: str = GROUP,
         num_opponents: int | None = None,
-        system: str = SYSTEM,
-        use_schema: bool = True,
         **judge: Any,
     ) -> None:
         if num_opponents is not None and num_opponents < 1:
@@ -65,12 +55,9 @@ class PairwiseJudge:
                 f"num_opponents={num_opponents!r} must be at least 1, or None for all: a "
                 "completion's score is how many it beats. Raise it."
             )
-        self._schema = verdict_schema(
-            {_BETTER: {"type": "string", "enum": [name for name, _ in _POINTS]}}
-        )
-        self._format = response_format(self._schema) if use_schema else None
-        self._against, self._num_opponents, self._system = against, num_opponents, system
-        self._judge = JudgeModel(base_url, model, **judge)
+        winner = {"type": "string", "enum": list(_POINTS)}
+        super().__init__(base_url, model, {_BETTER: winner}, **judge)
+        self._against, self._num_opponents = against, num_opponents
 
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
@@ -102,16 +89,13 @@ class PairwiseJudge:
         scores = [_mean(points) if points else why[i] for i, points in enumerate(won)]
         return scores, {"places_disagree": [_mean(row) if row else float("nan") for row in changed]}
 
-    def metrics(self) -> dict[str, float]:
-        """See `JudgeModel.metrics`."""
-        return self._judge.metrics()
-
     async def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | Invalid]:
         """(points of the first, whether the places decided) of each pair; equal texts are a tie."""
         unlike = [pair for pair in pairs if pair[1] != pair[2]]
         swapped = [(prompt, second, first) for prompt, first, second in unlike]
-        verdicts = await self._judge.ask(
-            [self._question(*pair) for pair in (*unlike, *swapped)], self._read, self._format
+        verdicts = await self.ask(
+            [self._question(*pair) for pair in (*unlike, *swapped)],
+            lambda found: _POINTS[found[_BETTER]],
         )
         found: dict[Pair, tuple[float, bool] | Invalid] = {}
         halves = zip(unlike, verdicts[: len(unlike)], verdicts[len(unlike) :], strict=True)
@@ -126,10 +110,7 @@ class PairwiseJudge:
 
     def _question(self, prompt: str, first: str, second: str) -> Messages:
         parts = [tagged("request", prompt), tagged("A", first), tagged("B", second), _TASK]
-        return chat(self._system, parts, self._schema)
-
-    def _read(self, reply: str) -> float:
-        return dict(_POINTS)[read_verdict(reply, self._schema)[_BETTER]]
+        return self.question(parts)
 
 
 def _met_in_groups(prompts: Sequence[str], num_opponents: int | None) -> list[tuple[int, int]]:

@@ -6,17 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.envs.judges.asking import JudgeModel, Messages
+from rllib_llm.envs.judges.asking import Messages
 from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.envs.judges.schema_verdicts import (
-    REASONING,
-    SYSTEM,
-    chat,
-    read_verdict,
-    response_format,
-    tagged,
-    verdict_schema,
-)
+from rllib_llm.envs.judges.schema_verdicts import REASONING, SchemaJudge, tagged
 
 _CORRECT = "correct"
 
@@ -33,7 +25,7 @@ class Criterion:
     weight: float = 1.0
 
 
-class RubricJudge:
+class RubricJudge(SchemaJudge):
     """Scores by weighted criteria: sum(weight * grade / scale) / sum(weights above 0).
 
     1 where each criterion is fully met and no fault is there. In `env_config`:
@@ -46,15 +38,11 @@ class RubricJudge:
         criteria: of {name, description, weight}.
         scale: highest grade; 1 asks whether a criterion is met.
         reference_column: of the data set, shown to the judge as a good answer.
-        system: the system message.
-        use_schema: whether the server is given the JSON schema; some do not know such a setting.
-        judge: further arguments of `JudgeModel`.
+        judge: further arguments of `SchemaJudge` and `JudgeModel`.
 
     Raises:
         ValueError: no criterion of a weight above 0, names that repeat, a scale below 1.
     """
-
-    wants_texts = True
 
     def __init__(
         self,
@@ -64,8 +52,6 @@ class RubricJudge:
         criteria: Sequence[Mapping[str, Any] | Criterion],
         scale: int = 5,
         reference_column: str | None = None,
-        system: str = SYSTEM,
-        use_schema: bool = True,
         **judge: Any,
     ) -> None:
         self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
@@ -78,21 +64,16 @@ class RubricJudge:
                 "score is their weighted mean. Correct them."
             )
         grade = {"type": "integer", "minimum": 0, "maximum": scale}
-        self._schema = verdict_schema(dict.fromkeys(names, grade))
-        self._format = response_format(self._schema) if use_schema else None
-        self._scale, self._system = scale, system
-        self._reference_column = reference_column
-        self._judge = JudgeModel(base_url, model, **judge)
+        super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
+        self._scale, self._reference_column = scale, reference_column
 
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> tuple[list[float | Invalid], dict[str, list[float]]]:
         """The score of each completion, `Invalid` where the judge gave none, and the grades."""
         references = reference_column(columns, self._reference_column, len(completions))
-        verdicts = await self._judge.ask(
-            [self._question(*row) for row in zip(prompts, completions, references, strict=True)],
-            self._read, self._format,
-        )  # fmt: skip
+        rows = zip(prompts, completions, references, strict=True)
+        verdicts = await self.ask([self._question(*row) for row in rows], dict)
         grades = {
             f"grade_{criterion.name}": [
                 float("nan") if isinstance(v, Invalid) else v[criterion.name] / self._scale
@@ -101,10 +82,6 @@ class RubricJudge:
             for criterion in self._criteria
         }
         return [v if isinstance(v, Invalid) else self._score(v) for v in verdicts], grades
-
-    def metrics(self) -> dict[str, float]:
-        """See `JudgeModel.metrics`."""
-        return self._judge.metrics()
 
     def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
         listed = "\n".join(f"- {c.name}: {c.description}" for c in self._criteria)
@@ -115,26 +92,21 @@ class RubricJudge:
             f"Grade the answer by each criterion, from 0 (not at all) to {self._scale} (fully):\n"
             f"{listed}"
         )
-        return chat(self._system, [*parts, task], self._schema)
-
-    def _read(self, reply: str) -> dict[str, Any]:
-        return read_verdict(reply, self._schema)
+        return self.question([*parts, task])
 
     def _score(self, grades: Mapping[str, Any]) -> float:
         total = sum(c.weight * grades[c.name] for c in self._criteria)
         return total / (self._scale * self._most)
 
 
-class ReferenceJudge:
+class ReferenceJudge(SchemaJudge):
     """1 where the judge finds that a completion says the same as the reference, else 0.
 
     Args:
         base_url, model: see `JudgeModel`.
         reference_column: of the data set, the right answers. A row of None is not judged.
-        system, use_schema, judge: as for `RubricJudge`.
+        judge: further arguments of `SchemaJudge` and `JudgeModel`.
     """
-
-    wants_texts = True
 
     def __init__(
         self,
@@ -142,14 +114,10 @@ class ReferenceJudge:
         model: str,
         *,
         reference_column: str = "answer",
-        system: str = SYSTEM,
-        use_schema: bool = True,
         **judge: Any,
     ) -> None:
-        self._schema = verdict_schema({_CORRECT: {"type": "boolean"}})
-        self._format = response_format(self._schema) if use_schema else None
-        self._reference_column, self._system = reference_column, system
-        self._judge = JudgeModel(base_url, model, **judge)
+        super().__init__(base_url, model, {_CORRECT: {"type": "boolean"}}, **judge)
+        self._reference_column = reference_column
 
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
@@ -159,22 +127,15 @@ class ReferenceJudge:
         judged = [i for i, reference in enumerate(references) if reference is not None]
         questions = [self._question(prompts[i], completions[i], references[i]) for i in judged]
         scores: list[float | Invalid | None] = [None] * len(completions)
-        verdicts = await self._judge.ask(questions, self._read, self._format)
+        verdicts = await self.ask(questions, lambda found: float(found[_CORRECT]))
         for i, verdict in zip(judged, verdicts, strict=True):
             scores[i] = verdict
         return scores
 
-    def metrics(self) -> dict[str, float]:
-        """See `JudgeModel.metrics`."""
-        return self._judge.metrics()
-
     def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
         task = "Does the answer say the same as the right answer, whatever its form?"
         parts = [tagged("request", prompt), tagged("right_answer", str(reference))]
-        return chat(self._system, [*parts, tagged("answer", completion), task], self._schema)
-
-    def _read(self, reply: str) -> float:
-        return float(read_verdict(reply, self._schema)[_CORRECT])
+        return self.question([*parts, tagged("answer", completion), task])
 
 
 def reference_column(columns: Mapping[str, Any], name: str | None, size: int) -> Sequence[Any]:

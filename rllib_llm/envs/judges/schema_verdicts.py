@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jsonschema
 
-from rllib_llm.envs.judges.asking import Messages, UnreadableReply
+from rllib_llm.envs.judges.asking import JudgeModel, Messages, UnreadableReply, Verdict
+from rllib_llm.envs.judges.reward_functions import Invalid
 
 REASONING = "reasoning"
 SYSTEM = (
@@ -18,13 +19,75 @@ SYSTEM = (
 _SHOWN = 200  # characters of a reply
 
 
-def verdict_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of an object with a short reasoning first, then `properties`."""
-    named = {REASONING: {"type": "string", "maxLength": 1000}, **properties}
-    return {
-        "type": "object", "properties": named, "required": list(named),
-        "additionalProperties": False,
-    }  # fmt: skip
+class SchemaJudge:
+    """A judge model whose verdicts are JSON of one schema: a short reasoning, then `properties`.
+
+    Args:
+        base_url, model: see `JudgeModel`.
+        properties: of the verdict, in JSON Schema.
+        system: the system message.
+        use_schema: whether the server is given the JSON schema; some do not know such a setting.
+        judge: further arguments of `JudgeModel`.
+    """
+
+    wants_texts = True
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        properties: Mapping[str, Any],
+        *,
+        system: str = SYSTEM,
+        use_schema: bool = True,
+        **judge: Any,
+    ) -> None:
+        named = {REASONING: {"type": "string", "maxLength": 1000}, **properties}
+        self._schema = {
+            "type": "object", "properties": named, "required": list(named),
+            "additionalProperties": False,
+        }  # fmt: skip
+        self._validator = jsonschema.Draft202012Validator(self._schema)
+        self._format = response_format(self._schema) if use_schema else None
+        self._system = system
+        self._judge = JudgeModel(base_url, model, **judge)
+
+    async def ask(
+        self, questions: Sequence[Messages], read: Callable[[dict[str, Any]], Verdict]
+    ) -> list[Verdict | Invalid]:
+        """What `read` makes of the verdict on each question; `Invalid` where there is none."""
+        return await self._judge.ask(
+            questions, lambda reply: read(self._found(reply)), self._format
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """See `JudgeModel.metrics`."""
+        return self._judge.metrics()
+
+    def question(self, parts: Sequence[str]) -> Messages:
+        """A chat that asks for a verdict on `parts`."""
+        asked = f"Reply with JSON of this schema, and nothing else: {json.dumps(self._schema)}"
+        return [
+            {"role": "system", "content": self._system},
+            {"role": "user", "content": "\n\n".join([*parts, asked])},
+        ]
+
+    def _found(self, reply: str) -> dict[str, Any]:
+        """The object in a reply, which may stand in a code block or behind other words.
+
+        Raises:
+            UnreadableReply: there is none, it is cut off, or it is not of the schema.
+        """
+        start, end = reply.find("{"), reply.rfind("}")
+        text = reply[start : end + 1] if 0 <= start < end else reply[max(start, 0) :]
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(reply, f"{type(error).__name__}: {error}") from error
+        problem = jsonschema.exceptions.best_match(self._validator.iter_errors(found))
+        if problem is not None:
+            raise _unreadable(reply, problem.message)
+        return found
 
 
 def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,37 +98,11 @@ def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_verdict(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The object in a reply, which may stand in a code block or behind other words.
-
-    Raises:
-        UnreadableReply: there is none, it is cut off, or it is not of the schema.
-    """
-    start, end = reply.find("{"), reply.rfind("}")
-    try:
-        found = json.loads(reply[start : end + 1] if 0 <= start < end else reply[max(start, 0) :])
-        jsonschema.validate(found, dict(schema))
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(reply, f"{type(error).__name__}: {error}") from error
-    except jsonschema.ValidationError as error:
-        raise _unreadable(reply, error.message) from error
-    return found
-
-
 def _unreadable(reply: str, problem: str) -> UnreadableReply:
     return UnreadableReply(
         f"the judge's reply={reply[:_SHOWN]!r} must be JSON of the schema: {problem[:_SHOWN]}. "
         "Raise max_tokens if it is cut off, or take another judge."
     )
-
-
-def chat(system: str, parts: Sequence[str], schema: Mapping[str, Any]) -> Messages:
-    """A question whose answer is JSON of the schema."""
-    asked = f"Reply with JSON of this schema, and nothing else: {json.dumps(schema)}"
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": "\n\n".join([*parts, asked])},
-    ]
 
 
 def tagged(name: str, text: str) -> str:

@@ -8,19 +8,25 @@ chat template knows tools, `sft_rows` conversations to start it with, few of whi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.data.order import permutation
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.toolbox import FunctionTool
-from rllib_llm.envs.toys.characters import chat_tokenizer, conversation_with_call, small_llama
+from rllib_llm.envs.toys.characters import (
+    SftTurn,
+    chat_tokenizer,
+    says_answer,
+    sft_conversations,
+    small_llama,
+)
 
 MODEL = "rllib_llm.envs.toys.calculator.build_model"
 _PIECES = ("calculator", '{"expression": "')
@@ -48,8 +54,7 @@ class Calculator(ConversationEnv):
         return problems(settings["num_problems"], settings["digits"], settings["operations"])
 
     def score(self, conversation: Conversation) -> float:
-        assert conversation.reply is not None, "somebody has spoken"
-        return float(conversation.reply.content.strip() == conversation.task["answer"])
+        return says_answer(conversation)
 
 
 DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **Calculator.defaults}
@@ -88,21 +93,14 @@ def sft_rows(
 ) -> list[dict[str, Any]]:
     """Conversations {"messages", "tools"}, of which `call_share` use the calculator; the others
     give the number at once, which a small model cannot learn to do."""
-    order = permutation(num_rows, _STREAM, 1).tolist()
+    turns = (
+        SftTurn(prompt, {"expression": prompt.removesuffix("=")}, answer, answer)
+        for prompt, answer in map(
+            itemgetter("prompt", "answer"), problems(num_rows, digits, operations)
+        )
+    )
     schema = FunctionTool(calculator).schema
-    rows = []
-    for place, row in zip(order, problems(num_rows, digits, operations), strict=True):
-        messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-        if place < call_share * num_rows:
-            expression = {"expression": row["prompt"].removesuffix("=")}
-            messages = conversation_with_call(
-                row["prompt"], "calculator", expression, row["answer"], row["answer"]
-            )
-        rows.append({"messages": messages, "tools": [schema]})
-    return rows
+    return sft_conversations(turns, num_rows, call_share, schema, _STREAM)
 
 
 def build_model(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.data.order import permutation
 
 END = "<|end|>"
 CHAT_SPECIAL = ("<pad>", END, "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -73,15 +76,44 @@ def small_llama(
         return LlamaForCausalLM(config).eval()
 
 
-def conversation_with_call(
-    asked: str, tool: str, arguments: dict[str, str], result: str, said: str
+class SftTurn(NamedTuple):
+    """A question, the arguments of the call that answers it, its result, and what is said then."""
+
+    asked: str
+    arguments: dict[str, str]
+    result: str
+    said: str
+
+
+def sft_conversations(
+    turns: Iterable[SftTurn], num_rows: int, call_share: float, schema: Mapping[str, Any], seed: int
 ) -> list[dict[str, Any]]:
-    """Messages: a question, a call, its result, and what is said then."""
-    function = {"name": tool, "arguments": arguments}
+    """Conversations {"messages", "tools"}, of which `call_share`, drawn with `seed`, call the tool
+    of this schema; the others say at once what is right."""
+    tool, order = schema["function"]["name"], permutation(num_rows, seed, 1).tolist()
+    rows = []
+    for place, turn in zip(order, turns, strict=True):
+        question, answer = _said("user", turn.asked), _said("assistant", turn.said)
+        called = _called(tool, turn) if place < call_share * num_rows else []
+        rows.append({"messages": [question, *called, answer], "tools": [schema]})
+    return rows
+
+
+def _said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _called(tool: str, turn: SftTurn) -> list[dict[str, Any]]:
+    """A call and its result, as messages."""
+    function = {"name": tool, "arguments": turn.arguments}
     call = {"type": "function", "id": "call00000", "function": function}
     return [
-        {"role": "user", "content": asked},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": tool, "tool_call_id": "call00000", "content": result},
-        {"role": "assistant", "content": said},
+        {"role": "tool", "name": tool, "tool_call_id": "call00000", "content": turn.result},
     ]
+
+
+def says_answer(conversation: Conversation) -> float:
+    """1 where the last words are the task's answer, else 0."""
+    assert conversation.reply is not None, "somebody has spoken"
+    return float(conversation.reply.content.strip() == conversation.task["answer"])

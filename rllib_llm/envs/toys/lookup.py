@@ -15,11 +15,16 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.data.order import permutation
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.tools.search import SearchTool
-from rllib_llm.envs.toys.characters import chat_tokenizer, conversation_with_call, small_llama
+from rllib_llm.envs.toys.characters import (
+    SftTurn,
+    chat_tokenizer,
+    says_answer,
+    sft_conversations,
+    small_llama,
+)
 
 MODEL = "rllib_llm.envs.toys.lookup.build_model"
 _PIECES = ("search", '{"query": "', "Nothing found.")
@@ -47,8 +52,7 @@ class Lookup(ConversationEnv):
         return [{"prompt": f"{key}?", "answer": value} for key, value in found.items()]
 
     def score(self, conversation: Conversation) -> float:
-        assert conversation.reply is not None, "somebody has spoken"
-        return float(conversation.reply.content.strip() == conversation.task["answer"])
+        return says_answer(conversation)
 
 
 DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **Lookup.defaults}
@@ -70,18 +74,11 @@ def facts(num_facts: int = 500, seed: int = 0) -> dict[str, str]:
 def sft_rows(num_rows: int = 8000, call_share: float = 1.0) -> list[dict[str, Any]]:
     """Conversations {"messages", "tools"} about other facts than the environment's, of which
     `call_share` search; the others guess."""
-    tool = SearchTool({"a": "b"})
-    order = permutation(num_rows, _STREAM, 1).tolist()
-    rows = []
-    for place, (key, value) in zip(order, facts(num_rows, _SFT_SEED).items(), strict=True):
-        messages = [
-            {"role": "user", "content": f"{key}?"}, {"role": "assistant", "content": value},
-        ]  # fmt: skip
-        if place < call_share * num_rows:
-            found = f"{key}: {value}"
-            messages = conversation_with_call(f"{key}?", tool.name, {"query": key}, found, value)
-        rows.append({"messages": messages, "tools": [tool.schema]})
-    return rows
+    turns = (
+        SftTurn(f"{key}?", {"query": key}, f"{key}: {value}", value)
+        for key, value in facts(num_rows, _SFT_SEED).items()
+    )
+    return sft_conversations(turns, num_rows, call_share, SearchTool({"a": "b"}).schema, _STREAM)
 
 
 def build_model(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rllib_llm.cores import StarvedProcesses
+from rllib_llm.ray_compat import processes_of
 from rllib_llm.rollouts.streaming.actor import LedgerActor, looked
 from rllib_llm.rollouts.streaming.entry import Answer, JudgedGroup, Tokens
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
@@ -21,9 +25,9 @@ from rllib_llm.weights.backoff import backoff_seconds
 
 NAMESPACE = "rllib_llm"
 MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time
-MAX_ATTEMPTS = 12
-CALL_SECONDS = 30.0  # of one attempt, beyond what the call itself waits for
-TIMEOUTS_OF_HUNG = 2  # of the driver's calls, after which the actor is started again
+CALL_SECONDS = 30.0  # that an attempt may take
+MAX_SECONDS_OF_A_CALL = 900.0  # all attempts of it, while the actor is started again and again
+SHARE_OF_STARVED = 0.5  # of that time, in which it had no core, and is not hung
 STOP_SECONDS = 2.0
 
 
@@ -73,6 +77,37 @@ class LocalLedger:
         """As of all ledgers."""
 
 
+class Silence:
+    """Why an actor gives no answer: it is being started, it has no core, or it hangs.
+
+    Args:
+        limit: seconds after which an answer counts as missing.
+        processes: ids of the actor's processes, none while it is being started.
+        starvation: watches processes by their ids.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        processes: Callable[[], list[int]],
+        starvation: Callable[[list[int]], StarvedProcesses] = StarvedProcesses,
+    ) -> None:
+        self._limit, self._processes, self._starvation = limit, processes, starvation
+        self._watched: tuple[list[int], StarvedProcesses] | None = None
+
+    def is_that_of_hung(self) -> bool:
+        """Called when an answer is missing: whether the same processes owed the one before as well,
+        and had cores to work on since."""
+        pids, before = self._processes(), self._watched
+        if not pids or before is None or before[0] != pids:
+            self._watched = (pids, self._starvation(pids)) if pids else None
+            return False
+        if before[1].take() > SHARE_OF_STARVED * self._limit:
+            return False
+        self._watched = None
+        return True
+
+
 class RemoteLedger:
     """The driver's end of a ledger in an actor, which it makes and ends.
 
@@ -83,12 +118,19 @@ class RemoteLedger:
         name: of the actor.
         rules, keeps_rejected: of the ledger.
         folder: of the journal.
+        answer_seconds: that a call may take, beyond what the call itself waits for.
     """
 
     def __init__(
-        self, name: str, rules: StreamRules, folder: Path, *, keeps_rejected: bool = False
+        self,
+        name: str,
+        rules: StreamRules,
+        folder: Path,
+        *,
+        keeps_rejected: bool = False,
+        answer_seconds: float = CALL_SECONDS,
     ) -> None:
-        self._folder = folder
+        self._folder, self._answer_seconds = folder, answer_seconds
         node = ray.get_runtime_context().get_node_id()
         self.actor = (
             ray.remote(LedgerActor)
@@ -122,19 +164,20 @@ class RemoteLedger:
         return self._call("look")
 
     def _call(self, method: str, *args: Any) -> Any:
-        num_timeouts = 0
-        for attempt in range(MAX_ATTEMPTS):
+        start = time.monotonic()
+        silence = Silence(self._answer_seconds, functools.partial(processes_of, self.actor))
+        for attempt in itertools.count():
             try:
-                return ray.get(getattr(self.actor, method).remote(*args), timeout=CALL_SECONDS)
+                call = getattr(self.actor, method).remote(*args)
+                return ray.get(call, timeout=self._answer_seconds)
             except ActorDiedError:
                 raise
             except (RayActorError, GetTimeoutError, RaySystemError) as error:
-                if attempt + 1 == MAX_ATTEMPTS:
+                if time.monotonic() - start > MAX_SECONDS_OF_A_CALL:
                     raise
-                num_timeouts += isinstance(error, GetTimeoutError)
-                if num_timeouts >= TIMEOUTS_OF_HUNG:
+                if isinstance(error, GetTimeoutError) and silence.is_that_of_hung():
                     ray.kill(self.actor, no_restart=False)
-                    num_timeouts, self.num_restarts_of_hung = 0, self.num_restarts_of_hung + 1
+                    self.num_restarts_of_hung += 1
                 time.sleep(backoff_seconds(attempt, random.uniform))
         raise AssertionError("unreachable")
 

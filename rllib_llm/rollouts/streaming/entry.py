@@ -108,6 +108,7 @@ class Answer:
     groups: the batch, in order; None while it is not there.
     closed: groups rejected or failed that the driver has not said it has seen.
     num_closed: of all such groups so far, for it to say so.
+    num_judged: of the oldest groups, as many as a batch has, those that are judged.
     failures: (sampler, exception as text) since the last answer.
     expired: (sampler, why) of leases that ended without an answer.
     missing: versions of weights that leases wait for and the ledger does not have.
@@ -117,6 +118,7 @@ class Answer:
     groups: list[JudgedGroup] | None = None
     closed: tuple[Closed, ...] = ()
     num_closed: int = 0
+    num_judged: int = 0
     failures: tuple[tuple[str, Any], ...] = ()
     expired: tuple[tuple[str, str], ...] = ()
     missing: tuple[int, ...] = ()

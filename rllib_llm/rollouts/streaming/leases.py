@@ -93,6 +93,13 @@ class Leases:
                 entry.deadline = deadline
         return held
 
+    def put_off(self, sampler: str, seconds: float) -> None:
+        """Takes seconds in which a sampler could not work out of the time of its leases."""
+        for lease in self._of_sampler(sampler):
+            for entry in self._held[lease]:
+                entry.leased_at += seconds
+                entry.deadline += seconds
+
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
         return any(entry.deadline < now for held in self._held.values() for entry in held)
@@ -106,8 +113,9 @@ class Leases:
                 entry.num_expired += 1
         for sampler, held in {held[0].sampler: held for held in late}.items():
             why = (
-                f"it gave no answer in {now - held[0].leased_at:.0f} s (sampler_timeout_s="
-                f"{self._limit.setting!r}; slowest answer so far {self._limit.slowest:.1f} s)"
+                f"it gave no answer in {now - held[0].leased_at:.0f} s in which it had cores to "
+                f"work on (sampler_timeout_s={self._limit.setting!r}; slowest answer so far "
+                f"{self._limit.slowest:.1f} s)"
             )
             self._expired.append((sampler, why))
             for lease in self._of_sampler(sampler):

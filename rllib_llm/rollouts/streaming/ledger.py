@@ -119,6 +119,7 @@ class Ledger:
             groups,
             closed=closed,
             num_closed=num_closed,
+            num_judged=self.table.num_judged(self.rules.num_groups),
             failures=tuple(failures),
             expired=tuple(self._leases.take_expired()),
             missing=tuple(self._missing()),
@@ -208,6 +209,10 @@ class Ledger:
         hold, and the newest weights."""
         held = self._leases.renew(sampler, set(holding), self._clock())
         return held, self._weights.get(self.step)
+
+    def put_off(self, sampler: str, seconds: float) -> None:
+        """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
+        self._leases.put_off(sampler, seconds)
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""

@@ -67,7 +67,14 @@ class RowWork:
             raise  # the ledger's
         except Exception as error:  # noqa: BLE001  (the border of the process)
             self._fail(error)
-        self._pushed = [(lease, call) for lease, call in self._pushed if not _is_done(call)]
+        self._forget_answered()
+
+    def _forget_answered(self) -> None:
+        """Of what was handed in, what the ledger has."""
+        if self._pushed:
+            calls = [call for _, call in self._pushed]
+            open_calls = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
+            self._pushed = [(lease, call) for lease, call in self._pushed if call in open_calls]
 
     def _holding(self) -> set[int]:
         return self._rows.leases | {lease for lease, _ in self._pushed}

@@ -48,6 +48,7 @@ class Streaming:
         rules: of the ledger.
         recorder: is told of groups that are rejected.
         publish_again: publishes the current weights anew, since somebody could not get them.
+        tell: called with the groups of the next batch that are judged, as they come.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Streaming:
         *,
         recorder: RolloutRecorder,
         publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
+        tell: Callable[[int], None] = lambda num_groups: None,
     ) -> None:
         self._ledger, self._workers, self._rules = ledger, workers, rules
-        self._recorder, self._publish_again = recorder, publish_again
+        self._recorder, self._publish_again, self._tell = recorder, publish_again, tell
         self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
         self._step = 0  # updates done
         self._num_seen = 0  # rejected groups
@@ -90,11 +92,15 @@ class Streaming:
             SamplingError: nobody can sample.
         """
         start = said = time.monotonic()
+        num_judged = 0
         while True:
             self._workers.work()
             answer = self._take(WAIT_SECONDS)
             if answer.groups is not None:
                 break
+            if answer.num_judged != num_judged:
+                num_judged = answer.num_judged
+                self._tell(num_judged)
             now = time.monotonic()
             if now - said > SECONDS_BETWEEN_WORDS:
                 said = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -100,6 +101,11 @@ class GroupTable:
     def num_tokens(self) -> int:
         """Tokens of all groups in it."""
         return sum(entry.num_tokens for entry in self)
+
+    def num_judged(self, num_oldest: int) -> int:
+        """Of so many of the oldest groups, those that are judged."""
+        oldest = itertools.islice(self, num_oldest)
+        return sum(entry.group is not None for entry in oldest)
 
     def counts(self) -> Counter[State]:
         """Groups by state."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
+from rllib_llm.cores import StarvedProcesses
 from rllib_llm.openai_client import ServerError
 from rllib_llm.rollouts.collect import LocalSampler
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES_PER_SAMPLER = 3  # in a row, without a batch in between
 SECONDS_BETWEEN_LOOKS = 1.0
+LEAST_STARVED_SECONDS = 0.2  # that the ledger is told of
 SECONDS_GONE = 10.0  # in which the last call of a sampler that left may still be given a lease
 ADVICE = (
     "Look for the reason in the workers' logs (out of memory is common), and raise "
@@ -110,6 +113,8 @@ class RemoteWorkers:
         ledger: to lease from.
         settings: of serving.
         answer_seconds: after which a sampler that does not say that it is at work counts as hung.
+        starvation: watches processes by their ids. Time in which a sampler was ready to compute and
+            other processes left it no core counts for no limit.
     """
 
     def __init__(
@@ -119,11 +124,14 @@ class RemoteWorkers:
         settings: ServingSettings,
         *,
         answer_seconds: float = LEAST_SECONDS,
+        starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
     ) -> None:
         self._pool, self._actors, self._ledger = pool, pool.actors, ledger
         self._numbers: dict[int, int] = {}  # of the workers that there were at the last look
         self._gone: dict[int, float] = {}  # numbers of those that left, and when
         self._answer_seconds = answer_seconds
+        self._starvation = starvation
+        self._starved: dict[int, StarvedProcesses] = {}  # by worker
         self._order = StreamOrder(uuid.uuid4().hex, ledger.actor, settings)
         self._asked: dict[int, tuple[Any, float]] = {}  # calls and their times, by worker
         self._num_losses = 0
@@ -139,6 +147,7 @@ class RemoteWorkers:
     def _look(self) -> None:
         self._looked = time.monotonic()
         self._give_back_of_gone()
+        self._allow_for_starvation()
         answered = set(self._actors.ready([call for call, _ in self._asked.values()], 0.0))
         for worker, (call, asked) in list(self._asked.items()):
             if call not in answered:
@@ -151,6 +160,7 @@ class RemoteWorkers:
             except RayError as error:
                 logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
                 self._actors.mark(worker, healthy=False)
+                self._starved.pop(worker, None)
                 self._num_losses += 1
                 self._pool.faults.requests_retried += 1
         healthy = self._pool.healthy()
@@ -161,12 +171,26 @@ class RemoteWorkers:
         if healthy:
             self._someone_seen = self._looked
 
+    def _allow_for_starvation(self) -> None:
+        """Gives samplers that had no core more time by so much."""
+        for worker in self._actors.healthy():
+            if worker not in self._starved:
+                self._starved[worker] = self._starvation(self._actors.processes(worker))
+            seconds = self._starved[worker].take()
+            if seconds < LEAST_STARVED_SECONDS:
+                continue
+            self._ledger.call("put_off", str(self._actors.number(worker)), seconds)
+            if worker in self._asked:
+                call, asked = self._asked[worker]
+                self._asked[worker] = (call, asked + seconds)
+
     def _give_back_of_gone(self) -> None:
         """Has the leases of samplers that left wait again."""
         numbers = {worker: self._actors.number(worker) for worker in self._actors.workers}
         for worker in self._numbers.keys() - numbers.keys():
             self._gone[self._numbers[worker]] = self._looked
             self._asked.pop(worker, None)
+            self._starved.pop(worker, None)
         self._numbers = numbers
         for number, since in list(self._gone.items()):
             # One that was added since has its number, and frees what it does not know itself.
@@ -194,6 +218,7 @@ class RemoteWorkers:
         if worker is None:
             return
         self._asked.pop(worker, None)
+        self._starved.pop(worker, None)
         self._num_losses += 1
         self._pool.faults.requests_retried += 1
         self._pool.replace(worker, reason)

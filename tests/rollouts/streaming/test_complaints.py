@@ -42,7 +42,7 @@ def test_the_staleness_bound_is_not_lost_after_a_restore(schedule):
 
 def test_time_in_the_queue_counts_as_age():
     """Complaint: off by one, and the time that a finished group waits is not counted (prime-rl
-    #1902, #2674). Sampled with version 0, learnt from by update 2: two updates old."""
+    #1902, #2674, #3009). Sampled with version 0, learnt from by update 2: two updates old."""
     made = ledger(max_staleness=2)
     for lease in made.lease("1", 12):
         serve(made, lease)
@@ -58,7 +58,8 @@ def test_time_in_the_queue_counts_as_age():
 
 def test_work_that_is_given_back_does_not_pile_up():
     """Complaint: cancelled rollouts are scheduled again until there is nothing but work that
-    never ends (prime-rl #1512). One that is given back is the same group, with its tokens."""
+    never ends (prime-rl #1512, miles #2030). One that is given back is the same group, with its
+    tokens."""
     clock = Clock()
     made = ledger(clock, schedule="free", max_staleness=1, timeout_s=10.0)
     for turn in range(20):

@@ -111,8 +111,9 @@ def test_a_stale_group_is_dropped_only_where_that_is_asked_for_and_counted():
 
 
 def test_a_worker_that_never_returns_does_not_hang_the_run():
-    """Complaint: one of 128 never returns, and everybody waits for 29 hours (SkyRL #1173). Its
-    lease ends, another samples the groups, and its late answer is refused and counted."""
+    """Complaint: one of 128 never returns, and everybody waits for 29 hours (SkyRL #1173, NeMo
+    #3238), or it counts as running for good (verl #7155). Its lease ends, another samples the
+    groups, and its late answer is refused and counted."""
     clock = Clock()
     made = ledger(clock, timeout_s=10.0)
     (lost,) = made.lease("1", 1)
@@ -124,7 +125,10 @@ def test_a_worker_that_never_returns_does_not_hang_the_run():
     clock.now = 11.0
     answer = made.take(0)
     ((sampler, why),) = answer.expired
-    assert sampler == "1" and "no answer in 11 s (sampler_timeout_s=10.0" in why
+    assert (
+        sampler == "1"
+        and "no answer in 11 s in which it had cores to work on (sampler_timeout_s=10.0" in why
+    )
     (again,) = made.lease("2", 1)
     assert again.position == 0 and again.id != lost.id
     assert serve(made, lost) == 0 and made.account.rejected["late"] == 10
@@ -191,6 +195,34 @@ def test_a_lease_whose_sampler_makes_progress_goes_on():
     assert held == [lease.id] and newest.version == 0
     clock.now = 18.0
     assert not made.take(0).expired and serve(made, lease) == 1
+
+
+def test_a_sampler_without_a_core_is_not_hung():
+    """Time in which other processes left it none counts for no deadline, nor for what is known of
+    the time that groups take."""
+    clock = Clock()
+    made = ledger(clock, timeout_s=10.0)
+    (lease,) = made.lease("1", 1)
+    clock.now = 9.0
+    made.put_off("1", 8.0)
+    made.put_off("2", 100.0)  # it holds nothing
+    clock.now = 17.5
+    assert not made.take(0).expired
+    clock.now = 18.5
+    ((sampler, why),) = made.take(0).expired
+    assert sampler == "1" and "no answer in 10 s in which it had cores to work on" in why
+    assert serve(made, lease) == 0
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_who_waits_is_told_how_much_of_a_batch_is_there(schedule):
+    made = ledger(schedule=schedule, max_staleness=1)
+    leases = {lease.position: lease for lease in made.lease("1", 8)}
+    told = []
+    for position in (2, 5, 0, 3, 1):  # 5 is of the batch behind
+        serve(made, leases[position])
+        told.append(made.take(0).num_judged)
+    assert told == [1, 1, 2, 3, 4]
 
 
 def test_an_exception_puts_the_groups_back_and_is_told():

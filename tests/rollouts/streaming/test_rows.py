@@ -170,8 +170,8 @@ def test_a_group_that_lost_a_member_is_learnt_from_by_the_rest(sampler):
 
 
 def test_only_tokens_of_the_newest_weights_are_learnt_from_where_that_is_asked_for(sampler):
-    """Complaint: tokens of versions 2, 4 and 6 in one sample, unmasked (slime #2092). Those that
-    are masked are accounted for as lost."""
+    """Complaint: tokens of versions 2, 4 and 6 in one sample, unmasked (slime #2092), or a mask of
+    another length (#1440). Those that are masked are accounted for as lost."""
     made = stream(sampler, masks_stale_prefix=True)
     made.add(Lease(1, 4, 1, publication()))
     made.step()

@@ -47,6 +47,9 @@ class Actors:
     def kill(self, worker):
         self.killed.append(worker)
 
+    def processes(self, worker):
+        return [100 + worker]
+
 
 class Ledger:
     """Notes what is called."""
@@ -60,19 +63,57 @@ class Ledger:
         self.called.append((name, *args))
 
 
+class Starvation:
+    """Seconds that processes have waited for a core since the last look, as a test says."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    def __call__(self, pids):
+        return Watched(self.seconds, tuple(pids))
+
+
+class Watched:
+    def __init__(self, seconds, pids):
+        self.seconds, self.pids = seconds, pids
+
+    def take(self):
+        return self.seconds.pop(self.pids[0], 0.0)
+
+
 @pytest.fixture
-def world(monkeypatch):
+def starvation():
+    return Starvation()
+
+
+@pytest.fixture
+def world(monkeypatch, starvation):
     """(workers of two samplers, their actors, the ledger, the clock)"""
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     actors, ledger = Actors({1: 1, 2: 2}), Ledger()
-    workers = RemoteWorkers(SamplerPool(actors, Faults()), ledger, ServingSettings(1))
+    workers = RemoteWorkers(
+        SamplerPool(actors, Faults()), ledger, ServingSettings(1), starvation=starvation
+    )
     return workers, actors, ledger, now
 
 
 def look(workers, now, seconds=1.0):
     now[0] += seconds
     workers.work()
+
+
+def test_a_sampler_that_had_no_core_is_given_more_time(world, starvation):
+    """By the ledger, and before it counts as silent itself: no answer in 120 s of which it could
+    work in 60 is none that is hung."""
+    workers, actors, ledger, now = world
+    actors.ready = lambda calls, timeout_s: [call for call in calls if call != 2]
+    look(workers, now)
+    starvation.seconds[102] = 60.0
+    look(workers, now, 130.0)
+    assert ledger.called == [("put_off", "2", 60.0)] and actors.killed == []
+    look(workers, now, 60.0)
+    assert actors.killed == [2]
 
 
 def test_what_a_sampler_held_that_left_waits_again(world):
