@@ -186,7 +186,10 @@ class Conversation:
         assert self.reply is not None, "a sampled node was parsed"
         earlier = [message for node in before[:-1] for message in node.messages]
         finished = self.chat_format.ends_turn(before[-1].token_ids)
-        suffix = self.chat_format.suffix(earlier, self.reply, cleaned, finished=finished)
+        asked = [token for node in before[:-1] for token in node.token_ids]
+        suffix = self.chat_format.bridge(asked, before[-1].token_ids, cleaned)
+        if suffix is None:
+            suffix = self.chat_format.suffix(earlier, self.reply, cleaned, finished=finished)
         self.suffixes[suffix.how] += 1
         if suffix.how != "fork":
             self._append(Node(self._leaf, cleaned, tuple(suffix.token_ids)))

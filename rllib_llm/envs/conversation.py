@@ -91,6 +91,7 @@ class ConversationEnv:
             syntax=self.settings["tool_syntax"],
             history=self.settings["history"],
             template_settings=self.settings["template_settings"],
+            renderer=self.settings["renderer"],
         )
         self.findings: list[Finding] = prove(self.chat_format)
         if self.toolbox.tools:
