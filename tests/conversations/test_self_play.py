@@ -129,7 +129,13 @@ def config(kind=SelfPlayConfig, **self_play):
         .environment(f"{__name__}:Chatty", env_config=env_config)
         # A random model ends its turn in about half of them, and the other player is asked.
         .sampling(max_new_tokens=24, num_completions=4, log_samples_every=0)
-        .training(train_batch_size_per_learner=48, minibatch_size=48, lr=1e-2, ref_kl_coeff=0.0)
+        .training(
+            train_batch_size_per_learner=48,
+            minibatch_size=96,
+            num_epochs=1,
+            lr=1e-2,
+            ref_kl_coeff=0.0,
+        )
     )
     return made.self_play(**self_play) if self_play else made
 
