@@ -11,6 +11,7 @@ conversation is worth. What the policy samples is kept token by token on the ser
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -32,6 +33,11 @@ class AgentEnv(ConversationEnv):
     }
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
+        if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
+            raise ImportError(
+                "rllib_llm/Agent-v0 must find the packages of the server: they are not installed. "
+                "Install them: pip install 'rllib-llm[serve]'."
+            )
         super().__init__(env_config)
         self.agent  # noqa: B018  (what cannot be called is refused before anything is sampled)
 

@@ -11,6 +11,7 @@ that take a `runtime`, setup in it) is refused, never scored without.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import json
@@ -132,6 +133,12 @@ class VerifiersEnv(ConversationEnv):
 
 
 def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
+    if importlib.util.find_spec("verifiers") is None:
+        raise ImportError(
+            f"taskset={given!r} must find the package verifiers: it is not installed. Install it "
+            "in an environment of its own, since it pins openai below 3: pip install "
+            "'rllib-llm[verifiers]'."
+        )
     import verifiers.v1 as vf
     from verifiers.v1.utils.generic import concrete_type
     from verifiers.v1.utils.loaders import environment_class, taskset_class
