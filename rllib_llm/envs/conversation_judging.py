@@ -112,7 +112,9 @@ def _components(
         components[SCORE] = [
             nothing if attempt.earned is None else attempt.earned for attempt in sound
         ]
-    if not components and sound and all(attempt.conversation.nodes for attempt in sound):
+    if not components and sound and all(attempt.truncated for attempt in sound):
+        components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
+    if not components and sound:
         raise EnvConfigError(
             "env_config must have 'reward_functions' or 'reward_model', or respond() and score() "
             "must give rewards: nothing said what any of these conversations is worth. Return a "

@@ -131,7 +131,7 @@ def config(kind=SelfPlayConfig, **self_play):
         .sampling(max_new_tokens=24, num_completions=4, log_samples_every=0)
         .training(
             train_batch_size_per_learner=48,
-            minibatch_size=96,
+            minibatch_size=None,
             num_epochs=1,
             lr=1e-2,
             ref_kl_coeff=0.0,
