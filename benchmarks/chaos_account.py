@@ -50,7 +50,8 @@ def prompt_account(
 
 def token_account(events: Iterable[Event]) -> dict[str, Any]:
     """Tokens of the last iteration by what became of them, and each iteration in which they do not
-    add up: generated = trained + rejected + carried. {} where groups do not stream."""
+    add up: generated = trained + rejected + carried; groups rejected, by reason. {} where groups do
+    not stream."""
     told = [event for event in events if event["event"] == "tokens"]
     if not told:
         return {}
@@ -60,7 +61,8 @@ def token_account(events: Iterable[Event]) -> dict[str, Any]:
         if event["tokens_generated"] != sum(event[name] for name in names)
     ]  # fmt: skip
     last = {name: told[-1][name] for name in ("tokens_generated", *names)}
-    return {**last, "violations": wrong}
+    reasons = {name: value for name, value in told[-1].items() if name.startswith("rejected/")}
+    return {**last, **reasons, "violations": wrong}
 
 
 def kill_account(events: Sequence[Event], kills: Sequence[Event]) -> dict[str, Any]:

@@ -91,7 +91,9 @@ class AccountedGRPO(GRPO):
         if self.config.streams and self.config.num_env_runners:
             note("process", kind="ledger", pid=self.rollouts.look()["pid"])
         if "rollouts" in results:
-            note("tokens", **{name: results["rollouts"][name] for name in TOKENS})
+            told = results["rollouts"]
+            reasons = [name for name in told if name.startswith("rejected/")]
+            note("tokens", **{name: told[name] for name in (*TOKENS, *reasons)})
         note("iteration", version=self.weights_version, faults=results["faults"])
         return results
 

@@ -8,9 +8,11 @@ All get the same random model, the same prompts and threads, and take turns; eac
 object with the medians and the ratios of the others' time per token to ours, in CPU seconds (which
 hold on a shared machine; those of all threads and child processes) and in wall seconds. `chunks` is
 ours, one part of the prompts after the other instead of prompts let in as rows end; `no_graphs`,
-for CUDA, is ours with every operation launched by itself. vLLM wants an
-environment of its own (`make test-vllm` makes it) and OMP_NUM_THREADS set, and takes no bias that
-would end completions early: in cases of mixed lengths each of its rows is told when to end.
+for CUDA, is ours with every operation launched by itself; `transformers_float32`, for
+`--dtype bfloat16`, is transformers in the other precision, of which its better one counts. vLLM
+wants an environment of its own (`make test-vllm` makes it) and OMP_NUM_THREADS set, and takes no
+bias that would end completions early: in cases of mixed lengths each of its rows is told when to
+end.
 `--profile` prints where our time goes instead.
 """
 
@@ -35,7 +37,7 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 
-ENGINES = ("ours", "no_graphs", "transformers", "chunks", "vllm")
+ENGINES = ("ours", "no_graphs", "transformers", "transformers_float32", "chunks", "vllm")
 DEFAULT_CASES = [name for name in CASES if not name.startswith("500m")]  # those are for a GPU
 
 
@@ -72,7 +74,7 @@ def contestants(
             tokens += int(out.completion_mask.sum())
         return tokens
 
-    def transformers(round_number: int) -> int:
+    def transformers(round_number: int, model: nn.Module = model) -> int:
         torch.manual_seed(round_number)
         out = model.generate(
             input_ids=ids.repeat_interleave(case.num_completions, dim=0),
@@ -88,9 +90,13 @@ def contestants(
         ended = (out == STOP).long().cumsum(dim=1) - (out == STOP).long() if stops else out * 0
         return int((ended == 0).sum())
 
+    exact = model
+    if "transformers_float32" in engines:
+        exact = build_model(case, device, torch.float32)
     no_graphs = functools.partial(ours, cuda_graphs=False)
     known = {
         "ours": ours, "no_graphs": no_graphs, "transformers": transformers, "chunks": chunks,
+        "transformers_float32": functools.partial(transformers, model=exact),
     }  # fmt: skip
     return {
         name: known[name] if name in known else vllm_contestant(case, model, ids, mask, vllm)

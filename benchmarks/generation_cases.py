@@ -36,6 +36,7 @@ CASES = {
     "5m_gqa": Case(256, 4, 2048, key_value_heads=2),
     "5m_places": Case(256, 4, 2048, groups=32, mean_len=21, max_rows=64),
     "80m_full": Case(768, 6, 16384, groups=4, completion_len=32),
+    "80m_mixed": Case(768, 6, 16384, groups=4, mean_len=21),
     "500m_full": Case(
         896, 24, 151_936, groups=32, prompt_len=128, completion_len=256, key_value_heads=2
     ),

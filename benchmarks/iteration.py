@@ -9,6 +9,10 @@ Each side runs in a process of its own, in turn, `--rounds` times; a process tak
 iterations and reports medians without the first. One JSON line per case: completions per CPU-second
 of both and their ratio, with generation, scoring (judge, reference, old log-probs and values) and
 training apart, and peak memory.
+
+`--precision bf16` has ours compute so (`mixed_precision`) and runs the peer in float32 and with its
+`bf16=True`; the ratios are to the better of the two, which the line names. Skipped where the
+processor has neither AMX nor AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from peer_task import Task, import_bench, make_config, make_mixed_assets, model_folders
+
+from rllib_llm.processor import multiplies_bfloat16
 
 SPANS = ("generate", "score", "train", "total")
 THEIR_NAMES = {"generate": "gen", "score": "score", "train": "train", "total": "total"}
@@ -94,7 +100,9 @@ def run_ours(case: Case, bench: Any, folder: Path, steps: int) -> dict[str, Any]
     }
 
 
-def run_peer(case: Case, args: argparse.Namespace, environ: dict[str, str]) -> dict[str, Any]:
+def run_peer(
+    case: Case, args: argparse.Namespace, environ: dict[str, str], precision: str
+) -> dict[str, Any]:
     """The same from the peer's script."""
     task = case.task
     command = [
@@ -108,10 +116,12 @@ def run_peer(case: Case, args: argparse.Namespace, environ: dict[str, str]) -> d
     ]  # fmt: skip
     if args.peer_ppo_path:
         command += ["--trl_ppo_path", args.peer_ppo_path]
+    if precision == "bf16":
+        command.append("--bf16")
     line = _last_json_line(command, environ)
     seconds = line["median_iter_seconds[wall,cpu]"]
     return {
-        "name": line["impl"],
+        "name": f"{line['impl']} {precision}",
         "seconds": {name: seconds[THEIR_NAMES[name]] for name in SPANS},
         "mean_length": round(line["mean_completion_len"], 1),
         "peak_rss_mb": round(line["peak_rss_mb"]),
@@ -121,7 +131,8 @@ def run_peer(case: Case, args: argparse.Namespace, environ: dict[str, str]) -> d
 def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Both sides in turn; ratios are medians over the rounds of theirs to ours."""
     case = CASES[name]
-    ours, theirs = [], []
+    ours: list[dict[str, Any]] = []
+    peers: dict[str, list[dict[str, Any]]] = {precision: [] for precision in _peer_precisions(args)}
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         if case.mixed:
@@ -129,14 +140,20 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
             make_mixed_assets(bench, Path(folder), case.vocab, HIDDEN, LAYERS)
             environ["RLHF_ASSETS"] = folder
         own = [sys.executable, __file__, "--side", name, "--steps", str(args.steps),
-               "--bench_dir", args.bench_dir]  # fmt: skip
+               "--bench_dir", args.bench_dir, "--precision", args.precision]  # fmt: skip
         for _ in range(args.rounds):
             ours.append(_last_json_line(own, environ))
-            if args.peer_python:
-                theirs.append(run_peer(case, args, environ))
-    line: dict[str, Any] = {"case": name, "rounds": args.rounds, "ours": _summary(case, ours)}
-    if theirs:
-        line[theirs[0]["name"]] = _summary(case, theirs)
+            for precision, rounds in peers.items():
+                rounds.append(run_peer(case, args, environ, precision))
+    line: dict[str, Any] = {
+        "case": name, "precision": args.precision, "rounds": args.rounds,
+        "ours": _summary(case, ours),
+    }  # fmt: skip
+    for rounds in peers.values():
+        line[rounds[0]["name"]] = _summary(case, rounds)
+    if peers:
+        theirs = min(peers.values(), key=lambda rounds: _summary(case, rounds)["cpu_s"]["total"])
+        line["ratios_to"] = theirs[0]["name"]
         for span in SPANS:
             for k, unit in enumerate(("wall", "cpu")):
                 pairs = zip(ours, theirs, strict=True)
@@ -148,6 +165,13 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
             2,
         )
     return line
+
+
+def _peer_precisions(args: argparse.Namespace) -> list[str]:
+    """Those in which the peer is run; the better one counts."""
+    if not args.peer_python:
+        return []
+    return ["float32"] if args.precision == "float32" else ["float32", "bf16"]
 
 
 def _summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -179,10 +203,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     parser.add_argument("--side", choices=CASES, help=argparse.SUPPRESS)  # one process of ours
     args = parser.parse_args()
     if not (Path(args.bench_dir) / "bench_trl.py").is_file():
         print(f"skipped: {args.bench_dir!r} holds no bench_trl.py; say where with --bench_dir")
+        return
+    if args.precision == "bf16" and not multiplies_bfloat16():
+        print("skipped: the processor has neither AMX nor AVX512-BF16")
         return
     if args.side is None:
         for name in args.cases:
@@ -192,7 +220,10 @@ def main() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     bench = import_bench(args.bench_dir)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run_ours(CASES[args.side], bench, Path(folder), args.steps)))
+        case = CASES[args.side]
+        if args.precision == "bf16":
+            case = replace(case, task=replace(case.task, mixed_precision="bf16"))
+        print(json.dumps(run_ours(case, bench, Path(folder), args.steps)))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ in turn:
     compiled  as ours, the layers by `torch.compile` (what RLlib's `torch_compile_learner` does)
     padded  the same on right-padded rows, as models get them whose attention cannot be laid out
     trl     GRPOTrainer._compute_loss
+    trl_bf16  the same with `bf16=True`, for `--precision bf16` alone, in which ours are the float32
+            weights' bfloat16 copy (`mixed_precision`)
 
-One JSON line each, then the ratios of TRL's medians to ours. Losses and gradient norms must agree.
+One JSON line each, then the ratios of TRL's medians to ours, of the better of its precisions. The
+run ends with an error where losses and gradient norms do not agree.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 PAD, BOS, EOS = 0, 1, 2
 NUM_PROMPTS, GROUP, PROMPT_LEN, COMPLETION_LEN = 3, 8, 32, 64
 Batch = dict[str, torch.Tensor]
+# Largest relative difference of loss and gradient norm: round-off, and that of eight bits.
+AGREE = {"float32": 1e-4, "bf16": 0.03}
 
 
 def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -75,10 +80,13 @@ def build_batch(vocab: int) -> Batch:
 
 
 def our_loss(args: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[Batch], torch.Tensor]]:
+    from rllib_llm.modules.mixed_precision import ComputingCopy
     from rllib_llm.modules.packing.logprobs import score_completions
     from rllib_llm.numerics.losses import LossDenominators, policy_loss, reduce_loss
 
-    model = build_model(args).eval()
+    weights = model = build_model(args).eval()
+    if args.precision == "bf16":
+        model = ComputingCopy(weights, torch.bfloat16).model.eval()
     if args.side == "padded":
         model.set_attn_implementation("eager")  # of which no layout is known
     if args.side == "compiled":
@@ -103,7 +111,7 @@ def our_loss(args: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[Batc
         denominators = LossDenominators.count(mask, COMPLETION_LEN)
         return reduce_loss(policy.per_token, mask, "sequence_mean", denominators)
 
-    return model, loss
+    return weights, loss
 
 
 def their_loss(
@@ -121,7 +129,8 @@ def their_loss(
     )
     model = build_model(args)
     settings = GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+        output_dir=folder, use_cpu=True, bf16=args.side == "trl_bf16", report_to=[],
+        gradient_checkpointing=False,
         per_device_train_batch_size=NUM_PROMPTS * GROUP, num_generations=GROUP, beta=0.0,
         loss_type="grpo", max_completion_length=COMPLETION_LEN, num_iterations=2,
     )  # fmt: skip
@@ -134,10 +143,11 @@ def their_loss(
     )
     trainer.current_gradient_accumulation_steps = 1
     model.train()
+    wrapped = trainer.accelerator.prepare_model(model)  # its forward pass in autocast
 
     def loss(batch: Batch) -> torch.Tensor:
         inputs = {name: column.long() for name, column in batch.items() if name != "advantages"}
-        return trainer._compute_loss(model, {**inputs, "advantages": batch["advantages"]})
+        return trainer._compute_loss(wrapped, {**inputs, "advantages": batch["advantages"]})
 
     return model, loss
 
@@ -148,7 +158,7 @@ def run_side(args: argparse.Namespace) -> dict[str, object]:
     batch = build_batch(args.vocab)
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        model, loss_of = their_loss(args, folder) if args.side == "trl" else our_loss(args)
+        model, loss_of = their_loss(args, folder) if args.side.startswith("trl") else our_loss(args)
         for _ in range(args.passes + 1):
             model.zero_grad(set_to_none=True)
             start = time.process_time()
@@ -165,6 +175,16 @@ def run_side(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def check_agreement(results: dict[str, list[dict]], precision: str) -> None:
+    """Raises AssertionError where a side's loss or gradient is not that of our first."""
+    first = results["ours"][0]
+    for side, rounds in results.items():
+        within = AGREE["bf16" if "bf16" in (precision, side[-4:]) else "float32"]
+        for name in ("loss", "gradient_norm"):
+            off = abs(rounds[0][name] / first[name] - 1)
+            assert off <= within, f"{name} of {side} is off by {off:.2g}, more than {within}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer_python", help="interpreter with TRL; without it: ours alone")
@@ -173,31 +193,51 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=32_000)
-    sides = ("ours", "compiled", "padded", "trl")
+    parser.add_argument("--precision", choices=AGREE, default="float32", help="of ours")
+    sides = ("ours", "compiled", "padded", "trl", "trl_bf16")
+    parser.add_argument("--sides", nargs="+", choices=sides, default=list(sides))
     parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
         print(json.dumps(run_side(args)))
         return
-    pythons = dict.fromkeys(("ours", "compiled", "padded"), sys.executable)
-    if args.peer_python:
-        pythons["trl"] = args.peer_python
-    results: dict[str, list[dict]] = {side: [] for side in pythons}
-    sizes = [f"--{name}={getattr(args, name)}" for name in ("passes", "hidden", "layers", "vocab")]
+    from rllib_llm.processor import multiplies_bfloat16  # TRL's interpreter has no rllib_llm
+
+    if args.precision == "bf16" and not multiplies_bfloat16():
+        print("skipped: the processor has neither AMX nor AVX512-BF16")
+        return
+    results: dict[str, list[dict]] = {side: [] for side in sides if _is_run(side, args)}
+    names = ("passes", "hidden", "layers", "vocab", "precision")
+    given = [f"--{name}={getattr(args, name)}" for name in names]
     for _ in range(args.rounds):
-        for side, python in pythons.items():
-            command = [python, __file__, "--side", side, *sizes]
+        for side, rounds in results.items():
+            python = args.peer_python if side.startswith("trl") else sys.executable
+            command = [python, __file__, "--side", side, *given]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environ, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stderr}")
-            results[side].append(json.loads(done.stdout.strip().splitlines()[-1]))
-            print(json.dumps(results[side][-1]), flush=True)
-    if "trl" in results:
-        line = {}
-        for name in ("cpu_s", "peak_rss_mb"):
-            ours, trl = (statistics.median(r[name] for r in results[s]) for s in ("ours", "trl"))
-            line[f"ratio_{name}"] = round(trl / ours, 2)
+            rounds.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            print(json.dumps(rounds[-1]), flush=True)
+    check_agreement(results, args.precision)
+    _print_ratios(results)
+
+
+def _is_run(side: str, args: argparse.Namespace) -> bool:
+    if side not in args.sides or (side.startswith("trl") and not args.peer_python):
+        return False
+    return side != "trl_bf16" or args.precision == "bf16"
+
+
+def _print_ratios(results: dict[str, list[dict]]) -> None:
+    """TRL's medians over ours, of its better precision."""
+    line = {}
+    for name in ("cpu_s", "peak_rss_mb"):
+        medians = {s: statistics.median(r[name] for r in rounds) for s, rounds in results.items()}
+        theirs = [median for side, median in medians.items() if side.startswith("trl")]
+        if theirs:
+            line[f"ratio_{name}"] = round(min(theirs) / medians["ours"], 2)
+    if line:
         print(json.dumps(line))
 
 

@@ -62,16 +62,13 @@ class Samplers:
                 ray.get(ledger.push(lease.id, judged(lease, num_bytes)))
 
 
-def learn(ledger: Any, end: float, wait_s: float) -> int:
-    """Takes batches until `end`; how many groups."""
-    version, num_groups, seen = 0, 0, 0
+def learn(ledger: Any, version: int, end: float, wait_s: float) -> int:
+    """Takes batches until `end`, from the update `version` on; the one it has come to."""
     while time.monotonic() < end:
-        answer = ledger.take(version, seen, wait_s)
-        if answer.groups is not None:
-            num_groups += len(answer.groups)
+        if ledger.take(version, 0, wait_s).groups is not None:
             version += 1
             ledger.call("publish", PublishedWeights(version))
-    return num_groups
+    return version
 
 
 def with_actor(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]:
@@ -89,9 +86,10 @@ def with_actor(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]
             )
             for i, process in enumerate(processes)
         ]  # fmt: skip
-        learn(ledger, time.monotonic() + WARM_UP_SECONDS, 0.1)
+        first = learn(ledger, 0, time.monotonic() + WARM_UP_SECONDS, 0.1)
         cpu, start = ledger.look()["cpu_seconds"], time.monotonic()
-        num_groups = learn(ledger, start + args.seconds, 0.1)
+        last = learn(ledger, first, start + args.seconds, 0.1)
+        num_groups = (last - first) * args.groups
         seconds = time.monotonic() - start
         cpu = ledger.look()["cpu_seconds"] - cpu
         ray.wait(calls, num_returns=len(calls), timeout=10)

@@ -2,11 +2,15 @@
 
     python benchmarks/pbt.py --folder /somewhere/pbt --out benchmarks/figures/pbt.png
 
-Runs `tuned_examples/reviews_pbt.yaml` with two more stages: as many trials of PPO-ptx's default
-settings, and of those of `reviews_ppo_ptx.yaml`, which were found by hand; each trial with a seed
-of its own, all from the same SFT and reward model and for as many samples. An unfinished run in the
-folder is continued, a finished one only read. Prints a table and draws the settings that every
-trial used, iteration by iteration.
+Runs `tuned_examples/reviews_pbt.yaml` with three more stages: as many trials of PPO-ptx's default
+settings, of those of `reviews_ppo_ptx.yaml`, which were found by hand, and of settings drawn at
+random from the population's own ranges, which are the baseline: a search of the same space with the
+same samples. Each trial has a seed of its own, all start from the same SFT and reward model. An
+unfinished run in the folder is continued, a finished one only read. Prints a table and draws the
+settings that every trial used, iteration by iteration.
+
+The ranges lie around what was found by hand and leave the defaults out: a learning rate of 1e-5
+and no pretraining loss are not in them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ EXAMPLES = Path(__file__).parents[1] / "tuned_examples"
 SETTINGS = ("lr", "ref_kl_coeff", "clip_param", "ptx_coeff")
 LABELS = {"lr": "learning rate", "ref_kl_coeff": "β", "clip_param": "ε", "ptx_coeff": "γ_ptx"}
 LAST = 4  # iterations over which the end is averaged
-FIXED = {"defaults": ":", "by_hand": "-"}  # stages of fixed settings, and their lines
+# Stages of fixed settings, and their lines.
+FIXED = {"random_search": "--", "defaults": ":", "by_hand": "-"}
 
 
 def merged_file(num_trials: int, num_iterations: int, interval: int) -> dict[str, Any]:
@@ -45,6 +50,9 @@ def merged_file(num_trials: int, num_iterations: int, interval: int) -> dict[str
     for name, settings in (("defaults", {}), ("by_hand", by_hand)):
         config = {**search["config"], **settings, "seed": seeds}
         stages[name] = {**unscheduled, "num_samples": 1, "config": config}
+    drawn = search["scheduler_config"]["hyperparam_mutations"]
+    config = {**search["config"], **drawn, "seed": {"randint": [0, 1000]}}
+    stages["random_search"] = {**unscheduled, "config": config}
     return stages
 
 
@@ -123,7 +131,8 @@ def draw(stages: dict[str, list[list[dict[str, Any]]]], out: Path) -> None:
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("iteration")
-    axes[0].set_title("what optimiser and loss used; grey: fixed settings, dotted: the defaults")
+    axes[0].set_title("what optimiser and loss used; grey: fixed settings, dotted: the defaults, "
+                      "dashed: drawn at random")  # fmt: skip
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
@@ -138,7 +147,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=8, help="iterations between mutations")
     args = parser.parse_args()
     run = args.folder / "run"
-    if not (run / "by_hand" / "stage.json").is_file():
+    if not (run / "random_search" / "stage.json").is_file():
         train(merged_file(args.trials, args.iterations, args.interval), args.folder)
     stages = {name: trials_of(run / name) for name in ("pbt", *FIXED)}
     print_table(stages)

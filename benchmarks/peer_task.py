@@ -47,6 +47,7 @@ class Task:
     lr: float = 3e-4
     reward: str = "lex"
     critic: str = "separate"
+    mixed_precision: str | None = None  # of ours; frozen models follow it
 
 
 def make_config(bench: Any, folder: Path, task: Task) -> Any:
@@ -73,7 +74,7 @@ def make_config(bench: Any, folder: Path, task: Task) -> Any:
     settings.setdefault("grad_clip", 1.0)
     config = CONFIGS[task.algo]().environment("rllib_llm/RLHF-v0", env_config=env_config)
     return (
-        config.language_model(model=str(folder / "policy"))
+        config.language_model(model=str(folder / "policy"), mixed_precision=task.mixed_precision)
         .sampling(
             num_completions=1 if task.algo == "ppo" else task.group,
             max_new_tokens=task.completion_len,

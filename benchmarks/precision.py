@@ -46,6 +46,8 @@ class Case:
 
 
 CASES = {
+    # 1.1 million parameters, as the examples train.
+    "tiny": Case(128, 512, 4, 512),
     # As `grpo_full` of iteration.py.
     "small": Case(256, 1024, 4, 2048),
     # 135 million parameters.

@@ -1,19 +1,24 @@
 """What the server adds to its engine: time to first token, tokens per second, at some connections.
 
     python benchmarks/serving.py --modes direct uvicorn ray haproxy --connections 1 16 32
+    python benchmarks/serving.py --modes uvicorn vllm --vllm-python .venv-vllm/bin/python
 
-All modes sample the same random 5 M model with one thread and the same prompts, in a process of
+All modes sample the same random 5 M model with one thread and the same prompts, in processes of
 their own, one mode after the other in each round; the client is this process. `direct` asks the
-engine's loop without HTTP; `uvicorn` is `rllib serve --local`; `ray` is Ray Serve with its Python
-proxy and `haproxy` with HAProxy. Each line is one JSON object: medians over all requests, and what
-each mode adds to `direct`. The last line is `batch_over_single`: tokens per second at each number
-of connections over those of the same mode at one.
+engine's loop without HTTP; `uvicorn` is `rllib serve --local`, and `thread` the same with the
+engine in HTTP's own process; `ray` is Ray Serve with its Python
+proxy and `haproxy` with HAProxy; `vllm` is vLLM's own server in float32, out of the Python that
+`--vllm-python` names, with its defaults but for one thread. Each line is one JSON object: medians
+over all requests, CPU time of the server's processes for a token, which holds on a loaded machine,
+and what each mode adds to `direct`. The last line is `batch_over_single`: tokens per second at each
+number of connections over those of the same mode at one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -22,11 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
-MODES = ("direct", "uvicorn", "ray", "haproxy")
-KEY = "benchmark"
+import psutil
+
+MODES = ("direct", "thread", "uvicorn", "ray", "haproxy", "vllm")
+KEY, NAME = "benchmark", "m"
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+START_SECONDS = 600.0
 
 
 def make_model(folder: Path) -> None:
@@ -59,9 +73,10 @@ def serve(mode: str, folder: str, port: int) -> None:
     from rllib_llm.serving.settings import ServeSettings
 
     settings = ServeSettings(
-        model=folder, name="m", port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy"
-    )
-    if mode == "uvicorn":
+        model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy",
+        engine_process=mode != "thread",
+    )  # fmt: skip
+    if mode in ("uvicorn", "thread"):
         server = HttpServer(open_service(settings))
         server.on_start = lambda: print("ready", flush=True)
         server.serve_here()
@@ -69,6 +84,15 @@ def serve(mode: str, folder: str, port: int) -> None:
     deployment.start(settings)
     print("ready", flush=True)
     time.sleep(86_400)
+
+
+def vllm_command(python: str, folder: str, port: int) -> list[str]:
+    """vLLM's server for the same model."""
+    return [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port),
+        "--served-model-name", NAME, "--api-key", KEY, "--dtype", "float32", "--max-model-len",
+        "2048", "--disable-log-stats", "--disable-uvicorn-access-log",
+    ]  # fmt: skip
 
 
 def direct(folder: str, plan: dict[str, Any]) -> None:
@@ -92,7 +116,7 @@ def direct(folder: str, plan: dict[str, Any]) -> None:
         )  # fmt: skip
         return first[0] - start, time.perf_counter() - start, ended.num_tokens
 
-    print(json.dumps(asyncio.run(ask_all(one, plan))))
+    print(json.dumps(asyncio.run(ask_all(one, plan, time.process_time))))
     loop.close()
 
 
@@ -104,40 +128,59 @@ def prompt_of(number: int) -> list[int]:
     return [3 + number % 2000, *range(10, 41)]
 
 
-async def ask_all(one: Any, plan: dict[str, Any]) -> dict[str, Any]:
-    """Requests over so many connections, each its next when it has an answer."""
+def cpu_seconds(pid: int) -> float:
+    """That a process and its descendants have used so far."""
+    parent = psutil.Process(pid)
+    seconds = 0.0
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+async def ask_all(one: Any, plan: dict[str, Any], cpu: Callable[[], float]) -> dict[str, Any]:
+    """Requests over so many connections, each its next when it has an answer.
+
+    Args:
+        one: asks a request, by its number; (seconds to the first token, in all, tokens).
+        plan: how many.
+        cpu: seconds of CPU that the measured processes have used so far.
+    """
     taken = iter(range(plan["warm_up"] + plan["requests"]))
     results: list[tuple[float, float, int]] = []
-    started = 0.0
+    started = used = 0.0
 
     async def connection() -> None:
-        nonlocal started
+        nonlocal started, used
         for number in taken:
             if number == plan["warm_up"]:
-                started = time.perf_counter()
+                used, started = cpu(), time.perf_counter()
             result = await one(number)
             if number >= plan["warm_up"]:
                 results.append(result)
 
     await asyncio.gather(*(connection() for _ in range(plan["connections"])))
-    seconds = time.perf_counter() - started
+    seconds, used = time.perf_counter() - started, cpu() - used
     firsts = sorted(first for first, _, _ in results)
+    num_tokens = sum(count for _, _, count in results)
     return {
         "first_token_ms": round(1000 * statistics.median(firsts), 2),
         "first_token_p95_ms": round(1000 * firsts[int(0.95 * (len(firsts) - 1))], 2),
-        "tokens_per_s": round(sum(count for _, _, count in results) / seconds, 1),
+        "tokens_per_s": round(num_tokens / seconds, 1),
+        "cpu_us_per_token": round(1e6 * used / num_tokens, 1),
     }
 
 
-async def over_http(port: int, plan: dict[str, Any]) -> dict[str, Any]:
+async def over_http(port: int, plan: dict[str, Any], cpu: Callable[[], float]) -> dict[str, Any]:
     """As `ask_all`, streamed over connections that stay open."""
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def one(number: int) -> tuple[float, float, int]:
         reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps(
-            {"prompt": prompt_of(number), "max_tokens": plan["tokens"], "stream": True,
-             "ignore_eos": True, "seed": number}
+            {"model": NAME, "prompt": prompt_of(number), "max_tokens": plan["tokens"],
+             "stream": True, "ignore_eos": True, "seed": number, "temperature": 1.0}
         )  # fmt: skip
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer {KEY}\r\n"
@@ -157,10 +200,29 @@ async def over_http(port: int, plan: dict[str, Any]) -> dict[str, Any]:
         idle.append((reader, writer))
         return first - start, time.perf_counter() - start, "".join(text).count("w")
 
-    return await ask_all(one, plan)
+    return await ask_all(one, plan, cpu)
 
 
-def measure(mode: str, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
+def wait_until_ready(process: subprocess.Popen, mode: str, port: int) -> None:
+    """Returns when the server answers."""
+    if mode != "vllm":
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "ready":
+            assert process.poll() is None, "the server has ended"
+        return
+    deadline = time.monotonic() + START_SECONDS
+    ask = build_opener(ProxyHandler({})).open  # past the environment's proxies
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "vLLM's server has ended"
+        with contextlib.suppress(OSError), ask(f"http://127.0.0.1:{port}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise TimeoutError(f"vLLM's server did not answer within {START_SECONDS:g} s")
+
+
+def measure(
+    mode: str, folder: str, plan: dict[str, Any], vllm_python: str | None
+) -> dict[str, Any]:
     """One mode at one number of connections."""
     command = [sys.executable, __file__, "--folder", folder, "--plan", json.dumps(plan)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -172,15 +234,18 @@ def measure(mode: str, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
         return json.loads(done.stdout.splitlines()[-1])
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    process = subprocess.Popen(
-        [*command, "--run", mode, "--port", str(port)], stdout=subprocess.PIPE, text=True,
-        env=environment,
-    )  # fmt: skip
+    command += ["--run", mode, "--port", str(port)]
+    if mode == "vllm":
+        assert vllm_python is not None, "main has checked it"
+        command, environment = (
+            vllm_command(vllm_python, folder, port),
+            environment | VLLM_ENVIRONMENT,
+        )
+        environment.pop("PYTHONPATH", None)  # of this package's environment
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        assert process.stdout is not None
-        while process.stdout.readline().strip() != "ready":
-            assert process.poll() is None, "the server has ended"
-        return asyncio.run(over_http(port, plan))
+        wait_until_ready(process, mode, port)
+        return asyncio.run(over_http(port, plan, lambda: cpu_seconds(process.pid)))
     finally:
         process.terminate()
         process.wait()
@@ -193,11 +258,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=320, help="of each measurement")
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm-python", help="of an environment with vLLM, for the mode vllm")
     parser.add_argument("--run", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--plan", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if "vllm" in args.modes and args.vllm_python is None:
+        parser.error("--modes vllm needs --vllm-python: vLLM has an environment of its own")
     if args.run == "direct":
         direct(args.folder, args.plan)
         return
@@ -234,7 +302,8 @@ def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str
         "requests": max(connections, args.requests if connections > 1 else args.requests // 8),
     }  # fmt: skip
     rounds = [
-        {mode: measure(mode, folder, plan) for mode in args.modes} for _ in range(args.rounds)
+        {mode: measure(mode, folder, plan, args.vllm_python) for mode in args.modes}
+        for _ in range(args.rounds)
     ]
     line: dict[str, Any] = {"connections": connections, "rounds": args.rounds}
     for mode in args.modes:

@@ -148,7 +148,7 @@ class SlowLearner(GRPOLearner):
         return results
 
 
-def make_config(mode: str, seed: int, model: Path) -> GRPOConfig:
+def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
     config = (
         GRPOConfig()
         .language_model(model=str(model))
@@ -159,7 +159,7 @@ def make_config(mode: str, seed: int, model: Path) -> GRPOConfig:
         )
         .sampling(max_new_tokens=4, num_completions=NUM_COMPLETIONS, log_samples_every=0)
         .training(
-            train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=5e-4, minibatch_size=64,
+            train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=lr, minibatch_size=64,
             ref_kl_coeff=0.0, off_policy="decoupled",
         )
         .evaluation(
@@ -175,11 +175,11 @@ def make_config(mode: str, seed: int, model: Path) -> GRPOConfig:
     return config
 
 
-def run(mode: str, seed: int, num_iterations: int, model: Path) -> dict[str, Any]:
+def run(mode: str, seed: int, args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Wall seconds of all iterations but the first, and the scores."""
-    algorithm = make_config(mode, seed, model).build_algo()
+    algorithm = make_config(mode, seed, model, args.lr).build_algo()
     seconds, scores, ages, spent = [], [], [], []
-    for i in range(num_iterations + 1):
+    for i in range(args.iterations + 1):
         start = time.perf_counter()
         result = algorithm.train()
         if i:
@@ -197,7 +197,7 @@ def run(mode: str, seed: int, num_iterations: int, model: Path) -> dict[str, Any
 
 
 def measure(mode: str, args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    runs = [run(mode, seed, args.iterations, model) for seed in range(args.seeds)]
+    runs = [run(mode, seed, args, model) for seed in range(args.seeds)]
     right = [each["right"] for each in runs]
     spent = zip(*(row for each in runs for row in each["spent"]), strict=True)
     return {
@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--mean-steps", type=float, default=40.0)
+    parser.add_argument("--lr", type=float, default=2.5e-4)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     args = parser.parse_args()
     # Ray's processes inherit them.

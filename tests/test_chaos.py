@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_account import kill_account, prompt_account
+from benchmarks.chaos_account import kill_account, prompt_account, token_account
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,6 +61,16 @@ def test_prompts_of_a_run_that_went_back_once():
 def test_what_is_lost_or_learnt_twice_is_named(updates, said):
     (violation,) = prompt_account(updates, 2, num_prompts=2, num_completions=3)["violations"]
     assert said in violation
+
+
+def test_tokens_that_do_not_add_up_are_named():
+    told = {"event": "tokens", "time": 1.0, "tokens_generated": 10, "tokens_trained": 6,
+            "tokens_rejected": 3, "tokens_carried": 1, "rejected/late": 2}  # fmt: skip
+    sums = {name: told[name] for name in told if name not in ("event", "time")}
+    assert token_account([told]) == {**sums, "violations": []}
+    lost = {**told, "time": 2.0, "tokens_carried": 0}
+    assert token_account([told, lost, {**told, "time": 3.0}])["violations"] == [2.0]
+    assert token_account([]) == {}
 
 
 def test_time_lost_is_shared_by_kills_at_once():

@@ -43,9 +43,9 @@ def test_what_is_public_is_what_dir_lists():
     assert not {"importlib", "Any", "register_envs"} & set(dir(rllib_llm))
 
 
-def test_a_coordinator_of_weights_starts_without_torch():
+def test_a_coordinator_of_weights_and_a_ledger_start_without_torch():
     # A killed one is missed until its new process has imported what it needs.
-    code = "import sys, rllib_llm.weights.coordinator; " \
+    code = "import sys, rllib_llm.weights.coordinator, rllib_llm.rollouts.streaming.actor; " \
            "print(*{m.partition('.')[0] for m in sys.modules})"  # fmt: skip
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
 

@@ -95,6 +95,7 @@ def test_the_example_is_valid_and_says_what_it_is(file):
     check_experiments(experiments_of(file))
 
 
+@pytest.mark.slow  # forty models are built and trained
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_stage_runs(file, ray_session, tmp_path):
     products: dict[str, str] = {}

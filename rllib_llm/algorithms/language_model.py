@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from ray.rllib.utils.metrics import LEARNER_RESULTS
 from ray.tune import Trainable
 from ray.util.debug import log_once
 
+from rllib_llm.algorithms.auto_precision import AUTO, with_decided_precision
 from rllib_llm.algorithms.settings.checks import (
     check_adapters,
     check_cuts,
@@ -49,6 +51,8 @@ from rllib_llm.tune.headline import HEADLINE, with_headline
 from rllib_llm.tune.messages import MESSAGES_FILE, MessageLog
 from rllib_llm.tune.samples import SAMPLES_FILE
 from rllib_llm.tune.setup_watch import is_trial, killed_after
+
+logger = logging.getLogger(__name__)
 
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 
@@ -180,6 +184,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config
         seconds = None
+        self._given = settings, env
         self._listener: Listener | None = None
         self._message_log: MessageLog | None = None
         self.oversight = Oversight()
@@ -243,6 +248,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self._listener.take()  # what settings warn of was said where they were given
         self.doing(f"loading models{_processes(self.config)}")
         self.config = in_its_folder(self.config)
+        self.config = with_decided_precision(self.config)
         self._join_overseer()
         require_places(self.config)
         self.read_data()
@@ -309,15 +315,41 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Starts anew under `new_config` in the same process, as a new trial would (Tune's
         `reuse_actors`, which spares starting a process and importing what it needs)."""
+        self._begin_again(new_config)
+        return True
+
+    def _begin_again(self, config: Any, env: Any = None) -> None:
         kept = {
             name: value
             for name, value in vars(self).items()
             if name == "_trial_info" or name.startswith(("_stdout", "_stderr"))
         }
         self.cleanup()
-        type(self).__init__(self, config=new_config, storage=self._storage)
+        type(self).__init__(self, config=config, env=env, storage=self._storage)
         self.__dict__.update(kept)
-        return True
+
+    def about(self) -> dict[str, Any]:
+        """As of all checkpoints, and what "auto" was decided to be."""
+        return {**super().about(), "mixed_precision": self.config.mixed_precision}
+
+    def go_on_from(self, about: dict[str, Any]) -> None:
+        """Computes as the checkpoint's run did where it was left to the hardware, which may be
+        another here."""
+        config, env = self._given
+        kept = about.get("mixed_precision", self.config.mixed_precision)
+        given = config.get("mixed_precision", self.get_default_config().mixed_precision)
+        if given != AUTO or kept == self.config.mixed_precision:
+            return
+        if isinstance(config, Mapping):
+            config = {**config, "mixed_precision": kept}
+        else:
+            config = config.copy(copy_frozen=False)
+            config.mixed_precision = kept
+        logger.warning(
+            "mixed_precision='auto' is %r in this run, as its checkpoint has it, and not what it "
+            "would be here.", kept,
+        )  # fmt: skip
+        self._begin_again(config, env)
 
     @property
     def trial_folder(self) -> Path:

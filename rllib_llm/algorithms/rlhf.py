@@ -320,6 +320,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "name": config.weights_name, "weights_name": config.weights_name,
             "chat_template": config.chat_template,
         }  # fmt: skip
+        if config.lora is not None:
+            given |= {"lora": config.lora, "quantization": config.quantization}
         return serve(config.given_model(), **{**given, **settings})
 
     def held_out_losses(self) -> dict[str, float]:
@@ -355,7 +357,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "episode": self.position * self.config.num_completions,
             "eps": sampled.num_rows / seconds["iteration"],
         }
-        rlhf_results.log_as_rllib(self.metrics, sampled)
+        rlhf_results.log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         every = self.config.log_samples_every
         if every and (self.weights_version - 1) % every == 0:
             self.samples.write(

@@ -137,14 +137,15 @@ class RLHFConfig(LanguageModelConfig):
 
     def stream_rules(self) -> StreamRules:
         """How far samplers may be ahead, where groups stream."""
-        num_groups = self.num_prompts_per_iteration
-        is_lockstep = self.schedule == "lockstep"
+        num_groups, num_extra = self.num_prompts_per_iteration, self.num_extra_groups
+        # The first that are finished of all that are begun for an iteration.
+        any_begun = num_groups + num_extra if num_extra and self.schedule == "free" else 1
         return StreamRules(
             num_groups=num_groups,
             max_staleness=self.max_staleness,
             schedule=self.schedule,
-            window=self.window if is_lockstep else max(self.window, self.num_extra_groups + 1),
-            num_extra=self.num_extra_groups,
+            window=max(self.window, any_begun),
+            num_extra=num_extra,
             on_stale=self.on_stale,
             groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
             max_rejected=int(self.max_resampling * num_groups),

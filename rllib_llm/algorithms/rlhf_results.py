@@ -75,12 +75,11 @@ def throughput(sampled: JudgedBatch, seconds: Mapping[str, float]) -> dict[str, 
     }
 
 
-def log_as_rllib(metrics: MetricsLogger, sampled: JudgedBatch) -> None:
+def log_as_rllib(metrics: MetricsLogger, sampled: JudgedBatch, mean_reward: float) -> None:
     """RLlib's own names; an episode is one step long here."""
     num_rows = sampled.num_rows
     for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
         metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="sum")
     for name in (NUM_ENV_STEPS_SAMPLED_LIFETIME, NUM_EPISODES_LIFETIME):
         metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
-    returns = sampled.train_metrics()["rewards"]
-    metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), returns, window=1)
+    metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), mean_reward, window=1)

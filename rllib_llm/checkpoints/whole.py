@@ -30,6 +30,7 @@ from rllib_llm.checkpoints.folder import (
     checkpoints_in,
     make_readable,
     newest_usable,
+    read_manifest,
     write_manifest,
     written_whole,
 )
@@ -85,6 +86,9 @@ class WholeCheckpoints(Algorithm):
     def complete_checkpoint(self, folder: Path) -> None:
         """Adds to a checkpoint what an algorithm has beside RLlib's state, before the manifest."""
 
+    def go_on_from(self, about: dict[str, Any]) -> None:
+        """Called with a checkpoint's manifest before its state is read."""
+
     def save_to_path(
         self, path=None, *, state=None, filesystem=None, use_msgpack: bool = False
     ) -> str:
@@ -103,7 +107,7 @@ class WholeCheckpoints(Algorithm):
             made_by.name_class(folder)
             self.complete_checkpoint(folder)
             make_readable(folder)
-            write_manifest(folder, self._about())
+            write_manifest(folder, self.about())
         return path
 
     def restore_from_path(self, path, *, component=None, filesystem=None, **kwargs: Any) -> None:
@@ -121,6 +125,8 @@ class WholeCheckpoints(Algorithm):
             path = str(newest_usable(path))
         if component is not None:
             kwargs["component"] = component
+        elif is_local:
+            self.go_on_from(read_manifest(Path(path)))
         # RLlib's `Algorithm` would send each sampler the weights as well: a request brings them.
         kwargs["filesystem"] = filesystem
         Checkpointable.restore_from_path(self, path, **kwargs)
@@ -176,7 +182,8 @@ class WholeCheckpoints(Algorithm):
         parts = super().get_checkpointable_components()
         return [part for part in parts if part[0] == COMPONENT_LEARNER_GROUP]
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says beside its files."""
         import rllib_llm
 
         return {

@@ -119,7 +119,8 @@ class BatchRows:
 
     def has_stops(self) -> bool:
         """Whether a row may end before its last place."""
-        return any(self.settings[i].stop_token_ids for i in np.unique(self.setting))
+        used = np.unique(self.setting) if len(self.settings) > 1 else range(len(self.settings))
+        return any(self.settings[i].stop_token_ids for i in used)
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,15 @@ class Decoder:
         self.queue.remove(columns)
         self._keep(torch.from_numpy(~np.isin(self.rows.columns, list(columns))))
 
+    def forget_all(self) -> None:
+        """Takes all rows out, in the batch or waiting, and frees the cache's memory."""
+        self.close()
+        self.queue = PromptQueue()
+        self.rows = BatchRows(self.device)
+        self.cache = make_cache(self.model.config, 1, 0)
+        self.length = self.first = 0
+        self.mask = None
+
     def _keep(self, stays: torch.Tensor) -> list[int]:
         """Fills the places of rows that do not stay [rows] with rows from the back."""
         moves = fill_gaps(stays, self.device)

@@ -23,7 +23,7 @@ from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.kv_cache import shares_prompts
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.prompt_queue import Group, Prompts
-from rllib_llm.engines.row_budget import row_budget
+from rllib_llm.engines.row_budget import row_budget, with_fewer_rows
 
 __all__ = ["Completions", "generate"]
 
@@ -46,6 +46,7 @@ def generate(
     cuda_graphs: bool = True,
     value_head: nn.Module | None = None,
     on_step: Callable[[], None] | None = None,
+    on_fewer_rows: Callable[[int], None] | None = None,
 ) -> Completions:
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -66,6 +67,8 @@ def generate(
         value_head: of the trunk's last state, its layer as `linear`; then the completions have
             values. The model must be one that `lm_head.take_apart` takes apart.
         on_step: called after each step, for whoever watches.
+        on_fewer_rows: called with the rows that are decoded at once, where a GPU's memory does not
+            suffice for as many as were meant; the same completions are made of them.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
@@ -78,38 +81,42 @@ def generate(
     device = next(model.parameters()).device
     if steps_between_looks is None:
         steps_between_looks = 1 if device.type == "cpu" else _STEPS_BETWEEN_LOOKS_ON_GPU
+    prompts = Prompts(prompt_ids.to(device), prompt_mask.to(device))
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
         model, prompt_mask, params, num_completions, steps_between_looks, max_rows
     )
-    buffers = CompletionBuffers(
-        params.max_new_tokens, num_rows, params.pad_token_id, device,
-        with_values=value_head is not None,
-        noise=None if noise is None or params.greedy else noise.to(device),
-    )  # fmt: skip
-    decoder = Decoder(
-        model,
-        buffers,
-        steps=params.max_new_tokens,
-        steps_between_looks=steps_between_looks,
-        max_rows=rows_at_once,
-        free_share=_FREE_SHARE,
-        room=(min(rows_at_once, num_rows), positions),
-        open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
-        value_head=value_head,
-    )
-    prompts = Prompts(prompt_ids.to(device), prompt_mask.to(device))
-    decoder.queue.put(groups_of(prompts, params, num_completions))
-    # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
-    with torch.inference_mode(), contextlib.closing(decoder):
-        while decoder.num_rows:
-            decoder.step()
-            if on_step is not None:
-                on_step()
-    # Outside, since tensors of inference mode could not enter a loss.
-    return buffers.completions(
-        torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-    )
+
+    def completions(rows_at_once: int) -> Completions:
+        buffers = CompletionBuffers(
+            params.max_new_tokens, num_rows, params.pad_token_id, device,
+            with_values=value_head is not None,
+            noise=None if noise is None or params.greedy else noise.to(device),
+        )  # fmt: skip
+        decoder = Decoder(
+            model,
+            buffers,
+            steps=params.max_new_tokens,
+            steps_between_looks=steps_between_looks,
+            max_rows=rows_at_once,
+            free_share=_FREE_SHARE,
+            room=(min(rows_at_once, num_rows), positions),
+            open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
+            value_head=value_head,
+        )
+        decoder.queue.put(groups_of(prompts, params, num_completions))
+        # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
+        with torch.inference_mode(), contextlib.closing(decoder):
+            while decoder.num_rows:
+                decoder.step()
+                if on_step is not None:
+                    on_step()
+        # Outside, since tensors of inference mode could not enter a loss.
+        return buffers.completions(
+            torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+        )
+
+    return with_fewer_rows(completions, rows_at_once, num_completions, on_fewer_rows)
 
 
 def _places(

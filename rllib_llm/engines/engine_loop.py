@@ -66,10 +66,12 @@ class EngineLoop:
 
     Args:
         engine: is used by nobody else from now on, and closed with this.
+        after_step: called in the thread when all that has come of a step, or of what was asked
+            between two, was handed on.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, after_step: Callable[[], None] | None = None) -> None:
+        self._engine, self._after_step = engine, after_step or (lambda: None)
         self._ids = itertools.count()
         self._requests: dict[Hashable, _Request] = {}  # in the engine; of the thread alone
         self._turn = threading.Condition()
@@ -260,6 +262,7 @@ class EngineLoop:
                 for ended in self._engine.step():
                     self._end(ended)
                 self._stream()
+                self._after_step()
         except BaseException as raised:  # noqa: BLE001  (the thread's border: others wait for it)
             self._error = error = raised
         with self._turn:
@@ -268,6 +271,7 @@ class EngineLoop:
         for future in left:
             with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
                 future.set_exception(error)
+        self._after_step()
         self._engine.close()
 
     def _handed_over(self) -> bool:
@@ -284,6 +288,7 @@ class EngineLoop:
             may_gather = was_idle and self._has_turns
             if self._may_step() and not (may_gather and self._gathers()):
                 return True
+            self._after_step()
 
     def _gathers(self) -> bool:
         """Waits for further conversations, so that they are prefilled together and end their turns

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+
+Result = TypeVar("Result")
 
 # Share of the free memory that is planned with; the rest is for activations and fragmentation.
 _PLANNED_SHARE = 0.8
@@ -23,11 +29,65 @@ def row_budget(model: nn.Module, positions: int) -> int | None:
     device = next(model.parameters()).device
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    # What torch's allocator holds and does not use is free to us, too.
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    available = bytes_to_plan(
+        free=free,
+        total=total,
+        reserved=torch.cuda.memory_reserved(device),
+        allocated=torch.cuda.memory_allocated(device),
+        share=torch.cuda.get_per_process_memory_fraction(device),
+    )
     itemsize = next(model.parameters()).element_size()
-    return max(1, int(_PLANNED_SHARE * free / bytes_of_row(model.config, positions, itemsize)))
+    return max(1, int(available / bytes_of_row(model.config, positions, itemsize)))
+
+
+def bytes_to_plan(*, free: int, total: int, reserved: int, allocated: int, share: float) -> float:
+    """Bytes of a GPU that this process may plan with, of its own share of the GPU alone: what is
+    free there is free to each of the processes that share it.
+
+    Args:
+        free, total: of the GPU.
+        reserved, allocated: by torch in this process, of which the latter is in use.
+        share: of the GPU that this process may take.
+    """
+    # What torch's allocator holds and does not use is free to us, too.
+    return _PLANNED_SHARE * max(0.0, min(free + reserved, share * total) - allocated)
+
+
+def with_fewer_rows(
+    run: Callable[[int], Result],
+    rows: int,
+    num_completions: int,
+    told: Callable[[int], None] | None = None,
+) -> Result:
+    """What `run(rows)` returns, or of half as many rows wherever a GPU's memory does not suffice.
+
+    Args:
+        run: does its work from the beginning, with so many rows at once.
+        rows: whole groups of `num_completions`, which stay together.
+        told: is given the smaller number, for the next time.
+
+    Raises:
+        torch.OutOfMemoryError: one group is too much.
+    """
+    while True:
+        try:
+            return run(rows)
+        except torch.OutOfMemoryError:
+            fewer = rows // num_completions // 2 * num_completions
+            if not fewer:
+                raise
+        # Out of the handler, since what was raised holds on to the tensors.
+        warnings.warn(
+            f"{rows} completions at once do not fit into the GPU's memory: they are decoded "
+            f"{fewer} at a time from now on, which changes speed only. sampling_batch_size says so "
+            "from the start.",
+            stacklevel=2,
+        )
+        torch.cuda.empty_cache()
+        rows = fewer
+        if told is not None:
+            told(rows)
 
 
 def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-
-# A nucleus is looked for among this many likeliest tokens before the whole vocabulary is sorted.
-_LIKELY_NUCLEUS = 512
 
 
 def choose_tokens(
@@ -96,7 +94,8 @@ def truncate(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     Args:
         weights: [batch, vocab] float32, >= 0.
         top_k: tokens kept, 0 = all. Ties with the k-th stay.
-        top_p: the likeliest tokens holding at least this share of what top-k left, 1 = all.
+        top_p: the likeliest tokens holding at least this share of what top-k left, 1 = all. Ties
+            with the last of them stay.
 
     Returns:
         [batch, vocab] float32, the same tensor when nothing is cut.
@@ -107,25 +106,32 @@ def truncate(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         weights = weights.where(weights >= kth, 0.0)
     if top_p < 1.0:
         wanted = top_p * weights.sum(dim=-1, keepdim=True)
-        ordered, order, cdf = _likeliest(weights, wanted)
-        kept = ordered.where(cdf - ordered < wanted, 0.0)
-        weights = torch.zeros_like(weights).scatter_(-1, order, kept)
+        weights = weights.where(weights >= _least_of_nucleus(weights, wanted), 0.0)
     return weights
 
 
-def _likeliest(
-    weights: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights in falling order, their ids and their cumulative sum, [batch, k] each.
+def _least_of_nucleus(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The weight [batch, 1] of the least likely token that the mass `wanted` [batch, 1] needs.
 
-    k is as many as hold the mass `wanted` [batch, 1] in every row, or the vocabulary. Asking
-    whether a few do costs a GPU a synchronisation, so it sorts all.
+    CPU-milliseconds of 64 rows of 32 000, one core with AVX512: torch's sort 250, its 512 largest
+    38, bit by bit 240 to 360, and 26 by NumPy's sort of the values alone, which uses AVX512.
     """
-    vocab = weights.shape[-1]
-    if weights.device.type == "cpu" and vocab > 8 * _LIKELY_NUCLEUS:
-        ordered, order = weights.topk(_LIKELY_NUCLEUS, dim=-1)
-        cdf = ordered.cumsum(dim=-1)
-        if bool((cdf[:, -1:] >= wanted).all()):
-            return ordered, order, cdf
-    ordered, order = weights.sort(dim=-1, descending=True)
-    return ordered, order, ordered.cumsum(dim=-1)
+    if weights.device.type != "cpu":
+        return _largest_with_mass(weights, wanted)
+    ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    last = torch.searchsorted(ordered.cumsum(dim=-1), wanted)
+    return ordered.gather(-1, last.clamp_(max=weights.shape[-1] - 1))
+
+
+def _largest_with_mass(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The largest number [batch, 1] such that weights of at least that hold the mass `wanted`.
+
+    Found bit by bit: as integers, the bits of floats that are not negative have the floats' order.
+    So a vocabulary is read 31 times and never sorted, and no device is waited for.
+    """
+    least = torch.zeros_like(wanted, dtype=torch.int32)
+    for bit in reversed(range(31)):
+        higher = least | (1 << bit)
+        mass = weights.where(weights >= higher.view(torch.float32), 0.0).sum(dim=-1, keepdim=True)
+        least = torch.where(mass >= wanted, higher, least)
+    return least.view(torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -182,8 +183,49 @@ class TorchEngine:
         with torch.inference_mode():
             if self._pending is not None and not len(self._decoder.rows):
                 self._put(*self._pending)
-            columns = self._decoder.step(admits=self._pending is None)
-            return ended + self._let_go(columns)
+            try:
+                columns = self._decoder.step(admits=self._pending is None)
+                return ended + self._let_go(columns)
+            except torch.OutOfMemoryError:
+                fewer = self._fewer_rows()
+                if not fewer:
+                    raise
+            # Out of the handler, since what was raised holds on to the tensors.
+            return ended + self._begin_again(fewer)
+
+    def _fewer_rows(self) -> int:
+        """Half of the rows that had, or were to get, a place in the batch."""
+        return (len(self._rows) - self._decoder.queue.num_rows) // 2
+
+    def _begin_again(self, max_rows: int) -> list[Ended]:
+        """Has at most so many rows in the batch from now on. All are prefilled again with what was
+        sampled of them; those that have ended are returned."""
+        warnings.warn(
+            f"The GPU's memory does not suffice: {max_rows} completions are decoded at once from "
+            "now on, which changes speed only. sampling_batch_size says so from the start.",
+            stacklevel=2,
+        )
+        ended = self._let_go(self._decoder.drop_ended())
+        self._decoder.forget_all()
+        self._decoder.max_rows = max_rows
+        torch.cuda.empty_cache()
+        held = list(self._rows.values())
+        parts: dict[object, list[tuple[_Held, int]]] = {}
+        texts: dict[object, tuple[int, ...]] = {}
+        for each, tokens in zip(held, self._read(held), strict=True):
+            text = (*each.row.token_ids, *tokens.token_ids)
+            key = each.column if each.row.group is None else (each.row.group, text)
+            parts.setdefault(key, []).append((each, each.row.num_sampled + len(tokens.token_ids)))
+            texts[key] = text
+        groups = [
+            self._prompt(
+                texts[key], [each.row for each, _ in part], [each.column for each, _ in part],
+                [num_sampled for _, num_sampled in part],
+            )
+            for key, part in parts.items()
+        ]  # fmt: skip
+        self._decoder.queue.put(groups)
+        return ended
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         held = [self._rows[i] for i in ids]

@@ -23,6 +23,7 @@ from rllib_llm.envs.conversation_rollouts import (
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.serving.clients import Clients
+from rllib_llm.serving.engine_host import ThreadHost
 from rllib_llm.serving.http_server import in_thread
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.sessions import Rules, Session
@@ -45,10 +46,8 @@ def open_service(
         model="policy", in_flight="recompute", max_rows=most, max_waiting=most, drain_s=0,
         max_model_len=env.max_tokens, deadline_s=float(env.settings["max_seconds"]),
     )  # fmt: skip
-    return Service(
-        engine.model, env.tokenizer, settings, eos_token_ids=tuple(stop_token_ids), source=name,
-        engine=engine,
-    )  # fmt: skip
+    host = ThreadHost(engine.model, settings, tuple(stop_token_ids), engine=engine)
+    return Service(host, env.tokenizer, settings, source=name, serial=engine.version or 0)
 
 
 def run_agents(
@@ -99,7 +98,7 @@ def run_agents(
 
 def _check_engine(service: Service) -> None:
     try:
-        service.loop.check_open()
+        service.host.check_open()
     except RuntimeError as error:
         raise EngineFailed(f"{type(error).__name__}: {error}") from error
 

@@ -28,6 +28,7 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (
     EnvConfigError,
     check_reference,
+    frozen_defaults,
     policy_tokenizer,
     reward_terms,
     with_defaults,
@@ -179,7 +180,7 @@ class ConversationEnv:
         from rllib_llm.envs.reference import FrozenReference
 
         chosen = check_reference(self.settings, self.tokenizer)
-        options = {"device": self.settings["device"], **chosen}
+        options = {**frozen_defaults(self.settings), **chosen}
         return FrozenReference(options.pop("model"), **options)
 
     @property

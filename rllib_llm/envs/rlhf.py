@@ -32,6 +32,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "prompt_overflow": "truncate_left",  # | "error"
     "temperature": 1.0,  # the sampler's, for the reference's log-probs
     "reference": None,  # {model, quantization, dtype, device}; without a model, the policy's
+    "frozen_quantization": "none",  # of frozen models that name none: bf16 in mixed precision
     "kl_coeff": 0.0,  # share of the KL inside the environment's reward (the learner has its own)
     "device": "cpu",
     "return_texts": False,
@@ -143,6 +144,7 @@ def with_defaults(
         if isinstance(given, Mapping):
             _check_keys(given, _model_settings(key), f"env_config[{key!r}]", of=key)
             check_quantization(given.get("quantization", "none"), given.get("backend", "auto"))
+    check_quantization(env_config.get("frozen_quantization", "none"), "auto")
     return {**defaults, **env_config}
 
 
@@ -229,7 +231,12 @@ def _reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     from rllib_llm.envs.reference import FrozenReference
 
     chosen = check_reference(settings, tokenizer)
-    return FrozenReference(chosen.pop("model"), **{"device": settings["device"], **chosen})
+    return FrozenReference(chosen.pop("model"), **{**frozen_defaults(settings), **chosen})
+
+
+def frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds for a frozen model that says nothing else."""
+    return {"device": settings["device"], "quantization": settings["frozen_quantization"]}
 
 
 def _reward_model_term(
@@ -244,7 +251,7 @@ def _reward_model_term(
             "'models' for several of them: it says who judges. Set reward_model.model."
         )
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
-    options = {"device": settings["device"], "tokenizer": tokenizer, **chosen}
+    options = {**frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
     if chosen.get("models"):
         from rllib_llm.envs.judges.ensemble import RewardModelEnsemble
 

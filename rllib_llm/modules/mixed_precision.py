@@ -21,7 +21,13 @@ from rllib_llm.processor import multiplies_bfloat16
 
 def computing_dtype(mixed_precision: str | None) -> torch.dtype | None:
     """The dtype of the copy that computes; None: the weights compute themselves."""
+    assert mixed_precision in (None, "bf16"), "an algorithm decides what 'auto' is"
     return None if mixed_precision is None else torch.bfloat16
+
+
+def cuda_multiplies_bfloat16() -> bool:
+    """Whether there is a CUDA device here, and it has products of bfloat16."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def warn_of_emulation(
@@ -94,8 +100,8 @@ class ComputingCopy:
 def _adds_to(weight: nn.Parameter) -> Callable[[torch.Tensor], None]:
     def add(twin: torch.Tensor) -> None:
         assert twin.grad is not None
-        if weight.grad is None:
-            weight.grad = twin.grad.to(weight.dtype)
+        if weight.grad is None:  # as the weight lies, whichever way the gradient was computed
+            weight.grad = torch.empty_like(weight).copy_(twin.grad)
         else:
             weight.grad.add_(twin.grad)
         twin.grad = None

@@ -72,7 +72,7 @@ class _TokenStats(torch.autograd.Function):
         lse = logits.new_empty(len(logits), dtype=dtype)
         logprobs, entropies = torch.empty_like(lse), torch.empty_like(lse)
         for rows in _blocks(logits):
-            scaled = logits[rows].to(dtype) / temperature
+            scaled = _scaled(logits[rows], temperature, dtype)
             chosen = scaled.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
             largest = scaled.amax(dim=-1)
             below = scaled.sub_(largest.unsqueeze(-1)).clamp_(min=_LEAST)
@@ -98,7 +98,7 @@ class _TokenStats(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(lse)
         grad = logits.detach() if ctx.consume else torch.empty_like(logits)
         for rows in _blocks(logits):
-            all_logprobs = logits[rows].to(lse.dtype) / ctx.temperature
+            all_logprobs = _scaled(logits[rows], ctx.temperature, lse.dtype)
             all_logprobs.sub_(lse[rows].unsqueeze(-1)).clamp_(min=_LEAST)
             upstream = grad_logprobs[rows].unsqueeze(-1)
             if grad_entropies is None:
@@ -108,9 +108,18 @@ class _TokenStats(torch.autograd.Function):
                 probs = all_logprobs.exp()
                 surplus = all_logprobs.add_(entropies[rows].unsqueeze(-1)).mul_(entropy_grad)
                 block = probs.mul_(surplus.add_(upstream).neg_())
-            block.scatter_add_(-1, targets[rows].unsqueeze(-1), upstream)
-            grad[rows] = block.div_(ctx.temperature)
+            # One number a row: `scatter_add_` would take twenty times as long.
+            chosen = targets[rows].unsqueeze(-1)
+            block.scatter_(-1, chosen, block.gather(-1, chosen).add_(upstream))
+            grad[rows] = block if ctx.temperature == 1.0 else block.div_(ctx.temperature)
         return grad, None, None, None, None
+
+
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """logits / temperature in `dtype`, which is nobody else's; a pass less where it is 1."""
+    if temperature == 1.0:
+        return logits.to(dtype, copy=True)
+    return logits.to(dtype) / temperature
 
 
 # Log-probs below this are 0 as probabilities; it keeps 0 * log 0 at 0 for forbidden tokens.

@@ -21,7 +21,8 @@ from rllib_llm.rollouts.errors import (
     PublishedWeightsLostError,
     SamplingError,
 )
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
+from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest, concatenate
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.time_limit import TimeLimit
 from rllib_llm.weights.published import PublishedWeights

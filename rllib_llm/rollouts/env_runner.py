@@ -45,10 +45,11 @@ from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.agents import AgentSampler
 from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.foreign_policies import EnginePolicy, ServerPolicy
 from rllib_llm.rollouts.own_generation import FunctionPolicy
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, SamplingPolicy
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.self_play import SelfPlaySampler
 from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
@@ -92,6 +93,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))
+            share = self.config.num_gpus_per_env_runner
+            if self._device.type == "cuda" and share < 1:  # others have the rest
+                torch.cuda.set_per_process_memory_fraction(share, self._device)
         self.sampler = _sampler_class(self.env)(
             SamplingEnvironment(self.env, self.worker_index),
             self._make_policy(),
@@ -121,6 +125,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             with_reference=bool(
                 in_environment and config.ref_kl_coeff and not config.in_evaluation
             ),
+            frozen_quantization="bf16" if config.mixed_precision else "none",
         )
         context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)

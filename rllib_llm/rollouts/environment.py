@@ -108,6 +108,7 @@ def environment_settings(
     device: str,
     is_evaluation: bool,
     with_reference: bool,
+    frozen_quantization: str = "none",
 ) -> dict[str, Any]:
     """What an environment is made with: what the user set, and what follows from the rest.
 
@@ -120,6 +121,7 @@ def environment_settings(
         device: of the environment's tensors and frozen models.
         is_evaluation: whether prompts are held-out ones.
         with_reference: whether the environment holds the reference, a copy of `model` by default.
+        frozen_quantization: of frozen models that name none.
     """
     defaults = {
         "model": model,
@@ -129,5 +131,6 @@ def environment_settings(
         "device": device,
         "split": "eval" if is_evaluation else "train",
         "reference": {"model": model} if with_reference else None,
+        "frozen_quantization": frozen_quantization,
     }
     return {**defaults, **env_config}

@@ -184,13 +184,18 @@ class ModulePolicy:
         forward = module.forward_inference if params.greedy else module.forward_exploration
         made = forward(
             dict(prompts), params=params,
-            generate=functools.partial(generate, on_step=asked.on_step),
+            generate=functools.partial(
+                generate, on_step=asked.on_step, on_fewer_rows=self._decode_at_most
+            ),
             num_completions=asked.num_completions, noise=noise,
             max_rows=self._max_rows, cuda_graphs=self._cuda_graphs,
         )  # fmt: skip
         # A module shared with a learner on a GPU generates there.
         device = prompts[columns.PROMPT_IDS].device
         return {name: column.to(device) for name, column in made.items()}
+
+    def _decode_at_most(self, rows: int) -> None:
+        self._max_rows = rows
 
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None

@@ -21,9 +21,8 @@ from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.environment import SamplingEnvironment
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import WeightsLostError
 
 
 class Sampler:

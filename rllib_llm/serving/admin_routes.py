@@ -20,17 +20,17 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/pause")
     async def pause() -> dict[str, Any]:
-        service.loop.pause()
+        service.host.pause()
         return {"is_paused": True}
 
     @router.post("/resume")
     async def resume() -> dict[str, Any]:
-        service.loop.resume()
+        service.host.resume()
         return {"is_paused": False}
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, Any]:
-        return {"is_paused": service.loop.is_paused}
+        return {"is_paused": service.host.is_paused}
 
     @router.post("/abort_requests")
     @router.post("/inference/v1/abort_requests")

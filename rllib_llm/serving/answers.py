@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
 from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.service import Service
@@ -27,6 +29,7 @@ class Envelope:
     def __init__(self, service: Service, running: RunningJob | None, id: str, kind: str) -> None:
         self._service, self._running = service, running
         self._fixed = {"id": id, "object": kind, "created": int(time.time())}
+        self._chunk: tuple[int, bytes, bytes] | None = None
 
     @property
     def weights(self) -> list[Weights]:
@@ -44,6 +47,20 @@ class Envelope:
             "metadata": versions_told(weights),
             **further,
         }
+
+    def chunk(self, choices: list[dict[str, Any]], **further: Any) -> bytes:
+        """As `holding`, in JSON, for the many chunks of a stream: what is around the choices is the
+        same in all of them, `further` too, and is written once for each version of the weights."""
+        num_weights = self._running.num_weights if self._running else 0
+        if self._chunk is None or self._chunk[0] != num_weights:
+            whole = self.holding([], **further)
+            names = list(whole)
+            behind = names[names.index("choices") + 1 :]
+            head = to_json({name: whole[name] for name in names if name not in behind})
+            tail = to_json({name: whole[name] for name in behind})
+            self._chunk = num_weights, head.removesuffix(b"[]}"), b"," + tail[1:]
+        _, before, after = self._chunk
+        return before + to_json(choices) + after
 
 
 def versions_told(weights: Sequence[Weights]) -> dict[str, str]:

@@ -6,6 +6,7 @@ Gate (keys, limits) ─▶ FastAPI ─▶ routes ─▶ Service
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -105,7 +106,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         if service.is_ready:
-            set_gauges(service.metrics, service)
+            with contextlib.suppress(RuntimeError):  # the engine has ended, which /readyz says
+                counts = await asyncio.wrap_future(service.host.count())
+                set_gauges(service.metrics, counts, service.weights)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
@@ -116,7 +119,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(field_error(list(error.errors())).body(), 400)
+        kind = request.headers.get("content-type", "")
+        return JSONResponse(field_error(list(error.errors()), kind).body(), 400)
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -131,10 +135,16 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error_body(500, "The server failed; its log says how."), 500)
 
 
-def field_error(errors: list[Any]) -> ApiError:
+def field_error(errors: list[Any], content_type: str) -> ApiError:
     """What pydantic found, as an answer that names the field."""
     first = errors[0]
     where = [part for part in first["loc"] if part != "body"]
+    if not where and "json" not in content_type:  # what any web page may send is not read
+        return ApiError(
+            400, f"Content-Type={content_type!r} must be application/json: the request is read as "
+            "JSON. Send the header (curl: -H 'Content-Type: application/json').",
+            param="Content-Type", code="invalid_value",
+        )  # fmt: skip
     if first["type"] == "json_invalid" or not where:
         problem = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"The request must be a JSON object: {problem}.", code="invalid_json")

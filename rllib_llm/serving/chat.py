@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
@@ -82,8 +83,15 @@ def prompt_ids(chat_format: ChatFormat, messages: Sequence[Message]) -> list[int
         ApiError: 400, the template refuses the messages.
     """
     cleaned = [chat_format.cleaned(message) for message in as_messages(messages)]
-    try:
+    with refused_by_template():
         return chat_format.prompt_ids(cleaned)
+
+
+@contextlib.contextmanager
+def refused_by_template() -> Iterator[None]:
+    """Raises ApiError, 400, where a chat template fails on what a request has."""
+    try:
+        yield
     except ChatFormatError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:

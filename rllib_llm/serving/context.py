@@ -13,7 +13,8 @@ from rllib_llm.serving.service import Service
 from rllib_llm.serving.sse import ClientGoneError, EventStream, while_there
 
 GONE = 499  # nobody reads it; nginx's number in logs
-Events = AsyncIterator[dict[str, Any]]
+Event = dict[str, Any] | bytes
+"""Of an answer: what is sent as JSON, or that JSON."""
 
 
 class RequestContext:
@@ -31,7 +32,7 @@ class RequestContext:
         self.request_id: str = state["request_id"]
         self.client: Client | None = state.get("client")
 
-    async def answer(self, events: Events, stream: bool | None) -> Any:
+    async def answer(self, events: AsyncIterator[Event], stream: bool | None) -> Any:
         """The events as a stream, or the only one; what makes them ends when the client goes."""
         if stream:
             return EventStream(events, self._service.settings.slow_reader_s)
@@ -42,7 +43,7 @@ class RequestContext:
         return JSONResponse(whole)
 
 
-async def _only(events: Events) -> dict[str, Any]:
+async def _only(events: AsyncIterator[Event]) -> Event:
     try:
         return await anext(events)
     finally:

@@ -17,6 +17,8 @@ from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
 from rllib_llm.user_errors import UserError
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+# How much less than others Ray's workers are to run; Ray's own default is 15.
+NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
 _ROOM_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
 
@@ -56,18 +58,23 @@ class Replica:
         Raises:
             RuntimeError: it has.
         """
-        self._service.loop.check_open()
+        self._service.host.check_open()
 
 
 def follow(service: Any) -> Any:
     """Follows the run that the service's settings name; None where they name none."""
-    name = service.settings.weights_name
-    if name is None:
+    settings = service.settings
+    if settings.weights_name is None:
         return None
+    from rllib_llm.checkpoints.model_folder import find_model
+    from rllib_llm.serving.adapters import AdapterMerger
     from rllib_llm.serving.sources import RunSource
     from rllib_llm.weights.coordinator import CoordinatorClient
 
-    source = RunSource(service, CoordinatorClient(name))
+    merger = None
+    if settings.lora is not None:
+        merger = AdapterMerger(find_model(settings.model), settings)
+    source = RunSource(service, CoordinatorClient(settings.weights_name), merger)
     source.start()
     return source
 
@@ -261,8 +268,9 @@ def _check_room(settings: ServeSettings) -> None:
 
 
 def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
-    """Checks the settings and has Ray started with Serve's HAProxy, where it is wanted. Call it
-    before Ray is started, or Ray Serve imported, which reads the environment then.
+    """Checks the settings and has Ray started with Serve's HAProxy, where it is wanted, and with
+    workers that run as readily as those who wait for them. Call it before Ray is started, or Ray
+    Serve imported, which reads the environment then.
 
     Raises:
         UserError: see `check_exposure` and `uses_haproxy`.
@@ -270,6 +278,8 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
     os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
+    if starts_ray:
+        os.environ.setdefault(NICENESS, "0")
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
 

@@ -54,7 +54,11 @@ class Guides:
         problem = matcher.get_error()
         if problem:
             raise _no_good(field, problem)
-        return lambda: LlGuide(matcher.deep_copy())
+        return lambda: LlGuide(matcher.deep_copy(), grammar)
+
+    def guide(self, grammar: str) -> LlGuide:
+        """A guide by llguidance's grammar, which is good."""
+        return LlGuide(self._matcher(grammar), grammar)
 
     def _grammar(self, wanted: ResponseFormat) -> tuple[str, str]:
         """The field that says it, and llguidance's grammar of it."""
@@ -102,10 +106,10 @@ def _no_good(field: str, problem: str) -> ApiError:
 
 
 class LlGuide:
-    """See `Guide`; one of llguidance's matchers."""
+    """See `Guide`; one of llguidance's matchers, and the grammar that it was made of."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, grammar: str) -> None:
+        self._matcher, self.grammar = matcher, grammar
 
     def allowed(self) -> torch.Tensor:
         """As of all guides: a bit for each token, which the matcher packs into bytes."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rllib_llm.serving.versions import Weights
+from rllib_llm.serving.engine_host import Counts
+from rllib_llm.serving.versions import LiveWeights, Weights
 
 PREFIX = "rllib_llm_"
 _SECONDS = (
@@ -107,13 +107,12 @@ class JobWatch:
             self._metrics.framework.observe(time.perf_counter() - self._last_token)
 
 
-def set_gauges(metrics: Metrics, service: Any) -> None:
-    """Reads what is only looked at when somebody asks."""
-    sampling, waiting = service.engine.num_sampling, service.engine.num_waiting
-    metrics.running.set(sampling)
-    metrics.waiting.set(waiting)
+def set_gauges(metrics: Metrics, counts: Counts, weights: LiveWeights) -> None:
+    """Sets what is only looked at when somebody asks."""
+    metrics.running.set(counts.sampling)
+    metrics.waiting.set(counts.waiting)
     metrics.lane_rows.clear()
-    for serial, rows in service.engine.rows_by_version.items():
-        metrics.lane_rows.labels(service.weights.of(serial).label).set(rows)
-    metrics.version.set(service.weights.newest.version)
-    metrics.epoch.set(service.weights.newest.epoch)
+    for serial, rows in counts.by_version.items():
+        metrics.lane_rows.labels(weights.of(serial).label).set(rows)
+    metrics.version.set(weights.newest.version)
+    metrics.epoch.set(weights.newest.epoch)

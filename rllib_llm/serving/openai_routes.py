@@ -13,7 +13,7 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.serving import chat
 from rllib_llm.serving.answers import Envelope, usage
 from rllib_llm.serving.choices import Piece
-from rllib_llm.serving.context import RequestContext, context_of
+from rllib_llm.serving.context import Event, RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import Guides
 from rllib_llm.serving.job import Job, check_tokens, make_job, read_lengths
@@ -92,7 +92,7 @@ class Completer:
         prompt: list[int] | None = None,
         on_piece: Callable[[Piece], None] | None = None,
         conversation: Hashable | None = None,
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncIterator[Event]:
         """Events of a chat completion.
 
         Args:
@@ -144,9 +144,7 @@ class Completer:
 
     # --- texts -------------------------------------------------------------------------------
 
-    async def text(
-        self, body: CompletionRequest, context: RequestContext
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def text(self, body: CompletionRequest, context: RequestContext) -> AsyncIterator[Event]:
         """Events of text completions."""
         service = self._service
         prompts = self._prompts(body.prompt)
@@ -223,7 +221,7 @@ class Completer:
 
 async def _whole(
     view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Event]:
     """The one answer."""
     pieces = await running.collect()
     if isinstance(view, TextView) and view.body.echo:
@@ -234,13 +232,13 @@ async def _whole(
 
 async def _streamed(
     view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
-) -> AsyncIterator[dict[str, Any]]:
-    """A chunk for each piece, and the usage at the end, if it is asked for."""
+) -> AsyncIterator[Event]:
+    """A chunk for each piece, in JSON, and the usage at the end, if it is asked for."""
     options = body.stream_options
+    further = {"usage": None} if options and options.include_usage else {}
     async for i, piece in running:
         for choice in view.chunks(i, piece):
-            further = {"usage": None} if options and options.include_usage else {}
-            yield envelope.holding([choice], **further)
+            yield envelope.chunk([choice], **further)
     if options and options.include_usage:
         told = usage(running.job.prompts, running.num_completion_tokens)
         yield envelope.holding([], usage=told)

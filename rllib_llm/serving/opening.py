@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from rllib_llm.checkpoints.model_folder import find_model
-from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
-from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.modules.pretrained import load_tokenizer
+from rllib_llm.serving.engine_host import EngineHost, open_thread
+from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
 
@@ -31,9 +30,10 @@ def open_service(settings: ServeSettings) -> Service:
         ModelSourceError: nothing can be loaded from it.
     """
     source = find_model(settings.model)
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
     tokenizer = load_tokenizer(source, chat_template=settings.chat_template)
-    model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
-    ends = eos_token_ids(model.config, tokenizer, model.generation_config)
-    return Service(model, tokenizer, settings, eos_token_ids=ends, source=source)
+    host: EngineHost
+    if settings.engine_process:
+        host = EngineProcess(settings, source)
+    else:
+        host = open_thread(settings, source)
+    return Service(host, tokenizer, settings, source=source)

@@ -14,8 +14,9 @@ from itertools import chain
 from typing import Any
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
+from rllib_llm.serving.engine_host import EngineHost
 
 
 class Mailbox:
@@ -52,17 +53,17 @@ class RowEvents:
     rows.close()                     # whatever has not ended leaves the engine
 
     Args:
-        loop: runs the engine.
+        host: of the engine.
         mailbox: of the event loop that waits.
         wanted: the rows.
     """
 
-    def __init__(self, loop: EngineLoop, mailbox: Mailbox, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, host: EngineHost, mailbox: Mailbox, wanted: Sequence[Wanted]) -> None:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
-        self._arrived = asyncio.Event()
-        self._loop, self._mailbox = loop, mailbox
+        self._reader: asyncio.Future[None] | None = None  # that waits for an event
+        self._host, self._mailbox = host, mailbox
         self._num_left = len(wanted)
-        self._futures = loop.submit_all(
+        self._futures = host.submit_all(
             [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(wanted)]
         )
         for i, future in enumerate(self._futures):
@@ -80,7 +81,11 @@ class RowEvents:
 
     def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
         self._events.append((i, event))
-        self._arrived.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Has whoever waits get an error, such as a timeout."""
@@ -93,8 +98,8 @@ class RowEvents:
         while not self._events:
             if not self._num_left:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         i, event = self._events.popleft()
         if isinstance(event, BaseException):
             raise event
@@ -121,12 +126,12 @@ class RowEvents:
         """Takes a row out of the engine; nothing more comes of it."""
         if self._futures[i].cancel():
             self._num_left -= 1
-            self._arrived.set()
+            self._wake_reader()
 
     def abort(self) -> None:
         """Takes all rows out of the engine: they end, with what there is of them."""
         for future in self._futures:
-            self._loop.abort(future)
+            self._host.abort(future)
 
     def close(self) -> None:
         """Takes all rows out of the engine."""

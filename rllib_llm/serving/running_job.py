@@ -53,6 +53,7 @@ class RunningJob:
         self.num_left = len(job.prompts) * job.n
         self.choices = [self._choice(job.prompts[i // job.n]) for i in range(self.num_left)]
         self.on_piece: Callable[[Piece], None] | None = None
+        self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
         self._texts: dict[int, str] = {}  # for the log, if it is to have them
         self._timer = asyncio.get_running_loop().call_later(settings.deadline_s, self._expire)
 
@@ -88,6 +89,8 @@ class RunningJob:
                 continue
             piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
             self._watch.tokens(i, len(piece.token_ids))
+            for serial in piece.versions:
+                self._serials.setdefault(serial)
             if self.on_piece is not None:
                 self.on_piece(piece)
             if self._settings.log_prompts:
@@ -116,9 +119,12 @@ class RunningJob:
     @property
     def weights(self) -> list[Weights]:
         """Those that have sampled, in their order; the newest where nothing was sampled yet."""
-        serials = dict.fromkeys(serial for choice in self.choices for serial in choice.versions)
-        found = [self._weights.of(serial) for serial in serials]
-        return found or [self._weights.newest]
+        return [self._weights.of(serial) for serial in self._serials] or [self._weights.newest]
+
+    @property
+    def num_weights(self) -> int:
+        """How many versions of them have sampled."""
+        return len(self._serials)
 
     @property
     def num_completion_tokens(self) -> int:

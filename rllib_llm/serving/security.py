@@ -73,7 +73,7 @@ class Gate:
                 json.dumps(
                     {
                         "request_id": request_id, "method": scope["method"], "path": scope["path"],
-                        "status": answer.status, "client": getattr(state.get("client"), "name", ""),
+                        "status": answer.status, "client": _who(scope),
                         "seconds": round(time.perf_counter() - start, 4),
                     }
                 )
@@ -170,6 +170,13 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+def _who(scope: Scope) -> str:
+    """The name of the key that came with a request; without one, the address it came from."""
+    client: Client | None = scope["state"].get("client")
+    host, _ = scope.get("client") or ("", 0)
+    return client.name if client is not None and client.name else host
 
 
 def _request_id(given: bytes | None) -> str:

@@ -1,13 +1,12 @@
 """The policy behind a server: its engine in a thread, its weights, and what asks of them.
 
-requests ─▶ RunningJob ─▶ EngineLoop ─▶ LaneEngine ─▶ tokens ─▶ Choice ─▶ pieces
-weights  ─▶ load ─▶ LaneLoader ─▶ a lane of its own ─▶ LiveWeights
+requests ─▶ RunningJob ─▶ EngineHost ─▶ tokens ─▶ Choice ─▶ pieces
+weights  ─▶ load ─▶ EngineHost ─▶ LiveWeights
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import threading
 import time
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 
-from rllib_llm.engines.engine_loop import EngineLoop, Wanted
-from rllib_llm.engines.lanes import LaneEngine, LaneLoader
+from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Noise
 from rllib_llm.engines.scoring import Scores
-from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.serving.clients import Client
+from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.job import Job, Limits
 from rllib_llm.serving.metrics import Metrics
@@ -44,45 +42,35 @@ class Service:
     loop's, but `load`.
 
     Args:
-        model: causal LM of transformers, which this owns.
-        tokenizer: its.
+        host: the engine; closed with this.
+        tokenizer: of the model.
         settings: of the server.
-        eos_token_ids: all ids that end a completion.
         source: where the first weights come from, to be told.
-        engine: of the same model, with its weights, which this owns; None: one is made.
+        serial: of the first weights, as the engine stamps them on tokens.
     """
 
     def __init__(
         self,
-        model: Any,
+        host: EngineHost,
         tokenizer: Any,
         settings: ServeSettings,
         *,
-        eos_token_ids: tuple[int, ...],
         source: str,
-        engine: TorchEngine | None = None,
+        serial: int = 0,
     ) -> None:
-        self.tokenizer, self.settings = tokenizer, settings
+        self.host, self.tokenizer, self.settings = host, tokenizer, settings
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics()
-        config = model.config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None) or 2**20
+        facts = host.facts
         self.limits = Limits(
-            max_model_len=min(positions, settings.max_model_len or positions),
-            vocab_size=model.get_input_embeddings().weight.shape[0],
+            max_model_len=min(facts.max_positions, settings.max_model_len or facts.max_positions),
+            vocab_size=facts.vocab_size,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=facts.eos_token_ids,
             default_max_tokens=settings.default_max_tokens,
         )
         self.weights = LiveWeights(settings.served_name)
-        newest = engine or _engine(model, 0, settings)
-        serial = newest.version or 0
-        first = Weights(serial, 0, serial, fingerprint(model.state_dict()), source)
-        self._known = {serial: first}
-        other = copy.deepcopy(model) if settings.in_flight == "finish" else None
-        self.engine = LaneEngine(newest, other and _engine(other, None, settings))
-        self.loop = EngineLoop(self.engine)
-        self._loader = LaneLoader(self.loop, self.engine)
+        self._known = {serial: Weights(serial, 0, serial, facts.fingerprint, source)}
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
         self.sessions = Sessions()
@@ -109,7 +97,7 @@ class Service:
     def close(self) -> None:
         """Ends the engine, and requests that are under way with it."""
         self.is_ready = False
-        self.loop.close()
+        self.host.close()
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -134,13 +122,9 @@ class Service:
             # Told before a token can be sampled by them.
             loaded = Weights(serial, epoch, version, fingerprint(tensors), source)
             self.weights.remember(loaded)
-            if self.settings.in_flight == "finish":
-                self._loader.load(tensors, serial)
-            else:
-                self.loop.load(tensors, serial, self.settings.in_flight)
+            serials = self.host.load(tensors, serial)
             loaded = replace(loaded, load_seconds=time.perf_counter() - start)
             self._known[serial] = loaded
-            serials = self.loop.do(lambda: self.engine.versions).result()
             live = [self._known[each] for each in serials]
             self._known = {each.serial: each for each in live}
         self.metrics.swapped(loaded)
@@ -159,7 +143,7 @@ class Service:
             message = SHUTTING_DOWN if self.is_draining else "The server is starting."
             raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
         try:
-            self.loop.check_open()
+            self.host.check_open()
         except RuntimeError as error:
             raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
 
@@ -218,16 +202,8 @@ class Service:
                 wanted.append(
                     Wanted(prompt, params, noise, 0, group, job.version, guide, job.conversation)
                 )
-        return RowEvents(self.loop, self._mailbox, wanted)
+        return RowEvents(self.host, self._mailbox, wanted)
 
     async def score(self, token_ids: list[int], top: int, version: int | None) -> Scores:
         """Log-probs of a prompt's tokens, at temperature 1."""
-        scored = self.loop.do(lambda: self.engine.score(token_ids, top, version))
-        return await asyncio.wrap_future(scored)
-
-
-def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:
-    return TorchEngine(
-        model, version=version, max_rows=settings.max_rows,
-        max_positions=settings.max_model_len or 2048,
-    )  # fmt: skip
+        return await asyncio.wrap_future(self.host.score(token_ids, top, version))

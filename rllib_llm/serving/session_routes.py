@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from rllib_llm.serving import chat
 from rllib_llm.serving.choices import Piece
-from rllib_llm.serving.context import RequestContext, context_of
+from rllib_llm.serving.context import Event, RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import Guides
 from rllib_llm.serving.openai_routes import Completer, model_cards
@@ -63,7 +63,7 @@ def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRoute
 
     async def turn(
         session: Session, body: ChatRequest, context: RequestContext
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncIterator[Event]:
         """Events of a chat completion that the session keeps."""
         async with session.lock:
             settings = session.template_settings(body.chat_template_kwargs)

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
+from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.serving.chat import refused_by_template
 from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.schemas import ChatRequest
@@ -120,10 +121,8 @@ class Session:
         return conversation
 
     def _append(self, conversation: Conversation, new: Sequence[Mapping[str, Any]]) -> None:
-        try:
+        with refused_by_template():
             conversation.append_messages(new)
-        except ChatFormatError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
     def end_turn(
         self, conversation: Conversation, piece: Piece | None, versions: Sequence[int]

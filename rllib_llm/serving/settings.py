@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rllib_llm.user_errors import UserError
 
@@ -30,6 +38,9 @@ class ServeSettings(BaseModel):
     )
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto: a GPU where there is one.")
     num_threads: int | None = Field(None, ge=1, description="Of arithmetic on a CPU.")
+    engine_process: bool = Field(
+        True, description="The engine has a process of its own, which HTTP does not hold up."
+    )
 
     max_rows: int = Field(64, ge=1, description="Completions sampled at once.")
     max_waiting: int = Field(256, ge=0, description="Further completions that may wait; then 429.")
@@ -42,6 +53,13 @@ class ServeSettings(BaseModel):
 
     weights_name: str | None = Field(
         None, description="Follow the weights that a run publishes under this name."
+    )
+    lora: dict[str, Any] | None = Field(
+        None, description="Of the run that is followed, where it trains adapters: they are merged "
+        "into the model here.",
+    )  # fmt: skip
+    quantization: Literal["none", "int8", "nf4"] = Field(
+        "none", description="Of that run's frozen model under its adapters."
     )
     in_flight: Literal["finish", "recompute", "keep"] = Field(
         "finish",
@@ -98,6 +116,14 @@ class ServeSettings(BaseModel):
         if file is not None and not file.is_file():
             raise ValueError("there is no such file")
         return file
+
+    @model_validator(mode="after")
+    def _adapters_are_a_run_s(self) -> ServeSettings:
+        for name, other in (("lora", "weights_name"), ("quantization", "lora")):
+            is_default = getattr(self, name) == type(self).model_fields[name].default
+            if not is_default and getattr(self, other) is None:
+                raise ValueError(f"{name} must come with {other}: without it nothing is merged")
+        return self
 
     @property
     def served_name(self) -> str:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 
+import torch
+
+from rllib_llm.modules.lora import is_adapter
+from rllib_llm.serving.adapters import AdapterMerger
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.versions import Weights
 from rllib_llm.weights.coordinator import CoordinatorClient
@@ -36,10 +41,13 @@ class RunSource:
     Args:
         service: is given them.
         client: of the run's coordinator.
+        merger: makes whole weights of what the run publishes, where it trains adapters.
     """
 
-    def __init__(self, service: Service, client: CoordinatorClient) -> None:
-        self._service, self._client = service, client
+    def __init__(
+        self, service: Service, client: CoordinatorClient, merger: AdapterMerger | None = None
+    ) -> None:
+        self._service, self._client, self._merger = service, client, merger
         self._arrived: list[FlatBuffer] = []
         self._follower = WeightsFollower(client, self._arrived.append)
         self._stop = threading.Event()
@@ -78,8 +86,16 @@ class RunSource:
     def _load(self, flat: FlatBuffer) -> None:
         published = self._follower.in_use
         assert published is not None, "it was just swapped in"
+        tensors: Mapping[str, torch.Tensor] = unpack(flat)
+        if self._merger is not None:
+            tensors = self._merger.merged(tensors)
+        elif any(map(is_adapter, tensors)):
+            raise ValueError(
+                f"lora=None must be the `lora` of the run {self._client.name!r}, which publishes "
+                "adapters alone. Give the server the same."
+            )
         self._service.load(
-            unpack(flat), epoch=published.epoch, version=published.version,
+            tensors, epoch=published.epoch, version=published.version,
             source=f"run {self._client.name}",
         )  # fmt: skip
 

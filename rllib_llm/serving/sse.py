@@ -25,11 +25,12 @@ class EventStream(Response):
     before it has a status of its own; an error behind it is an event.
 
     Args:
-        events: each is sent as JSON; closed when the client goes away or reads nothing for long.
+        events: each is sent as JSON, which it may be already; closed when the client goes away or
+            reads nothing for long.
         slow_reader_s: seconds that the client may read nothing.
     """
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], slow_reader_s: float) -> None:
+    def __init__(self, events: AsyncIterator[dict[str, Any] | bytes], slow_reader_s: float) -> None:
         super().__init__()
         self._events, self._slow_reader_s = events, slow_reader_s
 
@@ -97,8 +98,9 @@ class _Patient:
         ]  # fmt: skip
         await self._out({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def data(self, event: dict[str, Any]) -> None:
-        await self._body(b"data: " + to_json(event) + b"\n\n")
+    async def data(self, event: dict[str, Any] | bytes) -> None:
+        encoded = event if isinstance(event, bytes) else to_json(event)
+        await self._body(b"data: " + encoded + b"\n\n")
 
     def _look(self) -> None:
         self._timer = self._events.call_later(self._looks_after_s, self._look)

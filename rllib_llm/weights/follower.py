@@ -17,9 +17,9 @@ from typing import Any
 
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, WeightsLostError, failure_metrics
+from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, failure_metrics
 
 
 class WeightsFollower:

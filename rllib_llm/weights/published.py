@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 import ray
 
 
+class WeightsLostError(RuntimeError):
+    """Published weights could not be had; whoever published them has to do it again."""
+
+
 @dataclass(frozen=True)
 class PublishedWeights:
     """One version of the policy's weights.

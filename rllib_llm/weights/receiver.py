@@ -19,8 +19,8 @@ import torch
 
 from rllib_llm.weights.by_name import Transports
 from rllib_llm.weights.flat_buffer import FlatBuffer
-from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import Transfer, WeightsLostError, failure_metrics
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
+from rllib_llm.weights.transfer import Transfer, failure_metrics
 from rllib_llm.weights.transport import TicketError
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayS
 
 from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.transport import TicketError
 from rllib_llm.weights.waves import wait_for_turn
 
@@ -21,10 +21,6 @@ from rllib_llm.weights.waves import wait_for_turn
 # ObjectLostError is also the base of OwnerDiedError, ObjectFetchTimedOutError and their kind.
 LOST_ERRORS = (ObjectLostError, ChecksumError)
 PASSING_ERRORS = (*LOST_ERRORS, GetTimeoutError, RayActorError, RaySystemError)
-
-
-class WeightsLostError(RuntimeError):
-    """Published weights could not be had; whoever published them has to do it again."""
 
 
 def failure_metrics(failures: Counter[str]) -> dict[str, float]:

@@ -206,6 +206,7 @@ def test_rllib_s_own_place_has_the_results_too():
     assert runners["num_episodes"] == 6
 
 
+@pytest.mark.slow  # a sampler in a process of its own
 def test_a_remote_evaluation_sampler_sees_the_learner_s_weights():
     with tiny.built(evaluated(tiny.ppo(lr=0.05))) as algorithm:
         local = [algorithm.train()["eval"] for _ in range(2)]

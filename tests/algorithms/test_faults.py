@@ -61,6 +61,7 @@ def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise():
     assert faults["seconds_lost"] >= 5.0
 
 
+@pytest.mark.slow  # a learner in a process of its own
 def test_a_killed_learner_ends_train_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     config = tiny.grpo().learners(num_learners=1)
     with tiny.built(config) as algorithm:

@@ -56,6 +56,7 @@ def test_a_model_that_cannot_be_decoded_is_refused_before_anything_is_sampled(nu
     assert isinstance(raised.value, (ValueError, BrokenSamplerError))
 
 
+@pytest.mark.slow  # samplers in processes of their own
 def test_two_samplers_learn_what_none_learns(undisturbed):
     """Also when one of them is killed between two iterations."""
     with tiny.built(exact_ppo().env_runners(num_env_runners=2)) as algorithm:

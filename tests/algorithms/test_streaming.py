@@ -210,6 +210,18 @@ def test_a_free_run_that_is_restored_loses_nothing_and_trains_nothing_twice(tmp_
     assert max(result["rollouts"]["age_max"] for result in results) <= 1
 
 
+@pytest.mark.parametrize("oversample, window, expected", [(1.0, 1, 1), (1.0, 3, 3), (1.25, 1, 5),
+                                                          (1.5, 9, 9)])  # fmt: skip
+def test_of_the_groups_begun_for_a_batch_the_first_that_are_finished_make_it(
+    oversample, window, expected
+):
+    """Four of a batch, and the surplus: any of them may overtake the others. In lockstep time
+    decides nothing."""
+    rules = streaming(schedule="free", oversample=oversample, window=window).stream_rules()
+    assert rules.window == expected
+    assert streaming(oversample=oversample).stream_rules().window == 1
+
+
 def has_even_best(group):
     """Refuses about half the groups, by what was sampled alone."""
     return int(group.scores.max()) % 2 == 0, "odd"

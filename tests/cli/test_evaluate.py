@@ -33,6 +33,9 @@ STAGES = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.slow  # two stages, each a trial in a process of its own
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, ray_session):
     """SFT and PPO-ptx on sums, two iterations each, through the command line."""

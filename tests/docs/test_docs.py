@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -27,7 +28,13 @@ def names(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def trials_are_slow(page: Path) -> Any:
+    """A page whose blocks start trials, in processes of their own, is read by the slow tests."""
+    starts = any("Tuner(" in block.code for block in blocks_of(page) if block.runs)
+    return pytest.param(page, marks=[pytest.mark.slow] if starts else [])
+
+
+@pytest.mark.parametrize("page", map(trials_are_slow, PAGES), ids=names(PAGES))
 def test_code_blocks_run(page: Path, tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,10 +1,22 @@
-"""Memory of a row, and that a CPU has no bound."""
+"""Memory of a row, of a process's share of a GPU, and what happens where it does not suffice."""
 
 from __future__ import annotations
 
-from transformers import AutoConfig
+import warnings
 
-from rllib_llm.engines.row_budget import bytes_of_row, row_budget
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForCausalLM
+
+from rllib_llm.engines.engine import generate
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.row_budget import (
+    bytes_of_row,
+    bytes_to_plan,
+    row_budget,
+    with_fewer_rows,
+)
 from tests.modules.tiny_models import tiny_model
 
 
@@ -27,3 +39,89 @@ def test_models_without_grouped_key_heads():
 
 def test_a_cpu_has_no_bound():
     assert row_budget(tiny_model("llama"), positions=1000) is None
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "allocated", "share", "expected"),
+    [
+        (80, 0, 0, 1.0, 0.8 * 80),
+        # Two processes that see 76 free GiB beside their own 2: either plans with its half.
+        (76, 2, 2, 0.5, 0.8 * (40 - 2)),
+        # The other has taken more than its half.
+        (20, 10, 4, 0.5, 0.8 * (20 + 10 - 4)),
+        # Torch holds 10 GiB of which 4 are in use: 6 are free.
+        (60, 10, 4, 1.0, 0.8 * 66),
+        (60, 45, 45, 0.5, 0.0),
+    ],
+)
+def test_a_process_plans_with_its_own_share_of_a_gpu(free, reserved, allocated, share, expected):
+    planned = bytes_to_plan(
+        free=free * GIB, total=80 * GIB, reserved=reserved * GIB, allocated=allocated * GIB,
+        share=share,
+    )  # fmt: skip
+
+    assert planned == pytest.approx(expected * GIB)
+
+
+class Memory:
+    """A run that needs the memory of its rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.fits, self.asked = rows, []
+
+    def __call__(self, rows: int) -> int:
+        self.asked.append(rows)
+        if rows > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "fits", "asked"),
+    [(64, 64, [64]), (64, 20, [64, 32, 16]), (24, 8, [24, 8]), (24, 12, [24, 8])],
+)
+def test_rows_are_halved_in_whole_groups_until_they_fit(rows, fits, asked):
+    memory, told = Memory(fits), []
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert with_fewer_rows(memory, rows, 8, told.append) == asked[-1]
+
+    assert memory.asked == asked
+    assert told == asked[1:]
+    assert [str(each.message).partition(" ")[0] for each in said] == [str(n) for n in asked[:-1]]
+
+
+def test_a_group_that_does_not_fit_ends_the_run():
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="8 at a time"):
+        with_fewer_rows(Memory(4), 16, 8)
+
+
+class ShortOfMemory(LlamaForCausalLM):
+    """A model on a device that holds the logits of three prompts."""
+
+    def forward(self, input_ids=None, **inputs):
+        if input_ids.shape[1] > 1 and len(input_ids) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(input_ids=input_ids, **inputs)
+
+
+def test_completions_are_the_same_when_memory_runs_out():
+    model = tiny_model("llama")
+    short = ShortOfMemory(model.config).eval()
+    short.load_state_dict(model.state_dict())
+    ids = torch.randint(3, 20, (8, 5), generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(pad_token_id=0, max_new_tokens=4)
+    settings = {"num_completions": 2, "noise": uniform_noise(0, range(16), 4)}
+    mask, told = torch.ones_like(ids, dtype=torch.bool), []
+
+    with pytest.warns(UserWarning, match="4 at a time"):
+        less = generate(short, ids, mask, params, on_fewer_rows=told.append, **settings)
+
+    assert told == [8, 4]
+    assert torch.equal(
+        less.completion_ids, generate(model, ids, mask, params, **settings).completion_ids
+    )

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.token_sampling import choose_tokens, invert_cdf, truncate
+from rllib_llm.engines.token_sampling import (
+    _largest_with_mass,
+    choose_tokens,
+    invert_cdf,
+    truncate,
+)
 
 # Probabilities 0.1, 0.2, 0.4, 0.3 of four tokens; cumulative 0.1, 0.3, 0.7, 1.0.
 PROBABILITIES = torch.tensor([0.1, 0.2, 0.4, 0.3])
@@ -163,18 +168,41 @@ def test_ties_with_the_last_of_top_k_stay():
     assert truncate(torch.tensor([[1.0, 2.0, 1.0, 0.5]]), 2, 1.0).tolist() == [[1.0, 2.0, 1.0, 0.0]]
 
 
-@pytest.mark.parametrize("spread", [0.1, 8.0])
-def test_a_nucleus_in_a_large_vocabulary_is_the_same_with_and_without_a_full_sort(spread):
-    # Spread 8 is settled among the likeliest, spread 0.1 is nearly flat and needs the full sort.
-    torch.manual_seed(3)
-    weights = (torch.randn(5, 6000) * spread).softmax(-1)
+def sorted_nucleus(row, top_p):
+    """The definition: in falling order, the tokens before which less than the mass lies, and those
+    that are as likely as the last of them. In float64, where round-off decides nothing."""
+    ordered = row.double().sort(descending=True).values
+    size = int((ordered.cumsum(0) - ordered < top_p * ordered.sum()).sum())
+    return set((row >= ordered[size - 1]).nonzero().flatten().tolist())
 
-    kept = truncate(weights, 0, 0.8)
+
+@pytest.mark.parametrize("vocab", [3, 700, 6000])
+@pytest.mark.parametrize("spread", [0.1, 8.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.8, 0.99])
+def test_a_nucleus_is_that_of_the_definition(vocab, spread, top_p):
+    # Spread 8 is settled among the likeliest, spread 0.1 is nearly flat.
+    torch.manual_seed(3)
+    weights = (torch.randn(5, vocab) * spread).softmax(-1)
+
+    kept = truncate(weights, 0, top_p)
+    on_a_gpu = _largest_with_mass(weights, top_p * weights.sum(dim=-1, keepdim=True))
+    assert torch.equal(weights.where(weights >= on_a_gpu, 0.0), kept)
 
     for row, cut in zip(weights, kept, strict=True):
-        ordered, order = row.sort(descending=True)
-        size = int((ordered.cumsum(0) - ordered < 0.8 * row.sum()).sum())
-        assert set(cut.nonzero().flatten().tolist()) == set(order[:size].tolist())
+        assert set(cut.nonzero().flatten().tolist()) == sorted_nucleus(row, top_p)
+        assert torch.equal(cut[cut > 0], row[cut > 0])
+
+
+@pytest.mark.parametrize("vocab", [600, 6000])
+def test_ties_with_the_last_of_a_nucleus_stay(vocab):
+    # Logits of half precision have many ties: 12 different ones here.
+    torch.manual_seed(3)
+    weights = torch.randint(0, 12, (4, vocab)).float().mul(0.3).softmax(-1)
+
+    kept = truncate(weights, 0, 0.5)
+
+    for row, cut in zip(weights, kept, strict=True):
+        assert set(cut.nonzero().flatten().tolist()) == sorted_nucleus(row, 0.5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.7}, {"temperature": 0.5}])

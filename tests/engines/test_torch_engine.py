@@ -310,3 +310,43 @@ def test_what_does_not_fit_is_named():
         replace(row, num_sampled=9)
     with pytest.raises(ValueError, match="num_sampled=3 must be below max_new_tokens=3"):
         replace(row, num_sampled=3, params=replace(PARAMS, max_new_tokens=3))
+
+
+class ShortOfMemory(torch.nn.Module):
+    """Counts the rows of a model's steps, and has memory for so many."""
+
+    def __init__(self, model, rows: int) -> None:
+        super().__init__()
+        self.model, self.config, self.rows, self.most = model, model.config, rows, 0
+
+    def forward(self, input_ids=None, **inputs):
+        if len(input_ids) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.most = max(self.most, len(input_ids))
+        return self.model(input_ids=input_ids, **inputs)
+
+
+@pytest.mark.parametrize("family", ["gpt2"])
+@pytest.mark.parametrize("fits", [2, 3])
+def test_rows_go_on_in_smaller_batches_when_memory_runs_out(family, fits):
+    """All at once do not fit, at the first step or when more come while others are decoded."""
+    model = tiny_model(family)
+    short = ShortOfMemory(model, fits)
+    ours = engine(short)
+    first, later = rows()[:2], rows()[2:]
+    ours.add(first)
+    ended = [each for _ in range(3) for each in ours.step()]
+    ours.add(later)
+    with pytest.warns(UserWarning, match="2 completions are decoded at once"):
+        ended = until_empty(ours, ended)
+    assert short.most <= fits
+    for row in rows():
+        assert_sampled(ended[row.id], alone(model, row))
+
+
+def test_a_row_that_does_not_fit_alone_ends_the_run():
+    ours = engine(ShortOfMemory(tiny_model("gpt2"), 8))
+    ours.model.rows = 0
+    ours.add(rows()[:1])
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.step()

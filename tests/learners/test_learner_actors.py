@@ -82,6 +82,7 @@ def test_what_one_of_several_raises_ends_all(make, return_obj_refs):
         group.foreach_actor(learn)
 
 
+@pytest.mark.slow  # a learner in a process of its own
 def test_what_the_only_learner_raises_leaves_it_alive(make):
     group = make(1)
     with pytest.raises(ValueError, match="learner 0 has no loss"):
@@ -89,6 +90,7 @@ def test_what_the_only_learner_raises_leaves_it_alive(make):
     assert values(group.foreach_actor(learn)) == [0]
 
 
+@pytest.mark.slow  # learners in processes of their own
 def test_a_killed_learner_is_named(make):
     group = make(2)
     os.kill(values(group.foreach_actor(pid))[1], signal.SIGKILL)

@@ -15,6 +15,7 @@ from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 from tests.learners import two_learners as two
 
+pytestmark = pytest.mark.slow  # learners in processes of their own
 LORA = {"r": 4, "alpha": 8}
 
 

@@ -16,8 +16,9 @@ from rllib_llm.rollouts.errors import (
     NoServerError,
     SamplingError,
 )
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.faults import Faults
-from rllib_llm.rollouts.request import SampleFailure, SampleRequest
+from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import (

@@ -10,7 +10,8 @@ from ray.rllib.utils.metrics import NUM_EPISODES
 
 from rllib_llm import columns
 from rllib_llm.rollouts.environment import SamplingEnvironment
-from rllib_llm.rollouts.request import SampleFailure, SampleRequest
+from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.read_only import can_map_read_only

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rllib_llm import columns
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest, concatenate
+from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest, concatenate
 
 
 def batch(prompts, completions, *, valid=None, scores=None, components=None, timing=1.0, pad=0):

@@ -104,7 +104,7 @@ def test_noise_is_named_as_a_run_names_it(tiny):
     # Of several completions each has a row of its own.
     assert tokens(n=3)[2] == tokens(noise_row=2)[0] != tokens()[0]
     assert tokens(noise_turn=1) != tokens()
-    ended = tiny[1].loop.complete(
+    ended = tiny[1].host.loop.complete(
         [1, 40, 41], SamplingParams(3, (EOS,), max_new_tokens=9), seed=5, row=2, turn=1
     )
     assert [ended.token_ids] == tokens(noise_row=2, noise_turn=1)
@@ -154,6 +154,15 @@ def test_nonsense_is_refused_in_openai_s_shape(tiny, body, code):
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"]
         assert code is None or error["code"] == code
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_json_that_is_not_called_so_is_refused_by_the_header_s_name(tiny, kind):
+    body = {"content": b'{"prompt": "a"}', "headers": {"Content-Type": kind}}
+    answer = httpx.post(f"{tiny[0]}/v1/completions", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "Content-Type")
+    assert kind in error["message"]
 
 
 def test_a_path_that_is_not_there_and_a_method_that_is_none(tiny):
@@ -312,7 +321,7 @@ def test_a_client_that_goes_away_frees_its_row_within_a_step():
                     with pytest.raises(httpx.ReadTimeout):
                         http.post("/v1/completions", json=LONG, timeout=0.2)
             until(lambda: not made.jobs)
-            steps = made.loop.do(lambda: made.engine.num_running).result()
+            steps = made.host.loop.do(lambda: made.host.engine.num_running).result()
             assert steps == 0  # once the job is closed, before the next step
 
 
@@ -320,13 +329,13 @@ def test_a_full_server_says_when_to_come_again():
     async def ask() -> None:
         made = service(max_rows=1, max_waiting=1)
         async with asgi_client(made) as http:
-            made.loop.pause()
+            made.host.loop.pause()
             first = [asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in "ab"]
             while len(made.jobs) < 2:
                 await asyncio.sleep(0.001)
             full = await http.post("/v1/completions", json=ASKED)
             assert (full.status_code, full.headers["retry-after"]) == (429, "1")
-            made.loop.resume()
+            made.host.loop.resume()
             assert [(await each).status_code for each in first] == [200, 200]
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
@@ -336,13 +345,13 @@ def test_a_request_has_a_deadline_and_a_drained_server_takes_no_more():
     async def ask() -> None:
         made = service(deadline_s=0.2)
         async with asgi_client(made) as http:
-            made.loop.pause()
+            made.host.loop.pause()
             late = await http.post("/v1/completions", json=ASKED)
             assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
             cut = await http.post("/v1/completions", json={**ASKED, "stream": True})
             assert cut.status_code == 504
             assert not made.jobs
-            made.loop.resume()
+            made.host.loop.resume()
             assert (await http.get("/readyz")).status_code == 200
             assert await made.drain(1)
             closed = await http.post("/v1/completions", json=ASKED)

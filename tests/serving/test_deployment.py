@@ -153,6 +153,7 @@ def command(
     )  # fmt: skip
 
 
+@pytest.mark.slow  # a server in a process of its own
 def test_the_command_serves_and_sigterm_drains(folder):
     port = free_port()
     process = command(folder, "--local", "--port", str(port), RLLIB_SERVE_API_KEYS="k")

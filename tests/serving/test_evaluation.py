@@ -31,7 +31,9 @@ def test_evaluation_through_the_server_equals_evaluation_in_the_run(
         algorithm.train()
         in_run = algorithm.train()["eval"]
         algorithm.save_to_path(str(tmp_path / "checkpoint"))
-    service = open_service(ServeSettings(model=str(tmp_path / "checkpoint"), name="run"))
+    service = open_service(
+        ServeSettings(model=str(tmp_path / "checkpoint"), name="run", engine_process=False)
+    )
     with running(service) as address:
         server = {"base_url": f"{address}/v1", "served_model": "run@0.0", **settings}
         asked = {**how, "engine": "openai", "engine_settings": server}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import random
 import re
 
 import jsonschema
@@ -25,6 +27,30 @@ SCHEMAS = [
 ]  # fmt: skip
 
 
+def drawn_schema(draw: random.Random, depth: int = 2) -> dict:
+    """A schema of nested objects, arrays, unions and bounded values."""
+    kinds = ["boolean", "null", "integer", "string", "pattern", "enum"]
+    kind = draw.choice(["object", "array", "union", *kinds] if depth else kinds)
+    inner = functools.partial(drawn_schema, draw, depth - 1)
+    if kind == "object":
+        names = draw.sample("abcdé", draw.randint(1, 3))
+        return {"type": "object", "properties": {name: inner() for name in names},
+                "required": names, "additionalProperties": False}  # fmt: skip
+    if kind == "array":
+        least = draw.randint(0, 2)
+        return {"type": "array", "items": inner(), "minItems": least, "maxItems": least + 1}
+    if kind == "union":
+        return {"anyOf": [inner(), inner()]}
+    least = draw.randint(-20, 20)
+    others = {
+        "integer": {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 99)},
+        "string": {"type": "string", "minLength": 1, "maxLength": draw.randint(1, 4)},
+        "pattern": {"type": "string", "pattern": draw.choice(["^[ab]{1,3}$", "^x[0-9]+y?z$"])},
+        "enum": {"enum": draw.sample(["red", "é€", 3, -1.5, None, True, "a b"], 3)},
+    }
+    return others.get(kind, {"type": kind})
+
+
 def ask_all(bodies: list[dict]) -> list:
     async def run() -> list:
         async with asgi_client(service()) as http:
@@ -40,12 +66,12 @@ def schema_format(schema) -> dict:
 
 
 def test_answers_are_valid_by_their_schemas_at_any_temperature():
+    draw = random.Random(0)
     bodies = [
         {"messages": CHAT, "seed": seed, "temperature": temperature, "max_tokens": 300,
          "response_format": schema_format(schema), "logprobs": True}
-        for schema in SCHEMAS
-        for temperature in (0, 1, 1.5)
-        for seed in (1, 2)
+        for schema in [*SCHEMAS, *(drawn_schema(draw) for _ in range(20))]
+        for seed, temperature in enumerate((0, 1, 1.5))
     ]  # fmt: skip
     num_whole = 0
     for body, answer in zip(bodies, ask_all(bodies), strict=True):

@@ -247,10 +247,25 @@ def test_prompts_are_not_in_the_log(caplog):
     lines = [json.loads(record.message) for record in caplog.records if "{" in record.message]
     assert [line["status"] for line in lines] == [200, 400]
     assert all(line["request_id"].startswith("req-") for line in lines)
+    assert {line["client"] for line in lines} == {"127.0.0.1"}  # as httpx names itself
     assert "my secret" not in caplog.text
     with caplog.at_level(logging.INFO, logger="rllib_llm"):
         asked(ask, log_prompts=True)
     assert "my secret" in caplog.text
+
+
+def test_the_log_names_who_asked(caplog, tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+
+    async def ask(http, made) -> None:
+        for key in ("secret-a", "secret-b", "wrong"):
+            await http.post("/v1/completions", json=ASKED, headers=bearer(key))
+
+    with caplog.at_level(logging.INFO, logger="rllib_llm.serving.security"):
+        asked(ask, api_keys_file=file)
+    told = [(line["client"], line["status"]) for line in map(json.loads, caplog.messages)]
+    assert told == [("ann", 200), ("bob", 200), ("127.0.0.1", 401)]
 
 
 def test_nobody_is_let_in_by_a_key_of_no_length():

@@ -77,6 +77,11 @@ def test_a_turn_that_fails_or_nobody_waits_for_leaves_nothing_behind():
             "/sessions/s/v1/chat/completions", json={**KNOBS, "messages": CHAT, "max_tokens": 5000}
         )  # noqa: E501
         assert bad.status_code == 400
+        # A call without a function, on which the template fails.
+        odd = [*CHAT, {"role": "assistant", "tool_calls": [{"id": "no function"}]}]
+        asked = {**KNOBS, "messages": odd}
+        refused = await http.post("/sessions/s/v1/chat/completions", json=asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
         assert (await http.get("/sessions/s")).json()["rows"] == []
         assert (await http.post("/sessions/s/reward", json={"reward": 1})).status_code == 400
         await say(http, CHAT)

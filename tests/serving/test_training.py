@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 @contextlib.contextmanager
 def following(name: str):
     """The address of a server that follows the run of this name."""
-    service = open_service(ServeSettings(model=tiny.MODEL, name="run", weights_wait_s=DEADLINE_S))
+    service = open_service(
+        ServeSettings(model=tiny.MODEL, name="run", weights_wait_s=DEADLINE_S, engine_process=False)
+    )
     with running(service) as address:
         source = RunSource(service, CoordinatorClient(name))
         source.start()

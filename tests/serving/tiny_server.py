@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -12,7 +15,8 @@ import torch
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.serving.app import make_app
 from rllib_llm.serving.clients import Clients
-from rllib_llm.serving.http_server import in_thread
+from rllib_llm.serving.engine_host import ThreadHost
+from rllib_llm.serving.http_server import HttpServer
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
 from tests import tiny_models
@@ -47,13 +51,10 @@ def settings(**changes) -> ServeSettings:
 
 
 def service(the_model=None, the_tokenizer=None, **changes) -> Service:
-    return Service(
-        the_model or load_causal_lm("tests.serving.tiny_server.build"),
-        the_tokenizer or tokenizer(),
-        settings(**changes),
-        eos_token_ids=(EOS,),
-        source="here",
-    )
+    made = settings(**changes)
+    the_model = the_model or load_causal_lm("tests.serving.tiny_server.build")
+    host = ThreadHost(the_model, made, (EOS,))
+    return Service(host, the_tokenizer or tokenizer(), made, source="here")
 
 
 @asynccontextmanager
@@ -69,7 +70,20 @@ async def asgi_client(made: Service, clients: Clients | None = None, **client: A
             made.close()
 
 
-running = in_thread  # the server's address while it runs in a thread
+@contextmanager
+def running(made: Service, clients: Clients | None = None) -> Iterator[str]:
+    """The server's address while it runs in a thread."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(made, clients, listening)
+    thread = threading.Thread(target=server.serve_here, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        listening.close()
 
 
 def until(is_so, seconds: float = DEADLINE_S) -> None:

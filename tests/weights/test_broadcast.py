@@ -10,9 +10,9 @@ from ray.exceptions import ObjectLostError
 from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import Transfer, WeightsLostError
+from rllib_llm.weights.transfer import Transfer
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
 from tests.weights.fakes import Coordinator, Store

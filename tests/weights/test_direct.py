@@ -13,7 +13,7 @@ from rllib_llm.weights import direct
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.direct import DirectSnapshot, has_nixl
 from rllib_llm.weights.flat_buffer import FlatBuffer
-from rllib_llm.weights.transfer import WeightsLostError
+from rllib_llm.weights.published import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners
 from tests.weights.direct_processes import NUM_BYTES, Learner, Sampler
@@ -55,6 +55,7 @@ def put(learner, version):
     return ray.get(learner.put.remote(version))
 
 
+@pytest.mark.slow  # three processes
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_other_processes_read_every_version_that_is_referred_to(start, transport):
     learner = start(Learner, transport)

@@ -24,9 +24,9 @@ from rllib_llm.weights.on_device import (
     CudaMemory,
     DeviceWeightsError,
 )
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import Transfer, WeightsLostError
+from rllib_llm.weights.transfer import Transfer
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
 from tests.weights.test_broadcast import LocalGroup

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from rllib_llm.rollouts.request import SampleFailure, SampleRequest
+from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.weights.broadcast import export_module
 from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rllib_llm.modules.lora import is_adapter
+from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.openai_client import RequestRefusedError, ServerError
 from rllib_llm.weights.push import WeightsPush, open_servers
 from tests.algorithms import tiny_runs as tiny
@@ -198,3 +200,22 @@ def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
 def test_an_entry_that_names_no_server_is_refused(entry, problem):
     with pytest.raises(ValueError, match=problem):
         tiny.grpo().weights(push=[json.loads(json.dumps(entry))]).validate()
+
+
+def test_a_run_that_trains_adapters_pushes_whole_weights(ray_session, tmp_path):
+    sglang = FakeSGLang()
+    with serving(sglang) as server:
+        entry = {"server": "sglang", "base_url": server.base_url, **QUICK}
+        config = tiny.grpo(lr=0.01).language_model(lora={"r": 2})
+        config.weights(push=[entry], push_folder=str(tmp_path / "pushed"))
+        with tiny.built(config) as algorithm:
+            algorithm.train()
+            policy = algorithm.get_module().unwrapped().model
+    assert sglang.version == "0.1" and not any(map(is_adapter, sglang.weights))
+    pushed = load_causal_lm(str(tmp_path / "pushed" / "0.1"))
+    trunk = load_causal_lm(tiny.MODEL)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        found, expected, before = (each(ids).logits for each in (pushed, policy, trunk))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, before, atol=1e-5)

@@ -16,8 +16,8 @@ from ray.exceptions import (
 
 from rllib_llm.weights.backoff import backoff_seconds
 from rllib_llm.weights.flat_buffer import FlatBuffer, pack
-from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.transfer import Transfer, WeightsLostError
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
+from rllib_llm.weights.transfer import Transfer
 from rllib_llm.weights.transport import TicketError
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))

@@ -76,11 +76,6 @@ def check_others(config: Any) -> None:
     """Raises ValueError where others than the samplers cannot be given the weights."""
     if config.in_evaluation:
         return
-    require(
-        config.lora is None or (config.serve is None and not config.weights_push), "lora",
-        config.lora, "None with serve or weights_push",
-        "adapters alone are published, and servers take whole weights", "Leave those out",
-    )  # fmt: skip
     for server in open_servers(config.weights_push or ()):
         server.close()
     require(

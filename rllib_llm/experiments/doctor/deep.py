@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.algorithms.auto_precision import decided
 from rllib_llm.experiments.doctor.finding import Finding
 from rllib_llm.experiments.doctor.stage import Stage
 
@@ -69,7 +70,7 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
     """What an iteration says of its sampler: log-probs, weights, rewards."""
     gap = result.get("sampler", {}).get("logprob_gap")
     config = stage.config
-    kind = "bfloat16" if config.dtype == "bfloat16" or config.mixed_precision else "float32"
+    kind = "bfloat16" if config.dtype == "bfloat16" or decided(config) else "float32"
     if gap is not None:
         exact = gap <= MAX_GAP[kind]
         yield Finding(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from rllib_llm.algorithms.auto_precision import AUTO
 from rllib_llm.experiments.doctor.finding import Finding
 from rllib_llm.experiments.doctor.machine import GIB, Machine
 from rllib_llm.experiments.doctor.stage import Stage
@@ -42,6 +43,12 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
             "devices.bfloat16", "warning", f"{slow[0]}={chosen[slow[0]]!r}",
             "must have a processor with AMX or AVX512-BF16, or a GPU: others emulate it, several "
             "times slower than float32.", f"Leave {slow[0]} out, or use a GPU.",
+        )  # fmt: skip
+    if chosen["mixed_precision"] == AUTO:
+        on = machine.computes_bfloat16
+        yield Finding(
+            "devices.precision", "note", f"mixed_precision='auto' is {'bf16' if on else None!r} "
+            f"here: this machine {'multiplies' if on else 'would emulate'} bfloat16.", "", "",
         )  # fmt: skip
     quantised = {
         "quantization": config.quantization,

@@ -103,7 +103,8 @@ def _sampler(stage: Stage, policy: int, sizes: dict[str, int | None]) -> float:
             continue
         if name == "reward_model" and given is None:
             continue
-        total += size * FROZEN_BYTES.get(str(settings.get("quantization", "none")), 4.0)
+        default = "bf16" if stage.config.mixed_precision else "none"
+        total += size * FROZEN_BYTES.get(str(settings.get("quantization", default)), 4.0)
     return total
 
 

@@ -23,8 +23,10 @@ from rllib_llm.modules.packing.trunk import wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
 
-# Logits that one chunk may hold when the caller does not say: 2^26 float32 are 256 MiB.
+# Logits that one chunk may hold when the caller does not say: 2^26 float32 are 256 MiB. In half
+# precision four times as many, 512 MiB: beside fast products, computing them again weighs more.
 _CHUNK_LOGITS = 2**26
+_HALF_CHUNKS = 4
 
 
 @dataclass
@@ -75,9 +77,10 @@ def score_completions(
     Prompts [batch, prompt_len] are left-padded, completions [batch, completion_len] right-padded,
     masks bool. Tokens masked out between masked-in ones (tool output) are read but not scored.
     Logits are divided by `temperature`; log-softmax is float32. `logits_chunk_tokens` is the number
-    of positions whose logits exist at one time, by default as many as make 256 MiB. Dropout is as
-    the model's mode says. Works under grad and no_grad; the result does not depend on padding or
-    chunks beyond rounding. The gradient of `full_kl` flows into `model` only.
+    of positions whose logits exist at one time, by default as many as make 256 MiB, in half
+    precision 512. Dropout is as the model's mode says. Works under grad and no_grad; the result
+    does not depend on padding or chunks beyond rounding. The gradient of `full_kl` flows into
+    `model` only.
 
     Raises ValueError for a row without a prompt token.
     """
@@ -183,7 +186,8 @@ def _stats(
         return (logprobs,) if entropies is None else (logprobs, entropies)
 
     if logits_chunk_tokens is None:
-        logits_chunk_tokens = run.default_chunk_tokens
+        is_half = run.states.element_size() == 2
+        logits_chunk_tokens = run.default_chunk_tokens * (_HALF_CHUNKS if is_half else 1)
     results = in_chunks(stats_of, (run.states, run.wanted.targets), logits_chunk_tokens)
     return results[0], (results[1] if entropy else None)
 

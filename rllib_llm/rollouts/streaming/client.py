@@ -43,6 +43,9 @@ class LedgerCalls(Protocol):
     def state(self) -> dict[str, Any]:
         """See `Ledger.state`."""
 
+    def close(self) -> None:
+        """Gives nobody work any more; those who wait for it are told so."""
+
     def look(self) -> dict[str, Any]:
         """`metrics`, `position`, who is waited for (`waits_for`), `num_old`: groups that older
         weights than the newest still have to sample; `cpu_seconds` and `pid` of its process."""
@@ -68,6 +71,9 @@ class LocalLedger:
     def state(self) -> dict[str, Any]:
         """As of all ledgers."""
         return self.journaled.ledger.state()
+
+    def close(self) -> None:
+        """As of all ledgers."""
 
     def look(self) -> dict[str, Any]:
         """As of all ledgers."""
@@ -181,10 +187,14 @@ class RemoteLedger:
                 time.sleep(backoff_seconds(attempt, random.uniform))
         raise AssertionError("unreachable")
 
+    def close(self) -> None:
+        """As of all ledgers."""
+        if ray.is_initialized():
+            ray.wait([self.actor.close.remote()], timeout=STOP_SECONDS)
+
     def stop(self) -> None:
         """As of all ledgers; its journal goes as well."""
         if ray.is_initialized():
-            ray.wait([self.actor.close.remote()], timeout=STOP_SECONDS)
             ray.kill(self.actor, no_restart=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -83,6 +83,9 @@ class JournaledLedger:
             else:
                 getattr(self.ledger, name)(*args)
         self.ledger.forget_weights()
+        # Nobody could renew a lease meanwhile, nor hand anything in.
+        away, self._now = self._clock() - self._now, self._clock()
+        self.ledger.put_off_all(away)
         self.was_restored = True
 
     def _compact(self, path: Path) -> None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.account import TokenAccount
 from rllib_llm.rollouts.streaming.entry import Answer, Entry, JudgedGroup, Lease, State, Tokens
 from rllib_llm.rollouts.streaming.leases import Leases
@@ -213,6 +213,11 @@ class Ledger:
     def put_off(self, sampler: str, seconds: float) -> None:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
         self._leases.put_off(sampler, seconds)
+
+    def put_off_all(self, seconds: float) -> None:
+        """Puts off the deadlines of all leases by the time in which there was no ledger."""
+        for sampler in {entry.sampler for entry in self.table if entry.state == "leased"}:
+            self._leases.put_off(sampler, seconds)
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from rllib_llm.listening import Listener
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.streaming.client import SamplerLedger
 from rllib_llm.rollouts.streaming.entry import Lease

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.client import SamplerLedger
 from rllib_llm.rollouts.streaming.row_work import RowWork
 from rllib_llm.rollouts.streaming.serving import LeaseServer, ServingSettings
 
 WAIT_SECONDS = 2.0  # for work, before it is asked for again
 MAX_SECONDS_OF_A_TURN = 600.0
+SECONDS_TO_END = 1.5  # a step of rows; not a batch
 
 Result = TypeVar("Result")
 
@@ -65,8 +66,9 @@ class Streamer:
         return self._thread.is_alive() and not self._stopped.is_set()
 
     def stop(self) -> None:
-        """Asks for no more leases."""
+        """Asks for no more leases; waits for the end of what its thread does, if that is near."""
         self._stopped.set()
+        self._thread.join(SECONDS_TO_END)
 
     def between_turns(self, call: Callable[[], Result]) -> Result:
         """What a call gives that is made while nothing is sampled.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.engines.protocol import InFlight
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.filters import Filters
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure, SampleRequest
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.streaming.entry import JudgedGroup, Lease
 from rllib_llm.rollouts.streaming.packing import judged_group, split
 from rllib_llm.weights.published import PublishedWeights

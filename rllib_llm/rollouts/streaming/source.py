@@ -20,8 +20,9 @@ from rllib_llm.rollouts.errors import (
     PublishedWeightsLostError,
     SamplingError,
 )
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.recorder import RolloutRecorder
-from rllib_llm.rollouts.request import JudgedBatch, SampleFailure
+from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.streaming.client import LedgerCalls
 from rllib_llm.rollouts.streaming.entry import Answer
 from rllib_llm.rollouts.streaming.packing import batch_of, rows_of
@@ -199,5 +200,6 @@ class Streaming:
 
     def stop(self) -> None:
         """As of all sources."""
-        self._workers.stop()
+        self._ledger.close()
+        self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
         self._ledger.stop()

@@ -14,7 +14,7 @@ from rllib_llm.cores import StarvedProcesses
 from rllib_llm.openai_client import ServerError
 from rllib_llm.rollouts.collect import LocalSampler
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming.client import STOP_SECONDS, LocalLedger, RemoteLedger
 from rllib_llm.rollouts.streaming.sampler import StreamOrder, be_streaming, stop_streaming

@@ -76,7 +76,7 @@ def test_a_setting_with_effect_is_silent(make, settings):
         ({"quantization": "nf4"}, "quantization='nf4' must be 'none' without lora"),
         ({"quantization": "int3", "lora": {}}, "quantization='int3' must be"),
         ({"dtype": "float16"}, r"dtype='float16' must be one of \('float32', 'bfloat16'\)"),
-        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be None or 'bf16'"),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of .'bf16', 'auto'"),
         ({"mixed_precision": "bf16", "dtype": "bfloat16"}, "mixed_precision='bf16' must be None"),
         ({"lora": {"rank": 3}}, "must hold only"),
     ],

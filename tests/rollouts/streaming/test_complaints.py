@@ -192,3 +192,24 @@ def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
         start = time.monotonic()
         source.next()
         assert 0.06 <= source.metrics()["rollouts"]["wait_seconds"] <= time.monotonic() - start
+
+
+class FillingLedger(LocalLedger):
+    """Has a batch of four once they are all judged, one after the other."""
+
+    def take(self, step, num_seen, wait_s):
+        for lease in self.call("lease", "0", 1, []):
+            self.call("push", lease.id, [judged(lease.position, step)])
+        return super().take(step, num_seen, wait_s)
+
+
+def test_who_waits_for_a_batch_is_told_how_much_of_it_is_there(monkeypatch):
+    monkeypatch.setattr("rllib_llm.rollouts.streaming.source.batch_of", lambda groups: groups)
+    rules, told = StreamRules(num_groups=4, max_staleness=0), []
+    source = Streaming(
+        FillingLedger(rules), NobodyToAsk(), rules, recorder=RecordsNothing(), publish_again=None,
+        tell=told.append,
+    )  # fmt: skip
+    source.publish(PublishedWeights(0))
+    source.next()
+    assert told == [1, 2, 3]

@@ -8,7 +8,7 @@ from rllib_llm.rollouts.streaming import journal as module
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.weights.published import PublishedWeights
-from tests.rollouts.streaming.simulated import judged
+from tests.rollouts.streaming.simulated import Clock, judged
 
 RULES = StreamRules(num_groups=2, max_staleness=1)
 
@@ -38,6 +38,27 @@ def test_it_comes_back_as_it_was_and_leases_still_hold(tmp_path, monkeypatch, co
     assert [g.position for g in answer.groups] == [0, 1] and answer.missing == (0,)
     third = JournaledLedger(RULES, tmp_path)
     assert known(third) == known(again)
+
+
+def test_time_without_a_ledger_counts_for_no_lease(tmp_path):
+    """It takes 60 s to start again, of leases of 10 s: samplers that could not say that they are at
+    work are not hung, and what they hand in is taken."""
+    clock = Clock()
+    rules = StreamRules(num_groups=2, max_staleness=1, timeout_s=10.0)
+    made = JournaledLedger(rules, tmp_path, clock=clock)
+    made.call("publish", PublishedWeights(0))
+    leases = made.call("lease", "1", 2, [])
+    clock.now = 4.0
+    made.call("renew", "2", [])  # the last that it heard
+    clock.now = 64.0
+    again = JournaledLedger(rules, tmp_path, clock=clock)
+    clock.now = 69.0
+    assert again.call("take", 0).expired == ()
+    # Another one after it knows of both.
+    third = JournaledLedger(rules, tmp_path, clock=clock)
+    assert third.call("push", leases[0].id, [judged(0, 0)]) == 1
+    clock.now = 71.0  # 10 s at work, and not handed in
+    assert [sampler for sampler, _ in third.call("take", 0).expired] == ["1"]
 
 
 def test_a_call_that_was_cut_short_was_not_made(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.rollouts.request import SampleFailure
+from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
@@ -73,6 +73,29 @@ def test_what_is_on_its_way_never_exceeds_the_capacity():
     for n in range(1, 9):
         run.until(n)
         assert len(made.table) <= 8
+
+
+def test_surplus_groups_are_carried_and_come_first_next_time():
+    """Complaint: surplus groups that are complete are thrown away (slime's over-sampling). Six are
+    begun for a batch of four: of the two that are left one is whole, and one goes on with what
+    there is of it."""
+    made = ledger(schedule="free", max_staleness=0, window=6, num_extra=2)
+    leases = made.lease("1", 6)
+    made.keep_partial(leases[1].id, {1: partial(4)})
+    for lease in [*leases[:1], *leases[2:]]:
+        serve(made, lease)
+    assert [g.position for g in made.take(0).groups] == [0, 2, 3, 4]
+    made.publish(PublishedWeights(1))
+    assert made.table.num_tokens == 4 + 15  # carried: of group 1, and group 5
+    assert [lease.position for lease in made.lease("2", 9)] == [6, 7, 8, 9]  # none of them again
+    for position in (7, 6, 8):
+        lease = made.table[position].lease
+        made.push(lease, [judged(position, 1)])
+    made.push(leases[1].id, [judged(1, 0, num_tokens=9, continues=True)])
+    batch = made.take(1).groups
+    assert [(g.position, g.oldest_version) for g in batch] == [(1, 0), (5, 0), (6, 1), (7, 1)]
+    made.account.check(made.table.num_tokens)
+    assert made.account.rejected.total() == 0
 
 
 def test_slow_prompts_are_not_starved():

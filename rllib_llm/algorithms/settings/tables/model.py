@@ -59,14 +59,15 @@ LANGUAGE_MODEL = Section(
             name="mixed_precision",
             type=str | None,
             default=None,
-            choices=("bf16",),
+            choices=("bf16", "auto"),
             meaning="what the model computes in, in learners and samplers",
             note='"bf16": a bfloat16 copy, cast from the float32 weights once per optimiser step; '
             "weights, sums of gradients and optimiser stay float32, and so do norms, log-probs, "
             "losses and values. For GPUs and for processors with AMX or AVX512-BF16. None: all in "
-            "`dtype`.",
+            '`dtype`. "auto": "bf16" where learners have the hardware, else None; decided where a '
+            "run begins, said, and kept in its checkpoints.",
             reason="float16 needs scaled losses, which are not built in",
-            remedy="Use 'bf16'",
+            remedy="Use 'bf16' or 'auto'",
             also=("autocast_dtype", "bf16", "fp16", "precision"),
         ),
         Setting(

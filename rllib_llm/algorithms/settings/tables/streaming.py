@@ -118,7 +118,8 @@ STREAMING = Section(
             meaning="the groups on their way, over those that an iteration learns from",
             note="1.25: a quarter more prompts are begun than are needed; with schedule='free' the "
             "first that are finished are learnt from, and the rest carried over to the next "
-            "iteration. Nothing is thrown away.",
+            "iteration. Nothing is thrown away. `window` is then at least as wide as all that are "
+            "begun for one.",
             remedy="Use 1",
             also=("over_sampling_batch_size", "oversample_ratio"),
         ),

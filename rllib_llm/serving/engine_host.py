@@ -1,0 +1,199 @@
+"""The engine behind a server: what the server asks of it, and the one in a thread of this process.
+
+`engine_process.py` has the same in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.lanes import LaneEngine, LaneLoader
+from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.scoring import Scores
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
+from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.serving.versions import fingerprint
+
+_MANY_POSITIONS = 2**20  # of a model that says no number
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a server has to know of its model."""
+
+    max_positions: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, model: Any, eos_token_ids: tuple[int, ...]) -> ModelFacts:
+        """Those of a causal LM of transformers.
+
+        Args:
+            model: the model.
+            eos_token_ids: all ids that end its completions.
+        """
+        config = model.config.get_text_config(decoder=True)
+        return cls(
+            getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
+            model.get_input_embeddings().weight.shape[0],
+            eos_token_ids,
+            fingerprint(model.state_dict()),
+        )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Completions in an engine."""
+
+    sampling: int
+    waiting: int
+    by_version: dict[int, int]
+
+
+class EngineHost(Protocol):
+    """Samples for a server. Weights are named by the serial numbers that the server gives them;
+    those that it starts with are 0."""
+
+    facts: ModelFacts
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is sampled, and what is asked for waits."""
+
+    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
+        """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open."""
+
+    def abort(self, future: Future[Ended]) -> None:
+        """As `EngineLoop.abort`."""
+
+    def score(self, token_ids: list[int], top: int, version: int | None) -> Future[Scores]:
+        """As `LaneEngine.score`."""
+
+    def count(self) -> Future[Counts]:
+        """The completions in it."""
+
+    def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
+        """Has new rows sampled by these weights; those that are there then, the newest first. It
+        may take a while.
+
+        Raises:
+            ValueError: they are those of another model; nothing changes.
+        """
+
+    def pause(self) -> None:
+        """As `EngineLoop.pause`."""
+
+    def resume(self) -> None:
+        """As `EngineLoop.resume`."""
+
+    def check_open(self) -> None:
+        """As `EngineLoop.check_open`."""
+
+    def close(self) -> None:
+        """As `EngineLoop.close`."""
+
+
+class ThreadHost:
+    """See `EngineHost`; a thread of this process has the engine.
+
+    Args:
+        model: causal LM of transformers, which this owns.
+        settings: of the server.
+        eos_token_ids: all ids that end a completion.
+        after_step: called in the engine's thread when what has come of a step was handed on.
+        engine: of the model, which this owns then; None: one is made.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: ServeSettings,
+        eos_token_ids: tuple[int, ...],
+        after_step: Callable[[], None] | None = None,
+        engine: TorchEngine | None = None,
+    ) -> None:
+        self.facts = ModelFacts.of(model, eos_token_ids)
+        self._in_flight = settings.in_flight
+        other = copy.deepcopy(model) if self._in_flight == "finish" else None
+        newest = engine or _engine(model, 0, settings)
+        self.engine = LaneEngine(newest, other and _engine(other, None, settings))
+        self.loop = EngineLoop(self.engine, after_step)
+        self._loader = LaneLoader(self.loop, self.engine)
+
+    @property
+    def is_paused(self) -> bool:
+        """As of all hosts."""
+        return self.loop.is_paused
+
+    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
+        """As of all hosts."""
+        return self.loop.submit_all(wanted)
+
+    def abort(self, future: Future[Ended]) -> None:
+        """As of all hosts."""
+        self.loop.abort(future)
+
+    def score(self, token_ids: list[int], top: int, version: int | None) -> Future[Scores]:
+        """As of all hosts."""
+        return self.loop.do(lambda: self.engine.score(token_ids, top, version))
+
+    def count(self) -> Future[Counts]:
+        """As of all hosts."""
+        return self.loop.do(
+            lambda: Counts(
+                self.engine.num_sampling, self.engine.num_waiting, self.engine.rows_by_version
+            )
+        )
+
+    def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
+        """As of all hosts."""
+        if self._in_flight == "finish":
+            self._loader.load(dict(weights), serial)
+        else:
+            self.loop.load(dict(weights), serial, self._in_flight)
+        return self.loop.do(lambda: self.engine.versions).result()
+
+    def pause(self) -> None:
+        """As of all hosts."""
+        self.loop.pause()
+
+    def resume(self) -> None:
+        """As of all hosts."""
+        self.loop.resume()
+
+    def check_open(self) -> None:
+        """As of all hosts."""
+        self.loop.check_open()
+
+    def close(self) -> None:
+        """As of all hosts."""
+        self.loop.close()
+
+
+def open_thread(
+    settings: ServeSettings, source: str, after_step: Callable[[], None] | None = None
+) -> ThreadHost:
+    """A host in this process, with the model that `source` names; see `ThreadHost`."""
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
+    ends = eos_token_ids(model.config, load_tokenizer(source), model.generation_config)
+    return ThreadHost(model, settings, ends, after_step)
+
+
+def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:
+    return TorchEngine(
+        model, version=version, max_rows=settings.max_rows,
+        max_positions=settings.max_model_len or 2048,
+    )  # fmt: skip

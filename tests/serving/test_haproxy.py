@@ -1,0 +1,95 @@
+"""Behind Ray Serve's HAProxy, under load: a replica is killed, and all are replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests import tiny_models
+from tests.serving.test_deployment import free_port
+from tests.serving.test_on_ray import KNOBS, Load, running
+from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer, until
+
+pytestmark = pytest.mark.slow
+
+# A process with a Ray of its own, for HAProxy is chosen when Ray starts; it replaces its replicas
+# when it is told to.
+SERVER = """
+import sys
+import rllib_llm
+from ray import serve
+from rllib_llm.serving import deployment
+
+folder, port = sys.argv[1:]
+server = rllib_llm.serve(
+    folder, port=int(port), api_keys="k", haproxy=True, num_cpus=0.5, replicas=2
+)
+print("ready", flush=True)
+for line in sys.stdin:
+    settings = server.settings.model_copy(update={"default_max_tokens": 99})
+    serve.run(deployment.build(settings), name=deployment.APPLICATION, route_prefix="/")
+    print("replaced", flush=True)
+"""
+
+
+def server(folder: str, port: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER, folder, str(port)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": "local"},
+    )  # fmt: skip
+
+
+def says(process: subprocess.Popen, word: str) -> None:
+    """Waits until the server has said it."""
+    assert process.stdout is not None
+    assert any(line.strip() == word for line in iter(process.stdout.readline, ""))
+
+
+def replicas(process: subprocess.Popen) -> set[int]:
+    """The ids of the replicas' processes."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return {each.pid for each in found if "ServeReplica" in " ".join(each.cmdline())}
+
+
+def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(tmp_path):
+    folder = tiny_models.save(tmp_path / "tiny", model(), tokenizer())
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running(server(folder, port)) as process:
+        says(process, "ready")
+        until(lambda: len(replicas(process)) == 2, 5 * DEADLINE_S)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="k") as client:
+            assert client.models.list().data[0].id == NAME
+            expected = client.completions.create(**KNOBS).choices[0].text
+        with Load(url) as patient, Load(url, clients=2, max_retries=0) as other:
+            patient.goes_on()
+            first = replicas(process)
+            os.kill(min(first), signal.SIGKILL)
+            patient.goes_on()
+            until(lambda: len(replicas(process) - {min(first)}) == 2, 5 * DEADLINE_S)
+            patient.goes_on()
+            # Those that were with the killed one, and those sent to it before that was known.
+            failed, before = len(other.errors), replicas(process)
+            assert process.stdin is not None
+            process.stdin.write("replace\n")
+            process.stdin.flush()
+            says(process, "replaced")
+            until(lambda: not before & replicas(process), 5 * DEADLINE_S)
+            patient.goes_on()
+        print(f"killed: {failed} failed, replaced: {len(other.errors) - failed} failed, "
+              f"of {len(other.texts)}; who tried again: {len(patient.texts)}")  # fmt: skip
+        assert set(patient.texts) | set(other.texts) == {expected}
+        assert not patient.errors
+        assert all(isinstance(e, openai.APIConnectionError | openai.InternalServerError)
+                   for e in other.errors)  # fmt: skip
+        assert len(other.errors) == failed, "replaced replicas end what they have begun"

@@ -1,0 +1,102 @@
+"""Weights pushed to vLLM's own server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import httpx
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rllib_llm.weights.push import WeightsPush, open_servers
+from tests import tiny_models
+from tests.serving.test_deployment import answers, free_port
+from tests.serving.tiny_server import plain_logprobs, until
+
+# Of an environment of its own, which `make test-vllm` makes, or another one.
+PYTHON = os.environ.get("VLLM_PYTHON") or (
+    sys.executable if importlib.util.find_spec("vllm") else None
+)
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        PYTHON is None,
+        reason="vLLM has an environment of its own: `make test-vllm`, or VLLM_PYTHON names one",
+    ),
+]
+
+START_SECONDS = 900
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+PROMPT = [1, *(5 + 7 * i % 250 for i in range(300))]  # longer than a block of the KV cache
+
+
+def model(seed: int):
+    """A Llama whose heads are as wide as vLLM's kernels want."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+            initializer_range=0.3, tie_word_embeddings=False, pad_token_id=3, eos_token_id=2,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of vLLM's server with the model of seed 0."""
+    folder = tiny_models.save(
+        tmp_path_factory.mktemp("model") / "tiny", model(0), tiny_models.byte_tokenizer()
+    )
+    port = free_port()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
+         "--served-model-name", "m", "--port", str(port), "--dtype", "float32",
+         "--max-model-len", "512", "--enforce-eager", "--disable-log-stats"],
+        env=environment | ENVIRONMENT,
+    )  # fmt: skip
+    try:
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or answers(f"{address}/health"), START_SECONDS)
+        assert process.poll() is None, "vLLM's server has ended"
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def assert_answers_by(address: str, the_model) -> None:
+    """What it samples has the log-probs of this model."""
+    body = {
+        "model": "m", "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 12, "logprobs": 0, "temperature": 1.0, "seed": 3,
+                            "ignore_eos": True},
+    }  # fmt: skip
+    answer = httpx.post(f"{address}/inference/v1/generate", json=body, timeout=60)
+    (choice,) = answer.raise_for_status().json()["choices"]
+    told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert len(told) == 12
+    expected = plain_logprobs(the_model, PROMPT, choice["token_ids"])
+    assert told == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("pause_mode", ["wait", "keep", "abort"])
+def test_a_real_vllm_answers_by_what_was_pushed_last(server, tmp_path, pause_mode):
+    entry = {"server": "vllm", "base_url": f"{server}/v1", "pause_mode": pause_mode}
+    push = WeightsPush(open_servers([entry]), tmp_path / "pushed")
+    try:
+        for version, seed in ((1, 1), (2, 2), (3, 0)):
+            push.push(model(seed).save_pretrained, 5, version)
+            assert_answers_by(server, model(seed))
+            assert httpx.get(f"{server}/weight_info").json()["weight_version"] == f"5.{version}"
+            assert httpx.get(f"{server}/is_paused").json() == {"is_paused": False}
+    finally:
+        push.close()
