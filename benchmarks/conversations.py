@@ -3,9 +3,10 @@
     python benchmarks/conversations.py --conversations 64 --turns 4 --tool-ms 50
 
 A random Llama samples turns of a fixed length. "turns": between two of them a tool takes its time
-and its result is appended. "one turn": as many tokens per conversation at once, from the same
-prompt. All run in turns on the same engine settings, with the KV cache kept over turns and without;
-a table has each round and the ratios.
+and its result is appended. "one turn": the same tokens at once, the results read with the prompt;
+"and no results": as many sampled tokens from the prompt alone. All run one after the other on the
+same engine settings, with the KV cache kept over turns and without; a table has each round and the
+ratios.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ async def converse(
     tool_s: float,
     result: Sequence[int],
     keeps: bool,
+    num_read: int,
 ) -> int:
-    """One conversation: its turns' lengths are given; how many tokens it sampled."""
-    token_ids, sampled = list(prompt), 0
+    """One conversation: its turns' lengths are given, and how many results are read at its start;
+    how many tokens it sampled."""
+    token_ids, sampled = [*prompt, *result * num_read], 0
     for turn, length in enumerate(turns):
         params = SamplingParams(pad_token_id=0, max_new_tokens=length)
         ended = await loop.complete_async(
@@ -63,7 +66,11 @@ async def converse(
 
 
 async def rate(
-    loop: EngineLoop, args: argparse.Namespace, turns: Sequence[int], keeps: bool
+    loop: EngineLoop,
+    args: argparse.Namespace,
+    turns: Sequence[int],
+    keeps: bool,
+    num_read: int = 0,
 ) -> tuple[float, float]:
     """Sampled tokens of all conversations per second, and per CPU-second of this process."""
     generator = torch.Generator().manual_seed(1)
@@ -73,7 +80,7 @@ async def rate(
     start, cpu_start = time.perf_counter(), time.process_time()
     sampled = await asyncio.gather(
         *(
-            converse(loop, row, prompt, turns, args.tool_ms / 1000, result, keeps)
+            converse(loop, row, prompt, turns, args.tool_ms / 1000, result, keeps, num_read)
             for row, prompt in enumerate(prompts)
         )
     )
@@ -95,27 +102,30 @@ def main() -> None:
     args = parser.parse_args()
     model = build_model(args.hidden_size, args.layers)
     many, one = [args.turn_tokens] * args.turns, [args.turn_tokens * args.turns]
-    ways = {"cache kept": (many, True), "cache dropped": (many, False), "one turn": (one, False)}
+    ways = {
+        "cache kept": (many, True, 0), "cache dropped": (many, False, 0),
+        "one turn": (one, False, args.turns - 1), "and no results": (one, False, 0),
+    }  # fmt: skip
     ratios: dict[str, list[float]] = {name: [] for name in ways}
     cpu_ratios: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds):
         rates = {}
-        for name, (turns, keeps) in ways.items():
+        for name, way in ways.items():
             loop = EngineLoop(TorchEngine(model, version=0))
             try:
-                rates[name] = asyncio.run(rate(loop, args, turns, keeps))
+                rates[name] = asyncio.run(rate(loop, args, *way))
             finally:
                 loop.close()
         for name, (per_second, per_cpu_second) in rates.items():
             ratios[name].append(per_second / rates["one turn"][0])
             cpu_ratios[name].append(per_cpu_second / rates["one turn"][1])
             print(
-                f"round {number}: {name:<13} {per_second:8.0f} tokens/s, {per_cpu_second:8.0f} per "
+                f"round {number}: {name:<14} {per_second:8.0f} tokens/s, {per_cpu_second:8.0f} per "
                 f"CPU-second; of one turn's {ratios[name][-1]:.3f} and {cpu_ratios[name][-1]:.3f}"
             )
     for name in ways:
         print(
-            f"median {name:<13} {statistics.median(ratios[name]):.3f} of one turn's tokens/s, "
+            f"median {name:<14} {statistics.median(ratios[name]):.3f} of one turn's tokens/s, "
             f"{statistics.median(cpu_ratios[name]):.3f} per CPU-second"
         )
 

@@ -36,7 +36,10 @@ SMALL = {
 
 
 def experiments_of(file: Path) -> list[Experiment]:
-    """The experiments of the file; skips the test where a variable has no value yet."""
+    """The experiments of the file; skips the test where a variable has no value yet, or where a
+    package is not there that cannot be beside the tests' own."""
+    if file.stem.startswith("verifiers"):
+        pytest.importorskip("verifiers", reason="verifiers pins openai below 3")
     try:
         return load(read(file), file.name, here=FOLDER)
     except UserError as error:

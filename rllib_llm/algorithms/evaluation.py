@@ -8,7 +8,6 @@ prompt position and randomness are untouched, being functions of position and se
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from ray.rllib.callbacks.utils import make_callback
@@ -23,7 +22,7 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm import columns
-from rllib_llm.numerics.pass_at_k import rates
+from rllib_llm.algorithms.pass_metrics import pass_metrics
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 
@@ -124,7 +123,8 @@ def _results(batch: JudgedBatch, config) -> dict[str, float]:
     """What is reported of a batch, under `eval/` or the name of its environment."""
     results = held_out_metrics(batch)
     if config.pass_at:
-        results.update(pass_metrics(batch, config.pass_at, config.pass_on))
+        asked = (config.pass_at, config.pass_on, config.answer_pattern)
+        results.update(pass_metrics(batch, *asked))
     return results
 
 
@@ -151,27 +151,3 @@ def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
         **batch.train_metrics(),
         **batch.env_metrics(),
     }
-
-
-def pass_metrics(batch: JudgedBatch, ks: Sequence[int], on: str | None) -> dict[str, float]:
-    """`pass@<k>` and `pass^<k>` of the completions of each prompt, with `_low` and `_high` of their
-    95 % intervals over prompts.
-
-    Raises:
-        ValueError: what says that a completion has passed is not there, or neither 0 nor 1.
-    """
-    valid = batch.columns[columns.VALID]
-    column = batch.columns[columns.SCORES] if on is None else batch.components.get(on)
-    if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
-        found = "there is none" if column is None else "it has other numbers than 0 and 1"
-        raise ValueError(
-            f"pass_on={on!r} must name a component of the reward that is 0 or 1, of "
-            f"{sorted(batch.components)}: {found}. Name one, or None where the score itself is."
-        )
-    metrics: dict[str, float] = {}
-    counts = valid & ~column.isnan()
-    for name, (mean, low, high) in rates(
-        column == 1, batch.columns[columns.GROUP], counts, ks
-    ).items():
-        metrics |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-    return metrics

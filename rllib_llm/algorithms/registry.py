@@ -11,6 +11,7 @@ from rllib_llm.ray_compat import register_trainable, rllib_algorithm_class
 ALGORITHMS: dict[str, str] = {
     "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",
     "GRPO": "rllib_llm.algorithms.grpo:GRPO",
+    "SelfPlay": "rllib_llm.algorithms.self_play:SelfPlay",
     "RLOO": "rllib_llm.algorithms.rloo:RLOO",
     "ReinforcePP": "rllib_llm.algorithms.reinforce_pp:ReinforcePP",
     "SFT": "rllib_llm.algorithms.sft:SFT",

@@ -48,11 +48,19 @@ def evaluate(
     ] = None,
     pass_at: Annotated[
         str | None,
-        typer.Option("--pass-at", help="The k of pass@k and pass^k, such as 1,4,16."),
+        typer.Option("--pass-at", help="The k of pass@k, pass^k and maj@k, such as 1,4,16."),
     ] = None,
     pass_on: Annotated[
         str | None,
         typer.Option("--pass-on", help="The 0-1 component of the reward that says what passed."),
+    ] = None,
+    answer_pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--answer-pattern",
+            help="What a completion votes for in maj@k: the first group of this regular "
+            "expression's last match. Default: all that it says.",
+        ),
     ] = None,
     config: Annotated[
         str,
@@ -80,7 +88,7 @@ def evaluate(
         if samples is not None or pass_at is not None:
             settings["evaluation_config"] = {
                 **settings.get("evaluation_config", {}),
-                **_sampled(samples, pass_at, pass_on),
+                **_sampled(samples, pass_at, pass_on, answer_pattern),
             }
         from rllib_llm.checkpoints.finding import find_checkpoint
 
@@ -97,7 +105,9 @@ def evaluate(
     console.print(_table(flat))
 
 
-def _sampled(samples: int | None, pass_at: str | None, pass_on: str | None) -> dict[str, Any]:
+def _sampled(
+    samples: int | None, pass_at: str | None, pass_on: str | None, answer_pattern: str | None
+) -> dict[str, Any]:
     """Return the settings of an evaluation that samples several completions of each prompt."""
     ks = parse_mapping(f"ks: [{pass_at or ''}]", "--pass-at")["ks"]
     count = samples or max(ks, default=1)
@@ -106,7 +116,10 @@ def _sampled(samples: int | None, pass_at: str | None, pass_on: str | None) -> d
             f"--pass-at={pass_at!r} must be numbers from 1 to --samples={count}: so many "
             "completions are sampled of each prompt. Write 1,4 or raise --samples."
         )
-    return {"explore": True, "num_completions": count, "pass_at": ks or None, "pass_on": pass_on}
+    return {
+        "explore": True, "num_completions": count, "pass_at": ks or None, "pass_on": pass_on,
+        "answer_pattern": answer_pattern,
+    }  # fmt: skip
 
 
 def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:

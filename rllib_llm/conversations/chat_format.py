@@ -10,6 +10,8 @@ part that rendering it adds at the end:
                                                             nothing before its end has changed,
              = none                                         where the template drops or changes what
                                                             was said: a path of its own begins
+
+Of a family that the package `renderers` knows the suffix is the renderer's, where it has one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rllib_llm.chat_text import render_chat
+from rllib_llm.conversations.families import AUTO, bridged, family_renderer
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
 
 Message = Mapping[str, Any]
@@ -59,6 +62,8 @@ class ChatFormat:
             what was sampled.
         stop_token_ids: end a turn; None: what the template ends a turn with, and EOS.
         template_settings: further variables of the template, such as enable_thinking.
+        renderer: of the package `renderers`: "auto" takes what is known of the tokenizer's hub id,
+            a name such as "qwen3" that family's, None none.
 
     Raises:
         ChatFormatError: no template, an unknown setting, or a template that ends a turn with no
@@ -74,6 +79,7 @@ class ChatFormat:
         history: str = "fork",
         stop_token_ids: Sequence[int] | None = None,
         template_settings: Mapping[str, Any] | None = None,
+        renderer: str | None = AUTO,
     ) -> None:
         if not tokenizer.chat_template:
             raise ChatFormatError(
@@ -95,6 +101,7 @@ class ChatFormat:
         self.turn_end, self._turn_end_id = self._find_turn_end()
         ends = stop_token_ids or (self._turn_end_id, *_eos(tokenizer))
         self.stop_token_ids = tuple(dict.fromkeys(ends))
+        self.renderer, self.renderer_note = family_renderer(tokenizer, renderer, self._settings)
 
     # --- text --------------------------------------------------------------------------------
 
@@ -175,6 +182,20 @@ class ChatFormat:
             return Suffix("fork", [])
         behind = rendered[len(self._upto_end(rendered, num_ends)) :]
         return Suffix("kept", self._behind_turn(behind, finished))
+
+    def bridge(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
+    ) -> Suffix | None:
+        """What the family's renderer appends behind a sampled turn; None without one, or where it
+        leaves it to the template."""
+        if self.renderer is None:
+            return None
+        ids = bridged(self.renderer, prompt_ids, sampled_ids, new, self.tools)
+        return None if ids is None else Suffix("exact", ids)
+
+    def drop_renderer(self, why: str) -> None:
+        """Leaves all to the template from now on."""
+        self.renderer, self.renderer_note = None, why
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
         """Whether a sampled turn ends as the template ends one; a turn that was cut off or ended by

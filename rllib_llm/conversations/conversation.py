@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -127,6 +127,18 @@ class Conversation:
         return [dict(message) for node in self.path() for message in node.messages]
 
     @property
+    def opening(self) -> Messages:
+        """What the newest path began with, before anybody answered; a path that a fork began
+        repeats it."""
+        newest = self.path()
+        if not newest:
+            return []
+        said = newest[0].messages
+        begun = (node.messages for node in self.nodes if node.parent is None)
+        first = next(messages for messages in begun if said[: len(messages)] == messages)
+        return [dict(message) for message in first]
+
+    @property
     def num_turns(self) -> int:
         """Turns that the policy took."""
         return sum(node.sampled for node in self.nodes)
@@ -174,7 +186,10 @@ class Conversation:
         assert self.reply is not None, "a sampled node was parsed"
         earlier = [message for node in before[:-1] for message in node.messages]
         finished = self.chat_format.ends_turn(before[-1].token_ids)
-        suffix = self.chat_format.suffix(earlier, self.reply, cleaned, finished=finished)
+        asked = [token for node in before[:-1] for token in node.token_ids]
+        suffix = self.chat_format.bridge(asked, before[-1].token_ids, cleaned)
+        if suffix is None:
+            suffix = self.chat_format.suffix(earlier, self.reply, cleaned, finished=finished)
         self.suffixes[suffix.how] += 1
         if suffix.how != "fork":
             self._append(Node(self._leaf, cleaned, tuple(suffix.token_ids)))
@@ -252,6 +267,17 @@ class Conversation:
         if node.sampled:
             self.reply = self._read(node)
             self._num_calls += len(self.reply.tool_calls)
+
+    def adopt(self, other: Conversation) -> None:
+        """Appends all that was said in another conversation of the same rollout, as paths of their
+        own; its newest path is this one's, too."""
+        shift = len(self.nodes)
+        for node in other.nodes:
+            parent = None if node.parent is None else node.parent + shift
+            self.nodes.append(replace(node, parent=parent))
+        self.suffixes.update(other.suffixes)
+        if other._leaf is not None:
+            self._leaf, self.reply = other._leaf + shift, other.reply
 
     def branch(self, node: int) -> None:
         """Goes on from an earlier node; what came behind it stays, as a path of its own."""

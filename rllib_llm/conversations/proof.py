@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages
 from rllib_llm.conversations.conversation import Conversation
 
-Outcome = Literal["appends", "forks", "keeps", "unsupported", "ignored"]
+Outcome = Literal["appends", "forks", "keeps", "unsupported", "ignored", "proven"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Finding:
     appends: each turn is a suffix of the one before; forks: a further turn changes earlier ones, so
     that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
     (`history="keep"`); unsupported: the template refuses such dialogues; ignored: it writes nothing
-    of them.
+    of them; proven: of a renderer, that it appends what the template would write.
     """
 
     dialogue: str
@@ -46,16 +46,39 @@ THINKS: dict[str, Any] = {**SAYS, "reasoning_content": "One and one."}
 def prove(chat_format: ChatFormat) -> list[Finding]:
     """What the format does with each kind of dialogue.
 
+    A renderer that would append other tokens than the template writes is dropped, which is said.
+
     Raises:
         ChatFormatError: it would append tokens that are not the template's own.
     """
+    dialogues = _dialogues(chat_format)
+    renderers: list[Finding] = []
+    if chat_format.renderer is not None:
+        renderers.append(_prove_renderer(chat_format, dialogues))
+    found = [_prove(chat_format, name, turns) for name, turns in dialogues.items()]
+    return [*found, *renderers]
+
+
+def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Finding:
+    kind = f"renderer {chat_format.renderer_note}"
+    try:
+        for name, turns in dialogues.items():
+            _prove(chat_format, name, turns)
+    except ChatFormatError as error:
+        chat_format.drop_renderer(str(error))
+        return Finding(kind, "ignored", "it writes other tokens than the chat template")
+    return Finding(kind, "proven")
+
+
+def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
+    """Those that are walked through, by name."""
     name = min(chat_format.tool_names, default="add")
     function = {"name": name, "arguments": {"text": "1 + 1"}}
     call = {"type": "function", "id": "call00000", "function": function}
     calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "two: 2"}
     thoughtful = {**calls, "reasoning_content": "One and one."}
-    dialogues: dict[str, Messages] = {
+    return {
         "turns": [USER, SAYS, MORE, ENDS],
         "system message": [SYSTEM, USER, SAYS, MORE, ENDS],
         "thoughts": [USER, THINKS],
@@ -64,7 +87,6 @@ def prove(chat_format: ChatFormat) -> list[Finding]:
         "tool calls after thoughts": [USER, thoughtful, result, ENDS],
         "turns after tool calls": [USER, calls, result, ENDS, MORE, SAYS],
     }
-    return [_prove(chat_format, name, turns) for name, turns in dialogues.items()]
 
 
 def require_tools(chat_format: ChatFormat, findings: list[Finding]) -> None:

@@ -147,7 +147,7 @@ def _span(
         raise _not_shown(turn, before, text)
     upto = render(tokenizer, messages[: turn + 1], tools=tools)
     if text.startswith(upto):
-        return len(before), _sampled_end(tokenizer, upto, len(before))
+        return len(before), sampled_end(tokenizer, upto, len(before))
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
     # ends it here as well.
     said = str(messages[turn]["content"]).strip()
@@ -156,11 +156,11 @@ def _span(
     end = start + len(said)
     follows = start >= 0 and not text[len(before) : start].strip()
     if closing and follows and text.startswith(closing, end):
-        return len(before), _sampled_end(tokenizer, text[: end + len(closing)], end)
+        return len(before), sampled_end(tokenizer, text[: end + len(closing)], end)
     raise _not_shown(turn, upto, text)
 
 
-def _sampled_end(tokenizer: Any, upto: str, start: int) -> int:
+def sampled_end(tokenizer: Any, upto: str, start: int) -> int:
     """Where sampling a turn ends that `upto` ends with: behind its last special token, since what a
     template writes behind that (a line break, mostly) is not the assistant's."""
     ends = [upto.rfind(token, start) + len(token) for token in tokenizer.all_special_tokens

@@ -19,6 +19,7 @@ from rllib_llm.data.encoding import encode_ended, pad_right, vocabulary_hash
 from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import Source, load_rows
+from rllib_llm.data.thoughts import Part, parts_of_rows
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
@@ -74,11 +75,12 @@ class TextSource:
         self._vocabulary = (
             vocabulary_hash(tokenizer) if "completion_ids" in self._rows.columns else None
         )
-        self._order = EpochOrder(len(self._rows), seed, shuffle=shuffle)
+        self._parts = parts_of_rows(self._rows, tokenizer)
+        self._order = EpochOrder(len(self), seed, shuffle=shuffle)
         self._tokenized: dict[int, TokenizedText] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows if self._parts is None else self._parts)
 
     @property
     def truncated_share(self) -> float:
@@ -104,7 +106,7 @@ class TextSource:
 
     def _text(self, index: int) -> TokenizedText:
         if index not in self._tokenized:
-            ids, targets = self._tokenize(self._rows[index], index)
+            ids, targets = self._tokenize(index)
             self._num_cut += len(ids) > self._max_length
             self._tokenized[index] = self._cut(ids), self._cut(targets)
         return self._tokenized[index]
@@ -118,12 +120,19 @@ class TextSource:
             else items[: self._max_length]
         )
 
-    def _tokenize(self, row: dict[str, Any], index: int) -> TokenizedText:
+    def _tokenize(self, index: int) -> TokenizedText:
+        part = None if self._parts is None else self._parts[index]
+        place = index if part is None else part.row
+        row = self._rows[place]
         try:
-            ids, targets = self._encode(row)
+            ids, targets = self._encode(row) if part is None else self._encode_part(row, part)
         except DataSourceError as error:
-            raise DataSourceError(f"row {index} of {self._rows.description}: {error}") from error
+            raise DataSourceError(f"row {place} of {self._rows.description}: {error}") from error
         return ids, [True] * len(ids) if self._loss_on == "all" else targets
+
+    def _encode_part(self, row: dict[str, Any], part: Part) -> TokenizedText:
+        messages = list(row["messages"])[: part.end]
+        return encode_chat(self._tokenizer, messages, part.start, tools=row.get("tools"))
 
     def _encode(self, row: dict[str, Any]) -> TokenizedText:
         if row.get("completion_ids") is not None and row.get("tokenizer") == self._vocabulary:

@@ -267,7 +267,11 @@ class Decoder:
         new = max(length - kept for length, kept in zip(lengths, held, strict=True))
         ids, mask = padded(groups)
         longest = ids.shape[1]
-        prompts = make_cache(self.model.config, 1, longest)
+        room = 0
+        if not len(self.rows):  # the prompts' cache becomes the batch's
+            self.length = longest
+            room = self._room_for(groups, len(groups))[1]
+        prompts = make_cache(self.model.config, 1, max(longest, room))
         if new >= longest or not isinstance(prompts, SharedPromptCache):
             self._let_in(groups)
             return
@@ -299,7 +303,13 @@ class Decoder:
             assert isinstance(prompts, SharedPromptCache)
             if self.length < longest:
                 self._shift(self.length - longest)
-            self.cache.admit(prompts, copies, self._room_for(groups, sum(copies)))
+            room = self._room_for(groups, sum(copies))
+            fits = prompts.capacity >= room[1] and prompts.num_rows >= room[0]
+            is_plain = self.device.type == "cpu" and prompts.num_rows == len(copies) == sum(copies)
+            if not len(rows) and fits and is_plain:  # a GPU's recorded steps know the buffers
+                self.cache.adopt(prompts)
+            else:
+                self.cache.admit(prompts, copies, room)
         rows.add(
             [column for group in groups for column in group.columns],
             [params for group in groups for params in group.params],

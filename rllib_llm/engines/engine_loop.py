@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
 _CLOSED = (
     "EngineLoop must be open: it was closed, or its engine raised an error. Make a new engine."
 )
+# Conversations whose tools answer at about the same time are waited for while an engine is idle: as
+# long as another one comes within the first, and no longer than the second, seconds.
+_GATHERED_WITHIN, _GATHERED_FOR = 0.002, 0.03
 OnTokens = Callable[[Tokens], None]
 Result = TypeVar("Result")
 
@@ -278,11 +282,30 @@ class EngineLoop:
                 if self._is_closing:
                     return False
                 tasks, self._todo = self._todo, []
+            was_idle = not self._engine.num_running
             for task in tasks:
                 task()
-            if self._may_step():
+            may_gather = was_idle and self._has_turns
+            if self._may_step() and not (may_gather and self._gathers()):
                 return True
             self._after_step()
+
+    def _gathers(self) -> bool:
+        """Waits for further conversations, so that they are prefilled together and end their turns
+        together; whether there is something to hand over."""
+        deadline = time.monotonic() + _GATHERED_FOR
+        with self._turn:
+            while not self._is_closing and time.monotonic() < deadline:
+                count = len(self._todo)
+                self._turn.wait(_GATHERED_WITHIN)
+                if len(self._todo) == count:
+                    break
+            return bool(self._todo)
+
+    @property
+    def _has_turns(self) -> bool:
+        """Whether rows in the engine are turns of conversations."""
+        return any(each.row.conversation is not None for each in self._requests.values())
 
     def _may_step(self) -> bool:
         return bool(self._engine.num_running) and not self.is_paused

@@ -39,14 +39,16 @@ class SharedPromptLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def begin(self, num_rows: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Allocates buffers of zeros with `length` positions in use, which the caller writes.
+        """Allocates buffers with `length` positions in use, zeros, which the caller writes.
 
         keys, values: [heads, positions, head_dim], whose shape and dtype the buffers take.
         """
         self.keys, self.values = (
-            states.new_zeros(num_rows, states.shape[0], self.capacity, states.shape[2])
+            states.new_empty(num_rows, states.shape[0], self.capacity, states.shape[2])
             for states in (keys, values)
         )
+        for buffer in (self.keys, self.values):
+            buffer[:, :, :length] = 0
         self.num_rows, self.length = num_rows, length
         self.is_initialized = True
 
@@ -113,6 +115,12 @@ class SharedPromptLayer(CacheLayerMixin):
                 index = torch.tensor(copies, device=states.device)
                 rows.copy_(states.repeat_interleave(index, dim=0))
         self.num_rows = end
+
+    def adopt(self, prompts: SharedPromptLayer) -> None:
+        """Takes the buffers of prompts prefilled elsewhere, a row each, where there are no rows."""
+        self.keys, self.values, self.capacity = prompts.keys, prompts.values, prompts.capacity
+        self.num_rows, self.length, self.first = prompts.num_rows, prompts.length, 0
+        self.is_initialized = True
 
     def _grow(self, like: torch.Tensor, rows: int, positions: int) -> None:
         """Has buffers of at least so many rows and positions; what is in use stays."""
@@ -215,6 +223,11 @@ class SharedPromptCache(Cache):
         """Positions that fit."""
         return self.layers[0].capacity
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return self.layers[0].num_rows
+
     def advance(self) -> None:
         """Counts one more position, written by `StaticLayer`s."""
         for layer in self.layers:
@@ -224,6 +237,11 @@ class SharedPromptCache(Cache):
         """See `SharedPromptLayer.admit`."""
         for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
             layer.admit(prompt_layer, copies, room)
+
+    def adopt(self, prompts: SharedPromptCache) -> None:
+        """See `SharedPromptLayer.adopt`."""
+        for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
+            layer.adopt(prompt_layer)
 
     def grow(self, positions: int) -> None:
         """See `SharedPromptLayer.grow`."""

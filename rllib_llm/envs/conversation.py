@@ -92,6 +92,7 @@ class ConversationEnv:
             syntax=self.settings["tool_syntax"],
             history=self.settings["history"],
             template_settings=self.settings["template_settings"],
+            renderer=self.settings["renderer"],
         )
         self.findings: list[Finding] = prove(self.chat_format)
         if self.toolbox.tools:
@@ -142,6 +143,11 @@ class ConversationEnv:
     def respond(self, conversation: Conversation) -> Response | Awaitable[Response]:
         """What the environment says to a turn without complete tool calls: by default, no more."""
         return Response(done=True)
+
+    async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
+        """Whether a conversation is over although its last turn called tools, which have answered
+        `results`."""
+        return False
 
     def score(self, conversation: Conversation) -> float | None | Awaitable[float | None]:
         """What the whole conversation earned at its end, beside turns and reward functions."""

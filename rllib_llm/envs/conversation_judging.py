@@ -112,7 +112,9 @@ def _components(
         components[SCORE] = [
             nothing if attempt.earned is None else attempt.earned for attempt in sound
         ]
-    if not components and sound and all(attempt.conversation.nodes for attempt in sound):
+    if not components and sound and all(attempt.truncated for attempt in sound):
+        components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
+    if not components and sound:
         raise EnvConfigError(
             "env_config must have 'reward_functions' or 'reward_model', or respond() and score() "
             "must give rewards: nothing said what any of these conversations is worth. Return a "
@@ -130,7 +132,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
         int(env.tokenizer.pad_token_id),
     )
     ends = batch[columns.ROW_ID].bincount().cumsum(0) - 1
-    starts = [list(attempt.conversation.nodes[0].messages) for attempt in sound]
+    starts = [attempt.conversation.opening for attempt in sound]
     said = [a.conversation.messages[len(s) :] for a, s in zip(sound, starts, strict=True)]
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
@@ -190,7 +192,7 @@ def _texts(table: _Table, attempts: Sequence[Attempt]) -> dict[str, list[str]]:
     for attempt in table.owners:
         conversation = attempt.conversation
         messages = conversation.messages
-        start = len(conversation.nodes[0].messages) if conversation.nodes else 0
+        start = len(conversation.opening)
         for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
             shown[name].append("\n".join(_shown(message) for message in part))
         shown["messages"].append(json.dumps(messages, ensure_ascii=False))

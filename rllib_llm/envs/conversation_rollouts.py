@@ -91,6 +91,19 @@ def run_rollouts(
     Raises:
         EngineFailed: the engine did not sample.
     """
+    attempts = new_attempts(env, rows, first_position, num_completions)
+
+    async def converse(attempt: Attempt) -> None:
+        await _Rollout(env, attempt, complete, max_new_tokens).converse()
+
+    env.events.run(run_side_by_side(env, attempts, converse))
+    return attempts
+
+
+def new_attempts(
+    env: ConversationEnv, rows: Sequence[PromptRow], first_position: int, num_completions: int
+) -> list[Attempt]:
+    """Rollouts that nobody has begun, `num_completions` of each task."""
     attempts = []
     for place, row in enumerate(rows):
         for copy in range(num_completions):
@@ -98,18 +111,23 @@ def run_rollouts(
             task = {"prompt": row.prompt, **row.columns}
             conversation = Conversation(env.chat_format, task=task)
             attempts.append(Attempt(row, group * num_completions + copy, group, conversation))
-    env.events.run(_run_all(env, attempts, complete, max_new_tokens))
     return attempts
 
 
-async def _run_all(
-    env: ConversationEnv, attempts: Sequence[Attempt], complete: Complete, max_new_tokens: int
+async def run_side_by_side(
+    env: ConversationEnv, attempts: Sequence[Attempt], converse: Callable[[Attempt], Awaitable]
 ) -> None:
+    """Has all rollouts run, `max_concurrent` at once; what fails in one is noted in its attempt.
+
+    Raises:
+        EngineFailed: of any of them.
+    """
     places = asyncio.Semaphore(int(env.settings["max_concurrent"]))
+    max_seconds = float(env.settings["max_seconds"])
 
     async def one(attempt: Attempt) -> None:
         async with places:
-            await _Rollout(env, attempt, complete, max_new_tokens).run()
+            await _note_failure(attempt, converse(attempt), max_seconds)
 
     tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
     try:
@@ -117,6 +135,24 @@ async def _run_all(
     finally:  # where one found the engine broken, the others need not go on
         for task in tasks:
             task.cancel()
+
+
+async def _note_failure(attempt: Attempt, work: Awaitable, max_seconds: float) -> None:
+    """Waits for a rollout, so long at most."""
+    start = time.perf_counter()
+    try:
+        await asyncio.wait_for(work, max_seconds)
+    except EngineFailed:
+        raise
+    except (TimeoutError, asyncio.TimeoutError) as error:
+        if time.perf_counter() - start >= max_seconds:
+            attempt.invalid = f"the rollout took longer than max_seconds={max_seconds:g}"
+        else:
+            attempt.invalid = f"TimeoutError: {error}"
+        attempt.error = error
+    except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
+        attempt.invalid, attempt.error = told(error), error
+    attempt.count("seconds", time.perf_counter() - start)
 
 
 class _Rollout:
@@ -131,36 +167,19 @@ class _Rollout:
         self.max_new_tokens = max_new_tokens
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
-    async def run(self) -> None:
-        """Goes through the conversation; what fails is noted in the attempt."""
-        attempt, limit = self.attempt, float(self.env.settings["max_seconds"])
-        start = time.perf_counter()
-        attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
-        try:
-            await asyncio.wait_for(self._converse(), limit)
-        except EngineFailed:
-            raise
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            if time.monotonic() >= self.deadline:
-                attempt.invalid = f"the rollout took longer than max_seconds={limit:g}"
-            else:
-                attempt.invalid = f"TimeoutError: {error}"
-            attempt.error = error
-        except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
-            attempt.invalid, attempt.error = told(error), error
-        attempt.count("seconds", time.perf_counter() - start)
-
-    async def _converse(self) -> None:
+    async def converse(self) -> None:
+        """Goes through the conversation."""
         env, conversation = self.env, self.conversation
-        conversation.append_messages(_as_messages(await call(env.start, conversation)))
+        self.attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
+        conversation.append_messages(as_messages(await call(env.start, conversation)))
         self.toolbox = env.toolbox.of(env.tools_of(conversation))
-        while await self._sample():
+        while await sample_turn(env, self.attempt, self.complete, self.max_new_tokens):
             response = await self._answer()
             if response.reward is not None:
                 self.attempt.has_turn_rewards = True
                 conversation.add_reward(response.reward)
             conversation.metrics.update(response.metrics)
-            messages = _as_messages(response.messages)
+            messages = as_messages(response.messages)
             if response.invalid:
                 self.attempt.invalid = response.invalid
                 return
@@ -175,30 +194,6 @@ class _Rollout:
         earned = await call(env.score, conversation)
         if earned is not None:
             self.attempt.earned = float(earned)
-
-    async def _sample(self) -> bool:
-        """The assistant's turn; False where it was cut off, and the conversation ends."""
-        conversation, token_ids = self.conversation, self.conversation.token_ids
-        room = self.max_new_tokens
-        if self.env.max_tokens is not None:
-            room = min(room, self.env.max_tokens - len(token_ids))
-        if room < 1:
-            if not conversation.num_turns:
-                raise ValueError(
-                    f"the first prompt of {len(token_ids)} tokens must leave room for an answer "
-                    f"within max_tokens={self.env.max_tokens}: shorten it, or raise max_tokens."
-                )
-            self.attempt.truncated = "tokens"
-            return False
-        start = time.perf_counter()
-        sampled = await self.complete(token_ids, room, self.attempt.row_id, conversation.num_turns)
-        self.attempt.count("sample_seconds", time.perf_counter() - start)
-        conversation.append_sampled(
-            sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
-        )
-        if sampled.finish != "stop":
-            self.attempt.truncated = "tokens"
-        return sampled.finish == "stop"
 
     async def _answer(self) -> Response:
         """What the tools say that were called, else what the environment says."""
@@ -223,15 +218,11 @@ class _Rollout:
             self._count(asked, result)
             if result.failure and self.env.settings["tool_errors"] == "invalid":
                 return Response(invalid=f"tool {asked.name!r}: {result.text}")
-        return Response(
-            [
-                {
-                    "role": "tool", "name": asked.name, "tool_call_id": asked.id,
-                    "content": result.text,
-                }
-                for asked, result in zip(reply.tool_calls, results, strict=True)
-            ]
-        )  # fmt: skip
+        said: list[Message] = [
+            {"role": "tool", "name": asked.name, "tool_call_id": asked.id, "content": result.text}
+            for asked, result in zip(reply.tool_calls, results, strict=True)
+        ]
+        return Response(said, done=await self.env.stops(self.conversation, said))
 
     def _count(self, asked: ToolCall, result: ToolResult) -> None:
         self.attempt.count("num_tool_calls")
@@ -240,7 +231,35 @@ class _Rollout:
         self.attempt.count("tool_seconds", result.seconds)
 
 
-def _as_messages(given: Any) -> list[Message]:
+async def sample_turn(
+    env: ConversationEnv, attempt: Attempt, complete: Complete, max_new_tokens: int
+) -> bool:
+    """The assistant's turn; False where it was cut off, and the conversation ends."""
+    conversation, token_ids = attempt.conversation, attempt.conversation.token_ids
+    room = max_new_tokens
+    if env.max_tokens is not None:
+        room = min(room, env.max_tokens - len(token_ids))
+    if room < 1:
+        if not conversation.num_turns:
+            raise ValueError(
+                f"the first prompt of {len(token_ids)} tokens must leave room for an answer "
+                f"within max_tokens={env.max_tokens}: shorten it, or raise max_tokens."
+            )
+        attempt.truncated = "tokens"
+        return False
+    start = time.perf_counter()
+    sampled = await complete(token_ids, room, attempt.row_id, conversation.num_turns)
+    attempt.count("sample_seconds", time.perf_counter() - start)
+    conversation.append_sampled(
+        sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
+    )
+    if sampled.finish != "stop":
+        attempt.truncated = "tokens"
+    return sampled.finish == "stop"
+
+
+def as_messages(given: Any) -> list[Message]:
+    """What an environment says: a user's words, or messages."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return list(given or ())

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "max_tool_chars": 4000,  # of a result; a longer one keeps its beginning and its end
     "tool_syntax": None,  # how calls are written, see conversations/tool_calls.py; None: template's
     "history": "fork",  # where the template changes old turns: a row of its own | "keep"
+    "renderer": "auto",  # of the package renderers, by hub id | a family | None: the template's
     "template_settings": None,  # further variables of the chat template, {enable_thinking: false}
     "max_turns": 8,  # of the assistant
     "max_tokens": None,  # of a whole conversation; None: what the model reads

@@ -78,21 +78,56 @@ def rates(
     Rows that are not valid are no samples; a prompt with fewer than k does not count at k, and a k
     that no prompt has samples for is left out.
     """
-    counted: dict[int, list[int]] = {}
+    tallies: dict[int, list[int]] = {}
     for group, is_right, counts in zip(
         groups.tolist(), right.tolist(), valid.tolist(), strict=True
     ):
-        tally = counted.setdefault(group, [0, 0])
+        tally = tallies.setdefault(group, [0, 0])
         tally[0] += bool(is_right and counts)
         tally[1] += bool(counts)
     found = {}
     for k in ks:
-        enough = [(c, n) for c, n in counted.values() if n >= k]
+        enough = [(c, n) for c, n in tallies.values() if n >= k]
         for name, chance in (("pass@", pass_at_k), ("pass^", pass_hat_k)):
             if enough:
-                column = torch.tensor([chance(c, n, k) for c, n in enough])
-                found[f"{name}{k}"] = (float(column.mean()), *bootstrap_interval(column))
+                found[f"{name}{k}"] = _with_interval([chance(c, n, k) for c, n in enough])
     return found
+
+
+def majority_rates(
+    answers: Sequence[Hashable], right: Tensor, groups: Tensor, valid: Tensor, ks: Sequence[int]
+) -> dict[str, tuple[float, float, float]]:
+    """{"maj@k": (mean over prompts, low, high)} of a batch: the vote of k samples, of which each
+    votes for its answer. An answer is right where more than half of those who gave it were.
+
+    answers: [batch], None where a sample gives none: such samples vote together, for nothing that
+    is right. The rest as of `rates`.
+    """
+    votes: dict[int, list[tuple[Hashable, bool]]] = {}
+    for answer, group, is_right, counts in zip(
+        answers, groups.tolist(), right.tolist(), valid.tolist(), strict=True
+    ):
+        if counts:
+            votes.setdefault(group, []).append((answer, bool(is_right)))
+    found = {}
+    for k in ks:
+        enough = [cast for cast in votes.values() if len(cast) >= k]
+        if enough:
+            found[f"maj@{k}"] = _with_interval([_majority(cast, k) for cast in enough])
+    return found
+
+
+def _majority(cast: Sequence[tuple[Hashable, bool]], k: int) -> float:
+    """Chance that a right answer wins the vote of k of these samples."""
+    answers = [answer for answer, _ in cast]
+    num_right = Counter(answer for answer, is_right in cast if is_right and answer is not None)
+    winners = [one for one, count in num_right.items() if 2 * count > answers.count(one)]
+    return sum((majority_at_k(answers, winner, k) for winner in winners), 0.0)
+
+
+def _with_interval(chances: Sequence[float]) -> tuple[float, float, float]:
+    column = torch.tensor(chances)
+    return float(column.mean()), *bootstrap_interval(column)
 
 
 def _check(num_right: int, num_samples: int, k: int) -> None:

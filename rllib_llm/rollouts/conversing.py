@@ -19,7 +19,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge
-from rllib_llm.envs.conversation_rollouts import Complete, EngineFailed, run_rollouts
+from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
 
@@ -41,15 +41,7 @@ class ConversationSampler(Sampler):
         params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
         start = time.perf_counter()
         self.watch.generating(self.weights.version, params.max_new_tokens)
-        with contextlib.closing(EngineLoop(self.policy.open_engine(self.weights.version))) as loop:
-            attempts = run_rollouts(
-                env,
-                env.tasks.rows(request.position, request.num_prompts),
-                first_position=request.position,
-                num_completions=request.num_completions,
-                complete=_completer(loop, params, self.seed),
-                max_new_tokens=params.max_new_tokens,
-            )
+        attempts = self._attempts(env, request, params)
         over = time.perf_counter()
         self.watch.judging()
         judged = judge(env, attempts, params.pad_token_id)
@@ -69,6 +61,20 @@ class ConversationSampler(Sampler):
             pad_token_id=params.pad_token_id,
         )
 
+    def _attempts(
+        self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
+    ) -> list[Attempt]:
+        """The conversations of a request, which are over."""
+        with contextlib.closing(EngineLoop(self.policy.open_engine(self.weights.version))) as loop:
+            return run_rollouts(
+                env,
+                env.tasks.rows(request.position, request.num_prompts),
+                first_position=request.position,
+                num_completions=request.num_completions,
+                complete=completer(loop, params, self.seed),
+                max_new_tokens=params.max_new_tokens,
+            )
+
 
 def _tool_share(metrics: Mapping[str, torch.Tensor]) -> float:
     """Share of the time of conversations, which wait side by side, that went into tools."""
@@ -79,7 +85,7 @@ def _tool_share(metrics: Mapping[str, torch.Tensor]) -> float:
     return tools / (tools + sampling) if tools + sampling > 0 else 0.0
 
 
-def _completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete:
+def completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete:
     """Asks the engine for one turn."""
 
     async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> Ended:

@@ -35,11 +35,14 @@ from rllib_llm.cores import threads_for
 from rllib_llm.dotted import import_dotted
 from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
+from rllib_llm.envs.self_play import SelfPlayEnv
 from rllib_llm.listening import Listener
 from rllib_llm.overseer.sampler_watch import SamplerWatch
+from rllib_llm.rollouts.agents import AgentSampler
 from rllib_llm.rollouts.conversing import ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
 from rllib_llm.rollouts.failure import SampleFailure
@@ -48,6 +51,7 @@ from rllib_llm.rollouts.own_generation import FunctionPolicy
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.rollouts.self_play import SelfPlaySampler
 from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
@@ -92,8 +96,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             share = self.config.num_gpus_per_env_runner
             if self._device.type == "cuda" and share < 1:  # others have the rest
                 torch.cuda.set_per_process_memory_fraction(share, self._device)
-        kind = ConversationSampler if isinstance(self.env, ConversationEnv) else Sampler
-        self.sampler = kind(
+        self.sampler = _sampler_class(self.env)(
             SamplingEnvironment(self.env, self.worker_index),
             self._make_policy(),
             params=self._sampling_params,
@@ -342,3 +345,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.watch.close()
         stop_streaming(self)
         self.sampler.close()
+
+
+def _sampler_class(env: Any) -> type[Sampler]:
+    """Who samples for an environment."""
+    if isinstance(env, AgentEnv):
+        return AgentSampler
+    if isinstance(env, SelfPlayEnv):
+        return SelfPlaySampler
+    return ConversationSampler if isinstance(env, ConversationEnv) else Sampler

@@ -112,6 +112,7 @@ class ThreadHost:
         settings: of the server.
         eos_token_ids: all ids that end a completion.
         after_step: called in the engine's thread when what has come of a step was handed on.
+        engine: of the model, which this owns then; None: one is made.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class ThreadHost:
         settings: ServeSettings,
         eos_token_ids: tuple[int, ...],
         after_step: Callable[[], None] | None = None,
+        engine: TorchEngine | None = None,
     ) -> None:
         self.facts = ModelFacts.of(model, eos_token_ids)
         self._in_flight = settings.in_flight
         other = copy.deepcopy(model) if self._in_flight == "finish" else None
-        self.engine = LaneEngine(
-            _engine(model, 0, settings), other and _engine(other, None, settings)
-        )
+        newest = engine or _engine(model, 0, settings)
+        self.engine = LaneEngine(newest, other and _engine(other, None, settings))
         self.loop = EngineLoop(self.engine, after_step)
         self._loader = LaneLoader(self.loop, self.engine)
 

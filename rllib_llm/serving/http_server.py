@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -64,6 +66,30 @@ class HttpServer(uvicorn.Server):
     def port(self) -> int:
         """That it listens on."""
         return int(self.servers[0].sockets[0].getsockname()[1])
+
+
+@contextmanager
+def in_thread(service: Service, clients: Clients | None = None) -> Iterator[str]:
+    """The server's address on the loopback device, while it runs in a thread of this process.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(service, clients, listening)
+    thread = threading.Thread(target=server.serve_here, name="http-server", daemon=True)
+    started = threading.Event()
+    server.on_start = started.set
+    thread.start()
+    try:
+        while not started.wait(0.5):
+            if not thread.is_alive():
+                raise RuntimeError("The server in this process did not start; its log says why.")
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
 
 
 def timed_protocol(seconds: float) -> type:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class Job:
     """Whether completions go on with the text of their prompts."""
     make_guide: Callable[[], Guide] | None = None
     eos_token_ids: tuple[int, ...] = ()
+    conversation: Hashable | None = None
+    """Whose KV cache is kept for its next turn; see `protocol.Row`."""
 
 
 @dataclass(frozen=True)

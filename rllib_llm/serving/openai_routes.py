@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -91,6 +91,7 @@ class Completer:
         context: RequestContext,
         prompt: list[int] | None = None,
         on_piece: Callable[[Piece], None] | None = None,
+        conversation: Hashable | None = None,
     ) -> AsyncIterator[Event]:
         """Events of a chat completion.
 
@@ -98,11 +99,13 @@ class Completer:
             body, context: of the request.
             prompt: token ids of the chat, where they are known; else the template writes them.
             on_piece: is told what comes.
+            conversation: whose KV cache is kept for its next turn.
         """
         chat_format = self.format_of(body)
         if prompt is None:
             prompt = chat.prompt_ids(chat_format, body.messages)
         job = await self.chat_job(body, context, prompt, chat_format.stop_token_ids)
+        job = dataclasses.replace(job, conversation=conversation)
         async with self._service.run(context.request_id, job, context.client) as running:
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
             envelope = Envelope(self._service, running, f"chatcmpl-{context.request_id}", kind)

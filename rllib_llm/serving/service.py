@@ -27,6 +27,7 @@ from rllib_llm.serving.job import Job, Limits
 from rllib_llm.serving.metrics import Metrics
 from rllib_llm.serving.rows import Mailbox, RowEvents
 from rllib_llm.serving.running_job import ENGINE_ENDED, RunningJob
+from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.texts import TokenTexts
 from rllib_llm.serving.versions import LiveWeights, Weights, fingerprint
@@ -45,10 +46,17 @@ class Service:
         tokenizer: of the model.
         settings: of the server.
         source: where the first weights come from, to be told.
+        serial: of the first weights, as the engine stamps them on tokens.
     """
 
     def __init__(
-        self, host: EngineHost, tokenizer: Any, settings: ServeSettings, *, source: str
+        self,
+        host: EngineHost,
+        tokenizer: Any,
+        settings: ServeSettings,
+        *,
+        source: str,
+        serial: int = 0,
     ) -> None:
         self.host, self.tokenizer, self.settings = host, tokenizer, settings
         self.texts = TokenTexts(tokenizer)
@@ -62,9 +70,10 @@ class Service:
             default_max_tokens=settings.default_max_tokens,
         )
         self.weights = LiveWeights(settings.served_name)
-        self._known = {0: Weights(0, 0, 0, facts.fingerprint, source)}
+        self._known = {serial: Weights(serial, 0, serial, facts.fingerprint, source)}
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
+        self.sessions = Sessions()
         self.is_ready, self.is_draining = False, False
         self._mailbox: Mailbox | None = None
 
@@ -73,7 +82,7 @@ class Service:
         if self._mailbox is not None:
             return
         self._mailbox = Mailbox(asyncio.get_running_loop())
-        self.weights.set_live([self._known[0]])
+        self.weights.set_live(list(self._known.values()))
         self.is_ready = True
 
     async def drain(self, seconds: float) -> bool:
@@ -190,7 +199,9 @@ class Service:
             for k in range(job.n):
                 guide = job.make_guide() if job.make_guide else None
                 noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
-                wanted.append(Wanted(prompt, params, noise, 0, group, job.version, guide))
+                wanted.append(
+                    Wanted(prompt, params, noise, 0, group, job.version, guide, job.conversation)
+                )
         return RowEvents(self.host, self._mailbox, wanted)
 
     async def score(self, token_ids: list[int], top: int, version: int | None) -> Scores:

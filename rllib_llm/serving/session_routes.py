@@ -16,13 +16,13 @@ from rllib_llm.serving.guides import Guides
 from rllib_llm.serving.openai_routes import Completer, model_cards
 from rllib_llm.serving.schemas import ChatRequest, RewardRequest
 from rllib_llm.serving.service import Service
-from rllib_llm.serving.sessions import Session, Sessions
+from rllib_llm.serving.sessions import Session
 
 
 def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRouter:
     """The routes."""
     router = APIRouter(prefix="/sessions")
-    sessions = Sessions()
+    sessions = service.sessions
     completer = Completer(service, chats, guides)
 
     @router.post("")
@@ -56,8 +56,9 @@ def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRoute
                 400, f"n={body.n} must be 1 in a session: it goes on with one answer.", param="n",
                 code="unsupported_value",
             )  # fmt: skip
-        context = await context_of(request, service, body.model)
-        session = sessions.begin(session_id)
+        session = sessions.asked(session_id)
+        # An agent that is trained asks for whatever model it was written for.
+        context = await context_of(request, service, None if session.rules else body.model)
         return await context.answer(turn(session, body, context), body.stream)
 
     async def turn(
@@ -65,13 +66,17 @@ def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRoute
     ) -> AsyncIterator[Event]:
         """Events of a chat completion that the session keeps."""
         async with session.lock:
+            settings = session.template_settings(body.chat_template_kwargs)
+            body = body.model_copy(update={"chat_template_kwargs": settings or None})
             chat_format = completer.format_of(body)
             given = chat.as_messages(body.messages)
             conversation = session.begin_turn(chat_format, given)
             whole = Piece()
             try:
                 prompt = conversation.token_ids
-                async for event in completer.chat(body, context, prompt, whole.add):
+                body = session.governed(body, len(prompt))
+                cached = conversation if session.rules else None
+                async for event in completer.chat(body, context, prompt, whole.add, cached):
                     yield event
             finally:
                 kept = whole if whole.finish_reason not in (None, "abort") else None

@@ -14,6 +14,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat
@@ -21,21 +22,79 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving.chat import refused_by_template
 from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.schemas import ChatRequest
 
 MAX_SESSIONS = 10_000
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the turns of a session are sampled, whatever its agent asks for: whoever learns from them
+    must know what they were drawn from.
+
+    sampling: fields of a request that take the place of the agent's. max_new_tokens: of a turn.
+    max_turns: of the session. max_tokens: of prompt and turn. template_settings: variables of the
+    chat template that the agent does not name.
+    """
+
+    sampling: Mapping[str, Any]
+    max_new_tokens: int
+    max_turns: int
+    max_tokens: int
+    template_settings: Mapping[str, Any]
 
 
 class Session:
     """What one agent said and was told.
 
-    `lock`: of its requests, which are answered one after the other.
+    `lock`: of its requests, which are answered one after the other. `limit`: the one of its rules
+    that it ran into, "turns" or "tokens".
+
+    Args:
+        rules: of its turns; None: they are sampled as the agent asks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules | None = None) -> None:
         self.lock = asyncio.Lock()
+        self.rules, self.limit = rules, ""
         self.conversations: list[Conversation] = []
         self.created = time.time()
         self.reward: float | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that were sampled."""
+        return sum(conversation.num_turns for conversation in self.conversations)
+
+    def template_settings(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {**(self.rules.template_settings if self.rules else {}), **(asked or {})}
+
+    def governed(self, body: ChatRequest, prompt_len: int) -> ChatRequest:
+        """The request as the session's rules have it.
+
+        Raises:
+            ApiError: 400, a limit is reached, or the answer is to keep to a schema.
+        """
+        rules = self.rules
+        if rules is None:
+            return body
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "response_format must be text: the policy learns from what it samples freely.",
+                param="response_format", code="unsupported_value",
+            )  # fmt: skip
+        room = min(rules.max_new_tokens, rules.max_tokens - prompt_len)
+        if self.num_turns >= rules.max_turns or room < 1:
+            self.limit = "tokens" if room < 1 else "turns"
+            reached = rules.max_tokens if room < 1 else rules.max_turns
+            raise ApiError(
+                400, f"The session has reached max_{self.limit}={reached} and is over.",
+                param="messages", code="session_limit",
+            )  # fmt: skip
+        asked = body.max_completion_tokens or body.max_tokens or room
+        turn = {"noise_turn": self.num_turns, "max_completion_tokens": min(asked, room)}
+        return body.model_copy(update={**rules.sampling, **turn})
 
     def begin_turn(
         self, chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]]
@@ -125,18 +184,31 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server by id; the oldest are forgotten when there are many."""
+    """The sessions of a server by id; the oldest are forgotten when there are many.
+
+    `begin_by_themselves`: whether a request of an unknown session begins it. Not where they have
+    rules: an agent that goes on after its end would sample without them.
+    """
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, Session] = OrderedDict()
+        self.begin_by_themselves = True
 
-    def begin(self, session_id: str) -> Session:
+    def begin(self, session_id: str, rules: Rules | None = None) -> Session:
         """The session of this id, made if there is none."""
-        session = self._held.setdefault(session_id, Session())
+        session = self._held.setdefault(session_id, Session(rules))
         self._held.move_to_end(session_id)
         while len(self._held) > MAX_SESSIONS:
             self._held.popitem(last=False)
         return session
+
+    def asked(self, session_id: str) -> Session:
+        """The session that a request belongs to.
+
+        Raises:
+            ApiError: 404, it is over.
+        """
+        return self.begin(session_id) if self.begin_by_themselves else self.get(session_id)
 
     def get(self, session_id: str) -> Session:
         """The session of this id.

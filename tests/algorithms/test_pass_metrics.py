@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm import columns
-from rllib_llm.algorithms.evaluation import pass_metrics
+from rllib_llm.algorithms.pass_metrics import answers_of, pass_metrics
 from rllib_llm.rollouts.request import JudgedBatch
 
 
@@ -36,3 +36,33 @@ def test_of_a_component():
 def test_what_is_no_pass_is_refused(on, found):
     with pytest.raises(ValueError, match=rf"pass_on={on!r} must name a component.*{found}"):
         pass_metrics(batch(), [1], on)
+
+
+def test_a_vote_is_over_what_the_pattern_finds():
+    one = batch()
+    one.columns[columns.VALID][:] = True
+    one.columns[columns.GROUP][:] = 3
+    one.components["correct"] = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    one.texts = {"completion": ["is <a>5</a>", "so <a>4</a>, <a> 5 </a>", "<a>6</a>", "none"]}
+    pattern = "<a>(.*?)</a>"
+    assert answers_of(one, pattern) == ["5", "5", "6", None]
+    found = pass_metrics(one, [1, 3], "correct", pattern)
+    # Of the four choices of three, two hold both right ones; in the others each of three answers
+    # has a vote, and wins in a third.
+    assert found["maj@1"] == pytest.approx(0.5) == found["pass@1"]
+    assert found["maj@3"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3) / 4)
+    # Whole texts are four different answers, of which two are right.
+    assert pass_metrics(one, [3], "correct")["maj@3"] == pytest.approx(0.5)
+
+
+def test_a_conversation_of_several_rows_is_one_sample_and_votes_with_its_last_words():
+    one = batch()
+    one.columns[columns.VALID][:] = True
+    one.columns[columns.ROW_ID] = torch.tensor([6, 6, 8, 9])
+    one.components["correct"] = torch.tensor([1.0, torch.nan, 0.0, 1.0])
+    said = ['[{"role": "assistant", "content": "4"}, {"role": "tool", "content": "x"}]'] * 4
+    one.texts = {"completion": [""] * 4, "messages": said}
+    found = pass_metrics(one, [1, 2], "correct")
+    # The first prompt has one sample, which passes; of the second's two one does.
+    assert found["pass@1"] == pytest.approx((1 + 0.5) / 2) and found["pass@2"] == 1.0
+    assert answers_of(one, None) == ["4"] * 4

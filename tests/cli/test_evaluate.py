@@ -79,8 +79,15 @@ def test_pass_at_k_of_several_completions_of_each_prompt(run_folder, tmp_path):
     assert results["pass@1"] == pytest.approx(results["correct_rewards"])
     assert results["pass^16"] <= results["pass^4"] <= results["pass@1"]
     assert results["pass@1"] <= results["pass@4"] <= results["pass@16"]
+    assert results["maj@1"] == pytest.approx(results["pass@1"])
+    assert results["pass^16"] <= results["maj@16"] <= results["pass@16"]
     assert results["pass@4_low"] <= results["pass@4"] <= results["pass@4_high"]
     assert 0.0 <= results["two/pass@16"] <= 1.0
+    # The score may be 0.1 for form alone: it does not say what has passed.
+    unclear = CliRunner().invoke(app, [*arguments, "--duration", "48"])
+    assert unclear.exit_code != 0 and "Traceback" not in unclear.output
+    told = said(unclear.output)
+    assert "pass_on=None must name a component of the reward that is 0 or 1" in told
 
 
 def test_a_server_that_does_not_answer_is_named_without_a_traceback(run_folder):

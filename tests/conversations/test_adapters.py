@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -91,6 +93,15 @@ def test_tools_of_trl_as_they_are(make):
 def test_an_environment_without_reset_is_refused(make):
     with pytest.raises(EnvConfigError, match=r"must be a class with reset\(\*\*row\)"):
         make(environment_factory=dict)
+
+
+def test_task_sets_of_verifiers_want_verifiers():
+    from rllib_llm.envs.adapters.verifiers import VerifiersEnv
+
+    if importlib.util.find_spec("verifiers") is not None:
+        pytest.skip("verifiers is installed: test_verifiers.py")
+    with pytest.raises(ImportError, match="taskset='x' must find the package verifiers"):
+        VerifiersEnv({**settings(), "taskset": "x"})
 
 
 # --- reasoning-gym -------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import pytest
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.proof import ENDS, MORE, SAYS, USER
+from rllib_llm.conversations.proof import ENDS, MORE, SAYS, THINKS, USER
 from rllib_llm.data.chats import encode_chat
+from rllib_llm.data.texts import TextSource
 from rllib_llm.envs.toys import calculator
 from tests.conversations.templates import ADD, FAMILIES, family_tokenizer
 
@@ -35,8 +36,11 @@ def sampled(tokenizer, messages, tools):
         end = said.rfind(chat_format.turn_end) + len(chat_format.turn_end)
         ids = chat_format.encode(said[:end])
         conversation.append_sampled(ids, [0.0] * len(ids))
-    (row,) = conversation.rows()
-    return row.prompt_ids + row.completion_ids, [False] * len(row.prompt_ids) + row.loss_mask
+    rows = [
+        (row.prompt_ids + row.completion_ids, [False] * len(row.prompt_ids) + row.loss_mask)
+        for row in conversation.rows()
+    ]
+    return rows if len(rows) > 1 else rows[0]
 
 
 @pytest.mark.parametrize("family", APPENDING)
@@ -63,3 +67,41 @@ def test_sft_of_the_calculator_learns_what_it_samples():
         f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}'
         f"</tool_call><|end|>{messages[-1]['content']}<|end|>"
     )
+
+
+THINKS_AGAIN = {**ENDS, "reasoning_content": "Two and two."}
+THINKS_AND_CALLS = {**CALL, "reasoning_content": "One and one."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_rows"),
+    [
+        ([USER, THINKS, MORE, THINKS_AGAIN], 2),
+        # Within one question no thought is dropped; the next question drops all.
+        ([USER, THINKS_AND_CALLS, RESULT, THINKS_AGAIN, MORE, THINKS], 2),
+        ([USER, THINKS], 1),
+    ],
+)
+def test_of_a_template_that_drops_old_thoughts_sft_learns_the_rows_of_a_rollout(messages, num_rows):
+    tokenizer = family_tokenizer("qwen3")
+    source = TextSource(
+        [{"messages": messages, "tools": [ADD]}, {"messages": [USER, THINKS], "tools": [ADD]}],
+        tokenizer=tokenizer, max_length=4000, shuffle=False,
+    )  # fmt: skip
+    assert len(source) == num_rows + 1
+    batch = source.batch(0, num_rows)
+    expected = sampled(tokenizer, messages, [ADD])
+    for place, (row, learnt) in enumerate(expected if num_rows > 1 else [expected]):
+        assert batch["input_ids"][place, : len(row)].tolist() == row
+        assert batch["loss_mask"][place, : len(row)].tolist() == learnt
+        assert not bool(batch["loss_mask"][place, len(row) :].any())
+    said = tokenizer.decode(batch["input_ids"][batch["loss_mask"]])
+    num_thoughts = sum("reasoning_content" in message for message in messages)
+    assert said.count("<think>") == num_thoughts  # each is learnt once
+
+
+def test_data_without_thoughts_is_as_many_rows_as_it_has():
+    rows = [{"messages": [USER, SAYS, MORE, ENDS]}]
+    for family in FAMILIES:
+        source = TextSource(rows, tokenizer=family_tokenizer(family), max_length=400)
+        assert len(source) == 1

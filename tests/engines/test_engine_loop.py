@@ -121,6 +121,32 @@ def test_a_group_is_added_together(scripted):
     assert engine.batches[0] == 4
 
 
+class InvitingEngine(ScriptedEngine):
+    """Has a second completion asked for while it is given the first."""
+
+    invite = None
+
+    def add(self, rows) -> None:
+        super().add(rows)
+        invite, self.invite = self.invite, None
+        if invite is not None:
+            invite()
+
+
+@pytest.mark.parametrize("is_turn", [True, False])
+def test_conversations_that_come_to_an_idle_engine_begin_together(is_turn):
+    """Each step is shared then, and so is the prefill of what their tools said; what is no turn of
+    a conversation does not wait for others."""
+    engine, later = InvitingEngine(), []
+    loop = EngineLoop(engine)
+    names = ("a", "b") if is_turn else (None, None)
+    engine.invite = lambda: later.append(loop.submit([2], PARAMS, conversation=names[1]))
+    first = loop.submit([1], PARAMS, conversation=names[0])
+    assert first.result(DEADLINE_S).num_tokens == later[0].result(DEADLINE_S).num_tokens == 12
+    loop.close()
+    assert engine.batches[0] == (2 if is_turn else 1)
+
+
 def test_tokens_stream_in_order_and_before_the_end(scripted):
     _, loop = scripted
     seen = []

@@ -30,8 +30,9 @@ class ConfigEnv:
 
 
 def test_ids():
-    own = ["Arithmetic", "Calculator", "Conversation", "Lookup", "RLHF", "ReasoningGym", "Reviews"]
-    assert env_ids() == [f"rllib_llm/{name}-v0" for name in [*own, "TRL", "TwentyQuestions"]]
+    own = ["Agent", "Arithmetic", "Calculator", "Conversation", "Guessing", "Lookup", "RLHF"]
+    own += ["ReasoningGym", "Reviews", "TRL", "TwentyQuestions", "Verifiers"]
+    assert env_ids() == [f"rllib_llm/{name}-v0" for name in own]
 
 
 def test_one_name_in_gymnasium_in_rllib_and_here():

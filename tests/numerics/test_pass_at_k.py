@@ -12,6 +12,7 @@ import torch
 from rllib_llm.numerics.pass_at_k import (
     bootstrap_interval,
     majority_at_k,
+    majority_rates,
     pass_at_k,
     pass_hat_k,
     rates,
@@ -61,3 +62,15 @@ def test_the_interval_covers_what_it_says():
     low, high = bootstrap_interval(per_prompt)
     assert low == pytest.approx(0.451, abs=0.01) and high == pytest.approx(0.549, abs=0.01)
     assert bootstrap_interval(per_prompt) == (low, high)
+
+
+def test_votes_of_several_right_answers_and_of_what_was_not_judged():
+    answers = ["1/2", "0.5", "2", "2", "0.5", "7"]
+    right = torch.tensor([True, True, False, False, True, True])
+    groups, valid = torch.zeros(6, dtype=torch.int64), torch.tensor([True] * 5 + [False])
+    found = majority_rates(answers, right, groups, valid, [1, 5, 6])
+    # One of five: three are right. All five: "0.5" and "2" have two votes each, "1/2" has one.
+    assert found["maj@1"][0] == pytest.approx(3 / 5)
+    assert found["maj@5"][0] == pytest.approx(1 / 2) and "maj@6" not in found
+    low, high = found["maj@5"][1:]
+    assert low == high == found["maj@5"][0]  # one prompt

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rllib_llm import columns
+from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge
-from rllib_llm.envs.conversation_rollouts import run_rollouts
+from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
+from rllib_llm.envs.self_play import SelfPlayEnv, run_games
+from rllib_llm.modules.pretrained import load_causal_lm
 
 _WORDS = 12  # tokens of a random turn, at most
 
@@ -63,6 +67,25 @@ class ConversationChecker:
 
     def _talk(self) -> dict[str, torch.Tensor]:
         env = self.env
+        attempts = self._as_agent(env) if isinstance(env, AgentEnv) else self._with_words(env)
+        return judge(env, attempts, int(env.tokenizer.pad_token_id or 0)).columns
+
+    def _as_agent(self, env: AgentEnv) -> list[Attempt]:
+        """Episodes of an agent, which talks to the model itself."""
+        # Here, since it wants the packages of `rllib-llm[serve]`.
+        from rllib_llm.engines.torch_engine import TorchEngine
+        from rllib_llm.envs.agent_rollouts import open_service, run_agents
+
+        engine = TorchEngine(load_causal_lm(env.settings["model"]), version=0)
+        ends = env.chat_format.stop_token_ids
+        return run_agents(
+            env, env.tasks.rows(1, self.num_prompts), first_position=1,
+            num_completions=self.num_completions, max_new_tokens=_WORDS,
+            service=open_service(env, engine, stop_token_ids=ends, name="check_env"),
+            sampling={"seed": self.seed},
+        )  # fmt: skip
+
+    def _with_words(self, env: ConversationEnv) -> list[Attempt]:
         known = set(env.tokenizer.all_special_ids)
         plain = [token for token in range(len(env.tokenizer)) if token not in known]
         end = env.chat_format.encode(env.chat_format.turn_end)
@@ -72,8 +95,10 @@ class ConversationChecker:
             ids = [*generator.choices(plain, k=min(room - 1, _WORDS)), *end]
             return _Said(ids, [-1.0] * len(ids), [0] * len(ids))
 
-        attempts = run_rollouts(
-            env, env.tasks.rows(1, self.num_prompts), first_position=1,
-            num_completions=self.num_completions, complete=complete, max_new_tokens=_WORDS,
-        )  # fmt: skip
-        return judge(env, attempts, int(env.tokenizer.pad_token_id or 0)).columns
+        rows = env.tasks.rows(1, self.num_prompts)
+        asked: dict[str, Any] = {
+            "first_position": 1, "num_completions": self.num_completions, "max_new_tokens": _WORDS,
+        }  # fmt: skip
+        if isinstance(env, SelfPlayEnv):
+            return run_games(env, rows, completes=(complete, complete), **asked)
+        return run_rollouts(env, rows, complete=complete, **asked)

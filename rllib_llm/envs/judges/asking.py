@@ -79,6 +79,46 @@ class ReplyCache:
         return None if self._folder is None else self._folder / key[:2] / key
 
 
+class RequestBudget:
+    """How many requests may still be sent.
+
+    Args:
+        most: of them; None: as many as it takes.
+        file: they are counted in it, a byte for each, over all replicas and resumed runs;
+            None: this object counts for itself.
+
+    Raises:
+        ValueError: a budget below 1, or a file without one.
+    """
+
+    def __init__(self, most: int | None, file: str | os.PathLike | None = None) -> None:
+        if most is not None and most < 1:
+            raise ValueError(
+                f"max_requests={most!r} must be at least 1, or None: it is what the judge may be "
+                "asked. Raise it."
+            )
+        if most is None and file is not None:
+            raise ValueError(
+                f"budget_file={str(file)!r} must come with max_requests: nothing is counted "
+                "without it. Set max_requests, or leave the file out."
+            )
+        self._most, self._file = most, None if file is None else Path(file)
+        self._spent = 0
+
+    def take(self) -> bool:
+        """Counts a request; False where none is left."""
+        if self._file is None:
+            self._spent += 1
+            return self._most is None or self._spent <= self._most
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if self._file.is_file() and self._file.stat().st_size >= (self._most or 0):
+            return False
+        with self._file.open("ab", buffering=0) as counted:
+            counted.write(b".")  # appending is atomic: each writer has a place of its own
+            place = counted.tell()
+        return self._most is None or place <= self._most
+
+
 class JudgeModel:
     """A chat model on a server with OpenAI's interface, as a judge.
 
@@ -88,8 +128,7 @@ class JudgeModel:
         max_tokens: longest reply.
         temperature: of the judge; 0 makes replies repeatable.
         cache_folder: where replies are kept from run to run; None: in memory only.
-        max_requests: that this replica may send in a run, begun anew where it is resumed; None: as
-            many as it takes.
+        max_requests, budget_file: see `RequestBudget`.
         client: further arguments of `OpenAIClient`.
 
     Raises:
@@ -105,13 +144,10 @@ class JudgeModel:
         temperature: float = 0.0,
         cache_folder: str | None = None,
         max_requests: int | None = None,
+        budget_file: str | None = None,
         **client: Any,
     ) -> None:
-        if max_requests is not None and max_requests < 1:
-            raise ValueError(
-                f"max_requests={max_requests!r} must be at least 1, or None: it is what the judge "
-                "may be asked. Raise it."
-            )
+        self._budget = RequestBudget(max_requests, budget_file)
         self._client = OpenAIClient(base_url, **client)
         self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._cache = ReplyCache(cache_folder)
@@ -165,7 +201,7 @@ class JudgeModel:
         if reply is not None:
             self.num_cached += 1
             return _verdict(reply, read)
-        if self._max_requests is not None and self.num_requests >= self._max_requests:
+        if not self._budget.take():
             return Invalid(
                 f"max_requests={self._max_requests} are spent: the judge is not asked any more"
             )

@@ -256,3 +256,16 @@ def test_beyond_its_budget_a_judge_is_not_asked(tmp_path):
     assert len(server.requests) == 2
     with pytest.raises(ValueError, match="max_requests=0 must be at least 1"):
         RubricJudge("http://localhost/v1", "judge", criteria=CRITERIA, max_requests=0)
+
+
+def test_a_budget_in_a_file_is_that_of_all_replicas_and_goes_on_where_a_run_is_resumed(tmp_path):
+    spent = tmp_path / "kept" / "requests"
+    settings = {"criteria": CRITERIA, "max_requests": 3, "budget_file": str(spent), **QUICK}
+    with serving(grade) as server:
+        for texts, num_scores in ((["4", "no"], 2), (["4", "please"], 1), (["4"], 0)):
+            judge = RubricJudge(server.base_url, "j", **settings)  # another one each time
+            scores, _ = call(judge, texts)
+            assert sum(isinstance(score, float) for score in scores) == num_scores
+    assert len(server.requests) == 3 == spent.stat().st_size
+    with pytest.raises(ValueError, match="must come with max_requests"):
+        RubricJudge(server.base_url, "j", criteria=CRITERIA, budget_file=str(spent))

@@ -194,7 +194,7 @@ SAMPLING = Section(
             type=list[int] | None,
             default=None,
             unit="completions",
-            meaning="the k of pass@k and pass^k among the held-out results",
+            meaning="the k of pass@k, pass^k and maj@k among the held-out results",
             note="Of what `pass_on` says, with intervals; wants an evaluation_config with explore: "
             "true and at least k for num_completions. None: none.",
             reason="each is a number of completions, 1 or more",
@@ -206,6 +206,15 @@ SAMPLING = Section(
             default=None,
             meaning="the component of the reward, 0 or 1, that says what has passed",
             note="None: the score itself.",
+        ),
+        Setting(
+            name="answer_pattern",
+            type=str | None,
+            default=None,
+            meaning="the regular expression of what a completion votes for in maj@k",
+            note="The first group of its last match, or all of the match; a completion without one "
+            "votes for nothing that is right. None: all that the completion says.",
+            remedy="Write '<answer>(.*?)</answer>'",
         ),
         Setting(
             name="eval_envs",

@@ -1,0 +1,336 @@
+"""rllib_llm/Verifiers-v0: task sets of verifiers 0.4, in this process.
+
+    env_config: {taskset: my_package, taskset_config: {split: train}, num_tasks: 1000}
+
+The task set's prompts, tools (`@vf.tool` of its toolsets), stops, rewards, metrics and judges are
+verifiers' own; turns and tokens are ours. Nothing is started per rollout: verifiers would run a
+harness and a server of each toolset as processes. What needs a box of its own (a container, rewards
+that take a `runtime`, setup in it) is refused, never scored without.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from rllib_llm.conversations.chat_format import Message
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.dotted import import_dotted, looks_dotted
+from rllib_llm.envs import conversation_settings
+from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.event_loop import call
+from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.tools.toolbox import FunctionTool
+
+_TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
+_TOOLSETS = "toolsets"
+_HOOKS = ("setup", "finalize", "stage_verifier")  # of a task; verifiers gives them a runtime
+
+
+class VerifiersEnv(ConversationEnv):
+    """One `vf.Task` and one `vf.Trace` for each conversation."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "taskset": None,  # an installed package, one of verifiers' own, or a class's dotted path
+        "taskset_config": None,  # its settings
+        "num_tasks": None,  # how many of them; None: all there are
+    }
+
+    @functools.cached_property
+    def taskset(self) -> Any:
+        """The `vf.Taskset`.
+
+        Raises:
+            ImportError: verifiers is not installed.
+            EnvConfigError: there is no such task set, or not with these settings.
+        """
+        return _open_taskset(self.settings["taskset"], self.settings["taskset_config"] or {})
+
+    @functools.cached_property
+    def shared_toolsets(self) -> list[Any]:
+        """Those of the task set, which all conversations use."""
+        toolsets = type(self.taskset).toolsets(self.taskset.config)
+        for toolset in toolsets:
+            self.events.run(toolset.setup())
+        return list(toolsets)
+
+    @functools.cached_property
+    def vf_tasks(self) -> list[Any]:
+        """The `vf.Task`s, by position.
+
+        Raises:
+            EnvConfigError: there is none, they never end, or they need more than this process.
+        """
+        count = self.settings["num_tasks"]
+        if count is None and not self.taskset.bounded:
+            raise EnvConfigError(
+                f"num_tasks=None must be a number for {type(self.taskset).__name__}: its tasks "
+                "never end. Set it."
+            )
+        tasks = list(itertools.islice(iter(self.taskset), count))
+        if not tasks:
+            raise EnvConfigError(
+                f"taskset={self.settings['taskset']!r} must have tasks: it yields none. Look at "
+                "its taskset_config."
+            )
+        for task in tasks:
+            _check_task(task)
+        return tasks
+
+    def rows(self) -> Any:
+        return [
+            {"prompt": _prompt_of(task), "position": place}
+            for place, task in enumerate(self.vf_tasks)
+        ]
+
+    def tools(self) -> Sequence[Any]:
+        own = _toolsets_of(self.vf_tasks[0])
+        return [*super().tools(), *_tools_of(own), *_tools_of(self.shared_toolsets)]
+
+    def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
+        toolsets = conversation.state.get(_TOOLSETS, ())
+        return [tool.function for tool in _tools_of(toolsets)]
+
+    async def start(self, conversation: Conversation) -> Any:
+        task = self.vf_tasks[conversation.task["position"]]
+        toolsets = conversation.state[_TOOLSETS] = _toolsets_of(task)
+        for toolset in toolsets:
+            await toolset.setup()
+            await toolset.setup_task(task.data)
+        conversation.state[_TRACE] = _new_trace(task, toolsets)
+        return self.first_messages(conversation)
+
+    async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
+        task, trace = self._record(conversation, results)
+        found = [await call(stop, trace) for stop in task.hooks("stop")]
+        return any(found)
+
+    async def score(self, conversation: Conversation) -> float:
+        task, trace = self._record(conversation)
+        await task.score(trace)
+        unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
+        if unscored:
+            raise RuntimeError(f"the rewards {unscored} of {type(task).__name__} gave no number")
+        numbers = {name: value for name, value in trace.metrics.items() if value is not None}
+        conversation.metrics.update({name: float(value) for name, value in numbers.items()})
+        return float(trace.reward)
+
+    def _record(
+        self, conversation: Conversation, results: Sequence[Message] = ()
+    ) -> tuple[Any, Any]:
+        """The task of a conversation, and verifiers' record of what was said so far; `results`:
+        what tools have answered, which are not in it yet."""
+        trace = conversation.state[_TRACE]
+        _write_nodes(trace, conversation)
+        for message in results:
+            _write(trace, _as_vf(message))
+        return self.vf_tasks[conversation.task["position"]], trace
+
+
+def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
+    if importlib.util.find_spec("verifiers") is None:
+        raise ImportError(
+            f"taskset={given!r} must find the package verifiers: it is not installed. Install it "
+            "in an environment of its own, since it pins openai below 3: pip install "
+            "'rllib-llm[verifiers]'."
+        )
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.generic import concrete_type
+    from verifiers.v1.utils.loaders import environment_class, taskset_class
+
+    try:
+        is_path = isinstance(given, str) and (":" in given or looks_dotted(given))
+        kind = import_dotted(given, name="taskset") if is_path else given
+        if isinstance(kind, str):
+            kind = taskset_class(given)
+            if environment_class(given) is not vf.SingleAgentEnv:
+                raise TypeError("it has a vf.Env of its own, which is not a task set's doing")
+        config_type = concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
+        return kind(config_type(**config))
+    except (AttributeError, ModuleNotFoundError, TypeError, ValueError) as error:
+        raise EnvConfigError(
+            f"taskset={given!r}, taskset_config={dict(config)!r} must be a vf.Taskset and its "
+            f"settings: {error}. Give an installed package's name or a class's dotted path."
+        ) from error
+
+
+def _check_task(task: Any) -> None:
+    """Raises EnvConfigError for a task that cannot be done in this process."""
+    import verifiers.v1 as vf
+
+    hooks = [name for name in _HOOKS if getattr(type(task), name) is not getattr(vf.Task, name)]
+    scoring = [*task.hooks("metric"), *task.hooks("reward")]
+    scoring += [judge.score for judge in task.plugged_judges()]
+    wants = [getattr(f, "__name__", str(f)) for f in scoring if _requires_runtime(f)]
+    reason = ""
+    if task.NEEDS_CONTAINER or task.data.image is not None:
+        reason = "it runs in a container"
+    elif hooks or wants:
+        reason = f"{sorted([*hooks, *wants])} want a runtime"
+    elif task.data.prompt is None:
+        reason = "it has no prompt, and waits for a user to begin"
+    if reason:
+        raise EnvConfigError(
+            f"task {type(task).__name__} number {task.data.idx} must need nothing but this "
+            f"process: {reason}. Train with verifiers' own harness against the endpoint "
+            "/inference/v1/generate of rllib serve."
+        )
+
+
+def _requires_runtime(function: Any) -> bool:
+    found = inspect.signature(function).parameters.get("runtime")
+    return found is not None and found.default is inspect.Parameter.empty
+
+
+def _toolsets_of(task: Any) -> list[Any]:
+    """The toolsets of one conversation, made for it."""
+    return list(type(task).toolsets(task.config))
+
+
+class _VerifiersTool(FunctionTool):
+    """A method of a toolset under the name and schema that verifiers would serve it with."""
+
+    def __init__(self, toolset: Any, method: Callable[..., Any]) -> None:
+        from mcp.server.mcpserver.tools import Tool
+
+        own = getattr(method, "tool_name", None) or method.__name__
+        prefix = toolset.server_name
+        self.name = f"{prefix}_{own}" if prefix else own
+        description = inspect.getdoc(method) or own
+        served = Tool.from_function(method, name=own, description=description)
+        self.schema = {
+            "type": "function",
+            "function": {
+                "name": self.name, "description": description, "parameters": served.parameters,
+            },
+        }  # fmt: skip
+        self.function = _named(method, self.name)
+
+
+def _named(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The method, async or not, called by the tool's name."""
+
+    async def called(**arguments: Any) -> Any:
+        return await call(method, **arguments)
+
+    called.__name__ = name
+    return called
+
+
+def _tools_of(toolsets: Sequence[Any]) -> list[_VerifiersTool]:
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    return [
+        _VerifiersTool(toolset, method)
+        for toolset in toolsets
+        for method in discover_decorated(toolset, "tool")
+    ]
+
+
+def _prompt_of(task: Any) -> list[dict[str, Any]]:
+    """A task's first messages as chat templates take them."""
+    data = task.data
+    prompt = data.prompt
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = [_as_chat(message) for message in prompt]
+    if data.system_prompt:
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages
+
+
+def _as_chat(message: Any) -> dict[str, Any]:
+    from verifiers.v1.types import content_text
+
+    given = message.model_dump(exclude_none=True)
+    if isinstance(given.get("content"), list):
+        if any(part["type"] != "text" for part in given["content"]):
+            raise EnvConfigError(
+                f"messages of the role {message.role!r} must be text: the policy reads no images. "
+                "Leave such tasks out."
+            )
+        given["content"] = content_text(message.content)
+    for asked in given.get("tool_calls", ()):
+        arguments = json.loads(asked.pop("arguments"))
+        asked["function"] = {"name": asked.pop("name"), "arguments": arguments}
+    return given
+
+
+def _new_trace(task: Any, toolsets: Sequence[Any]) -> Any:
+    """verifiers' record of a conversation that begins. Its state is the toolset's, where there is
+    one."""
+    import verifiers.v1 as vf
+    from verifiers.v1.state import state_cls
+
+    kind = state_cls(type(task))
+    state = next((t.state for t in toolsets if isinstance(t.state, kind)), None)
+    return vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+        state=state or kind(),
+    )
+
+
+def _write_nodes(trace: Any, conversation: Conversation) -> None:
+    """Writes what was said into the record, in place of what it has."""
+    import verifiers.v1 as vf
+
+    trace.nodes, trace.calls = [], []
+    for node in conversation.path():
+        for message in node.messages:
+            written = _write(trace, _as_vf(message))
+            if node.sampled:
+                written.sampled, written.mask = True, [True] * len(node.token_ids)
+                written.token_ids, written.logprobs = list(node.token_ids), list(node.logprobs)
+                finish = "stop" if node.finish == "stop" else "length"
+                place = len(trace.nodes) - 1
+                trace.calls.append(vf.ModelCall(node=place, finish_reason=finish))
+
+
+def _write(trace: Any, message: Any) -> Any:
+    """Appends a message to the record; its node."""
+    import verifiers.v1 as vf
+
+    parent = len(trace.nodes) - 1 if trace.nodes else None
+    trace.nodes.append(vf.MessageNode(parent=parent, message=message))
+    return trace.nodes[-1]
+
+
+def _as_vf(message: Mapping[str, Any]) -> Any:
+    from verifiers.v1 import types
+
+    content = message.get("content") or ""
+    if message["role"] == "system":
+        return types.SystemMessage(content=content)
+    if message["role"] == "user":
+        return types.UserMessage(content=content)
+    if message["role"] == "tool":
+        return types.ToolMessage(
+            content=content, tool_call_id=str(message.get("tool_call_id", "")),
+            name=message.get("name"),
+        )  # fmt: skip
+    calls = [
+        types.ToolCall(
+            id=str(asked["id"]), name=asked["function"]["name"],
+            arguments=json.dumps(asked["function"]["arguments"]),
+        )
+        for asked in message.get("tool_calls", ())
+    ]  # fmt: skip
+    return types.AssistantMessage(
+        content=content, reasoning_content=message.get("reasoning_content"),
+        tool_calls=calls or None,
+    )  # fmt: skip
+
+
+DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **VerifiersEnv.defaults}
+
+
+def create(env_config: Mapping[str, Any]) -> VerifiersEnv:
+    """The environment; its settings and their defaults are `DEFAULTS`."""
+    return VerifiersEnv(env_config)

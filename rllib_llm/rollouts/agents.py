@@ -1,0 +1,51 @@
+"""A sampler whose conversations are held by agents, through a server in its own process.
+
+The server lives for one request, as the engine of other conversations does: the weights do not
+change under an agent.
+"""
+
+from __future__ import annotations
+
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.envs.adapters.agent import AgentEnv
+from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.conversation_rollouts import Attempt
+from rllib_llm.rollouts.conversing import ConversationSampler
+from rllib_llm.rollouts.request import SampleRequest
+
+
+class AgentSampler(ConversationSampler):
+    """As every sampler; who talks to the policy is an agent."""
+
+    def _attempts(
+        self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
+    ) -> list[Attempt]:
+        # Here, since it wants the packages of `rllib-llm[serve]`.
+        from rllib_llm.envs.agent_rollouts import open_service, run_agents
+
+        assert isinstance(env, AgentEnv), "the environment runner chose this sampler"
+        engine = self.policy.open_engine(self.weights.version)
+        assert isinstance(engine, TorchEngine), "other policies open none"
+        service = open_service(env, engine, stop_token_ids=params.stop_token_ids, name=self.name)
+        return run_agents(
+            env,
+            env.tasks.rows(request.position, request.num_prompts),
+            first_position=request.position,
+            num_completions=request.num_completions,
+            service=service,
+            sampling=sampling_fields(params, self.seed),
+            max_new_tokens=params.max_new_tokens,
+        )
+
+
+def sampling_fields(params: SamplingParams, seed: int) -> dict[str, object]:
+    """The fields of a chat completion that sample as `params` say."""
+    return {
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_tokens": params.min_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "seed": seed,
+    }

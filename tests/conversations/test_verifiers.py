@@ -1,0 +1,104 @@
+"""Task sets of verifiers 0.4 as they are, in this process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rllib_llm import columns
+from rllib_llm.envs.rlhf import EnvConfigError
+from tests.conversations.scripted import roll, settings
+
+pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
+
+from rllib_llm.envs.adapters.verifiers import VerifiersEnv  # noqa: E402
+
+HERE = "tests.conversations.vf_sums"
+
+
+def call(a, b):
+    return f'<tool_call>{{"name": "sums_add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(**changes):
+        given = {k: v for k, v in settings().items() if k != "prompts"}
+        made.append(VerifiersEnv({**given, "taskset": f"{HERE}:Sums", **changes}))
+        return made[-1]
+
+    yield build
+    for env in made:
+        env.close()
+
+
+def test_prompts_tools_rewards_and_metrics_are_the_task_set_s(make):
+    env = make()
+    attempts, judged, policy = roll(env, call(1, 1), "2")
+    asked = env.tokenizer.decode(policy.seen[0][2])
+    assert "Add.<|im_end|>" in asked and "1+1?<|im_end|>" in asked and '"sums_add"' in asked
+    schema = env.toolbox.tools["sums_add"].schema["function"]
+    assert schema["description"] == "Adds two numbers."
+    assert schema["parameters"]["required"] == ["a", "b"]
+    results = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
+    assert results == ["2 (1+1?)"]
+    # 2 * right + a quarter for the call; the second task's answer is 3.
+    assert judged.columns[columns.SCORES].tolist() == [2.25, 2.25, 0.25, 0.25]
+    additions = judged.metrics["additions"]
+    assert additions.tolist() == [1, 1, 1, 1]  # each conversation has a toolset of its own
+
+
+def test_stops_end_a_loop_of_calls(make):
+    attempts, judged, _ = roll(make(), call(1, 1))
+    assert [attempt.conversation.num_turns for attempt in attempts] == [3] * 4
+    assert judged.columns[columns.SCORES].tolist() == [0.75] * 4
+    assert bool(judged.columns[columns.VALID].all())
+
+
+def test_the_record_has_the_sampled_tokens(make):
+    attempts, _, _ = roll(make(), call(1, 1), "2", num_prompts=1, num_completions=1)
+    (attempt,) = attempts
+    trace = attempt.conversation.state["trace"]
+    sampled = [node for node in trace.nodes if node.sampled]
+    turns = [node for node in attempt.conversation.nodes if node.sampled]
+    assert [node.token_ids for node in sampled] == [list(turn.token_ids) for turn in turns]
+    assert [node.message.role for node in trace.nodes] == [
+        "system", "user", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+    assert trace.num_turns == 2 and not trace.is_truncated and trace.last_reply == "2"
+
+
+def test_settings_of_the_task_set_and_how_many_tasks(make):
+    assert len(make(taskset_config={"most": 5}).tasks) == 5
+    assert len(make(taskset_config={"most": 5}, num_tasks=3).tasks) == 3
+    assert len(make(taskset=f"{HERE}:Endless", num_tasks=4).tasks) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"taskset": f"{HERE}:Boxed"}, "it runs in a container"),
+        ({"taskset": f"{HERE}:Running"}, r"\['ran'\] want a runtime"),
+        ({"taskset": f"{HERE}:Endless"}, "num_tasks=None must be a number for Endless"),
+        ({"taskset": "no_such_taskset"}, "taskset='no_such_taskset'.* must be a vf.Taskset"),
+        ({"taskset_config": {"mots": 3}}, "taskset_config={'mots': 3} must be"),
+    ],
+)
+def test_what_cannot_be_done_in_this_process_is_refused(make, changes, why):
+    with pytest.raises(EnvConfigError, match=why):
+        make(**changes)
+
+
+def test_a_rollout_starts_no_process_and_costs_milliseconds(make):
+    """verifiers' own default harness starts a process for each."""
+    import psutil
+
+    env, before = make(), len(psutil.Process().children(recursive=True))
+    start = time.process_time()
+    roll(env, call(1, 1), "2", num_completions=50)
+    seconds = time.process_time() - start
+    assert len(psutil.Process().children(recursive=True)) == before
+    assert seconds / 100 < 0.1  # ten times what it takes
