@@ -68,6 +68,8 @@ setup(
         "serve": ["ray[serve]>=2.60,<2.61", "llguidance>=1.9", "httpx>=0.27"],
         # Tasks, verifiers and tools that others have written.
         "environments": ["reasoning-gym>=0.1.25", "math-verify>=0.9", "mcp>=2"],
+        # In an environment of its own: verifiers pins openai below 3.
+        "verifiers": ["verifiers>=0.4,<0.5", "renderers>=0.1.12"],
         "rollouts": ["duckdb>=1.4"],
         "nixl": ["nixl>=1.0"],
         # On CUDA. On a CPU: `.ci/vllm`.

@@ -42,9 +42,7 @@ class AgentSampler(ConversationSampler):
 def sampling_fields(params: SamplingParams, seed: int) -> dict[str, object]:
     """The fields of a chat completion that sample as `params` say."""
     return {
-        "temperature": 0.0 if params.greedy else params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
+        **params.drawn_by,
         "min_tokens": params.min_new_tokens,
         "stop_token_ids": list(params.stop_token_ids),
         "seed": seed,
