@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rllib_llm.quiet import LOGGERS
 from rllib_llm.verbosity import VERBOSE
 
@@ -26,6 +28,7 @@ def said(**environment: str) -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.slow  # another process imports it all
 def test_loading_libraries_says_nothing():
     assert said() == []
 

@@ -114,7 +114,11 @@ def test_what_classes_use_of_their_ray_bases_is_known():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef):
                 continue
-            cls = getattr(importlib.import_module(module), node.name, None)
+            try:
+                cls = getattr(importlib.import_module(module), node.name, None)
+            except ModuleNotFoundError as error:
+                assert error.name == "verifiers", "all else is installed for the tests"
+                continue
             bases = [base for base in getattr(cls, "__mro__", ()) if is_rays(base)]
             used = private_names_used(node)
             names = {name for name in used for base in bases if belongs_to(name, base)}
@@ -187,6 +191,7 @@ class Parent(Child):
         return ray.get(self.child.pid.remote())
 
 
+@pytest.mark.slow  # processes of their own
 def test_the_processes_of_an_actor_are_its_own_and_those_of_actors_that_it_made(ray_session):
     parent, other = (ray.remote(Parent).options(num_cpus=0).remote() for _ in range(2))
     own, child = ray.get([parent.pid.remote(), parent.make.remote()])

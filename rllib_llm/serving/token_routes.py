@@ -62,7 +62,8 @@ def _tokens_of(service: Service, chats: chat.Chats, body: TokenizeRequest) -> li
     if body.add_generation_prompt is not False:
         return chat.prompt_ids(chat_format, body.messages or [])
     messages = [chat_format.cleaned(each) for each in chat.as_messages(body.messages or [])]
-    return chat_format.encode(chat_format.render(messages))
+    with chat.refused_by_template():
+        return chat_format.encode(chat_format.render(messages))
 
 
 async def _generate(

@@ -70,7 +70,8 @@ def test_the_first_batch_is_fresh_and_all_others_one_update_old(undisturbed):
     assert [t["groups_trained"] for t in told] == [4, 8, 12, 16]
 
 
-@pytest.mark.parametrize("num_samplers", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow  # samplers in processes of their own
+@pytest.mark.parametrize("num_samplers", [1, 3])
 def test_any_number_of_samplers_learns_the_same_bit_for_bit(undisturbed, num_samplers):
     metrics, weights, _ = learn(streaming(num_samplers))
     assert metrics == undisturbed[0]

@@ -50,6 +50,7 @@ def run(tmp_path, ray_session):
     return run_file
 
 
+@pytest.mark.slow  # trials in processes of their own
 def test_stages_run_in_order_each_with_what_the_earlier_one_made(run, tmp_path):
     result = run(TWO_STAGES, "--as-test")
     assert result.exit_code == 1, result.output  # a pass criterion is missed
@@ -73,6 +74,7 @@ def test_stages_run_in_order_each_with_what_the_earlier_one_made(run, tmp_path):
     assert f"rllib evaluate {second.checkpoint}" in text
 
 
+@pytest.mark.slow  # trials in processes of their own
 def test_of_several_trials_the_best_one_is_handed_on(run, tmp_path):
     search = {"a": {**TWO_STAGES["first"], "config": {"lr": {"grid_search": [3.0, 1.0]}}}}
     result = run(search)
@@ -87,6 +89,7 @@ def test_of_several_trials_the_best_one_is_handed_on(run, tmp_path):
     assert "best of 2 trials: lr=3" in said(result.output)
 
 
+@pytest.mark.slow  # trials in processes of their own
 def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     failing = {**TWO_STAGES, "second": {**TWO_STAGES["second"]}}
     failing["second"]["config"] = {**TWO_STAGES["second"]["config"], "fail_at": 4}
@@ -185,7 +188,9 @@ def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
 @pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals go to that thread"
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_stopped_saves_first(run, tmp_path, number):
     endless = {"a": {**TWO_STAGES["first"], "config": {"seconds": 0.2}}}
     endless["a"]["stop"] = {"training_iteration": 10_000}
@@ -304,6 +309,7 @@ def test_a_trial_that_needs_too_much_is_refused(run):
     assert "one trial reserves 1000 CPUs and must fit" in said(result.output)
 
 
+@pytest.mark.slow  # a trial in a process of its own
 def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
     config = {
         "num_env_runners": 0,

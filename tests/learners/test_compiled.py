@@ -16,6 +16,7 @@ def updated(config):
     return learner, tiny.update(learner, tiny.judged(learner, (1, 2, 1, 2, 1, 3)))
 
 
+@pytest.mark.slow  # compiles
 def test_a_compiled_learner_learns_the_same():
     compiled = grpo(minibatch_size=None, num_epochs=1).framework(
         torch_compile_learner=True, torch_compile_learner_dynamo_backend="eager"

@@ -58,6 +58,7 @@ def values(results):
     return [result.get() for result in results]
 
 
+@pytest.mark.slow  # learners in processes of their own
 def test_answers_come_in_the_learners_order(make):
     group = make(2)
     assert values(group.foreach_actor(learn)) == [0, 1]

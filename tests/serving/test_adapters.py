@@ -75,6 +75,7 @@ def test_settings_that_merge_nothing_are_refused(given, problem):
         read_settings({"model": "m", **given}, environment={})
 
 
+@pytest.mark.slow  # a run and a server
 def test_a_server_follows_a_run_that_trains_adapters(ray_session):
     config = tiny_runs.grpo(lr=0.01).language_model(lora=LORA).weights(name="adapters_served")
     asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 6, "logprobs": 0, "seed": 1}}

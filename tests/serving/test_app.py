@@ -35,6 +35,7 @@ def lines_of(answer: httpx.Response) -> list[dict]:
     return [json.loads(event) for event in events]
 
 
+@pytest.mark.slow  # many completions
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -115,6 +116,9 @@ def test_texts_become_tokens_and_back(tiny):
         f"{tiny[0]}/tokenize", json={"prompt": "Hé", "return_token_strs": True}
     ).json()
     assert made["count"] == len(made["tokens"]) == 4 and made["token_strs"][1] == "H"
+    empty = {"messages": [], "add_generation_prompt": False}
+    refused = httpx.post(f"{tiny[0]}/tokenize", json=empty)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     back = httpx.post(f"{tiny[0]}/detokenize", json={"tokens": made["tokens"][1:]}).json()
     assert back == {"prompt": "Hé"}
     chat = {"messages": [{"role": "user", "content": "x"}], "return_token_strs": True}

@@ -57,6 +57,7 @@ def named(seed: int) -> dict:
     return {f"model.{name}": tensor for name, tensor in model(seed).state_dict().items()}
 
 
+@pytest.mark.slow  # a run and a server
 def test_a_server_follows_a_run_through_its_coordinator(ray_session):
     client = CoordinatorClient("followed_by_a_server")
     publisher = BackgroundPublisher(CoordinatorClient("followed_by_a_server"))

@@ -64,6 +64,7 @@ def test_the_name_finds_one_coordinator_which_fences_and_can_be_waited_for(name)
     assert one.latest() is None
 
 
+@pytest.mark.slow  # processes that die
 def test_weights_reach_a_replica_also_after_the_coordinator_was_killed(name):
     client = CoordinatorClient(name)
     publisher, replica = BackgroundPublisher(client), Replica.remote(name)
