@@ -42,9 +42,12 @@ def open_service(
         name: of whoever asks for it.
     """
     most = int(env.settings["max_concurrent"])
-    settings = ServeSettings(
-        model="policy", in_flight="recompute", max_rows=most, max_waiting=most, drain_s=0,
-        max_model_len=env.max_tokens, deadline_s=float(env.settings["max_seconds"]),
+    settings = ServeSettings.model_validate(
+        {
+            "model": "policy", "in_flight": "recompute", "max_rows": most, "max_waiting": most,
+            "drain_s": 0, "max_model_len": env.max_tokens,
+            "deadline_s": float(env.settings["max_seconds"]),
+        }
     )  # fmt: skip
     host = ThreadHost(engine.model, settings, tuple(stop_token_ids), engine=engine)
     return Service(host, env.tokenizer, settings, source=name, serial=engine.version or 0)

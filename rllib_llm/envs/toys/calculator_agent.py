@@ -30,6 +30,7 @@ async def run(base_url: str, task: Mapping[str, Any]) -> dict[str, float]:
             if not said.tool_calls or num_calls == 2:
                 break
             for call in said.tool_calls:
+                assert call.type == "function", "the only kind of tool that was offered"
                 num_calls += 1
                 messages.append(
                     {"role": "tool", "tool_call_id": call.id, "content": _result(call.function)}

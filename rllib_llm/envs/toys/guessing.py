@@ -105,11 +105,11 @@ def _game(secret: int, skill: float, draw: random.Random) -> list[Message]:
     return messages[:-1] if messages[-1]["role"] == "user" else messages
 
 
-def _user(content: str) -> dict[str, str]:
+def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def _assistant(content: str) -> dict[str, str]:
+def _assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
