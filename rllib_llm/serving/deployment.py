@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
 from rllib_llm.user_errors import UserError
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 # How much less than others Ray's workers are to run; Ray's own default is 15.
 NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
@@ -280,8 +282,15 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
     if starts_ray:
         os.environ.setdefault(NICENESS, "0")
+        for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
+            os.environ.setdefault(name, str(_free_port()))
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def serve(model: str, *, config: Path | str | None = None, **settings: Any) -> Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -56,8 +57,12 @@ def says(process: subprocess.Popen, word: str) -> None:
 
 def replicas(process: subprocess.Popen) -> set[int]:
     """The ids of the replicas' processes."""
-    found = psutil.Process(process.pid).children(recursive=True)
-    return {each.pid for each in found if "ServeReplica" in " ".join(each.cmdline())}
+    found = set()
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if "ServeReplica" in " ".join(each.cmdline()):
+                found.add(each.pid)
+    return found
 
 
 def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(tmp_path):
