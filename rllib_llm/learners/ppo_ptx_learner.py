@@ -11,8 +11,9 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.data.texts import TextSource
-from rllib_llm.learners.language_model_learner import Batch, zero_loss
+from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import gae, masked_whiten
 from rllib_llm.numerics.losses import cross_entropy_tokens
 

@@ -15,10 +15,11 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.batching import take_rows
-from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.off_policy import OffPolicyCorrection
 from rllib_llm.learners.old_logprobs import OldLogprobs
 from rllib_llm.learners.own_reference import own_reference
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
