@@ -101,6 +101,10 @@ class LanguageModelLearner(SharedPasses):
     def start_minibatch(self, minibatch: Batch) -> None:
         """Called with the whole mini-batch, before its micro-batches."""
 
+    def forget_passes(self) -> None:
+        """Called where the passes over the current mini-batch are made anew: beside gradients and
+        means, what they have added so far is to be forgotten."""
+
     def extra_losses(self) -> Iterator[torch.Tensor]:
         """Further losses of the current mini-batch, each backpropagated by itself."""
         return iter(())
@@ -190,7 +194,6 @@ class LanguageModelLearner(SharedPasses):
         with self._listening():
             rows = self.prepare(self._on_device(batch))
             if not self._accumulated:
-                self._zero_gradients()
                 self._weights_seq_no += 1
             with seeded_dropout(self.config, self._weights_seq_no, self.rank):
                 self._accumulated.append((self._gradient(rows), rows))
@@ -248,7 +251,6 @@ class LanguageModelLearner(SharedPasses):
         )
 
     def _update_minibatch(self, minibatch: Batch) -> None:
-        self._zero_gradients()
         self._step(self._gradient(minibatch), minibatch)
 
     def _zero_gradients(self) -> None:
@@ -258,6 +260,19 @@ class LanguageModelLearner(SharedPasses):
     def _gradient(self, minibatch: Batch) -> torch.Tensor:
         """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
         self.start_minibatch(minibatch)
+        if self._accumulated:  # what passes that fail leave could not be told from these gradients
+            return self._passes(minibatch)
+        before = self.means.copy()
+
+        def passes() -> torch.Tensor:
+            self._zero_gradients()
+            self.means.take(before)
+            self.forget_passes()
+            return self._passes(minibatch)
+
+        return self.in_memory(passes, minibatch)
+
+    def _passes(self, minibatch: Batch) -> torch.Tensor:
         loss = torch.zeros((), device=self._device)
         options = self.forward_options()
         for micro_batch in self.micro_batches(minibatch):

@@ -229,6 +229,9 @@ class RLHFLearner(LanguageModelLearner):
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
 
+    def forget_passes(self) -> None:
+        self._approx_kl_total.zero_()
+
     def compute_loss_for_module(
         self, *, module_id: str, config: Any, batch: Batch, fwd_out: dict[str, torch.Tensor]
     ) -> torch.Tensor:

@@ -7,8 +7,9 @@ A learner's shares are a function of the batch, which all learners have: nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -27,12 +28,14 @@ from rllib_llm.learners.sharding import ShardedModule, shard_module
 from rllib_llm.modules.mixed_precision import warn_of_emulation
 
 Batch = dict[str, torch.Tensor]
+Result = TypeVar("Result")
 
 
 class SharedPasses(TorchLearner):
     """Forward passes over this learner's share of a batch."""
 
     _sharded: ShardedModule | None = None  # with the strategy "fsdp"
+    _num_parts = 1  # that each micro-batch is cut into, more where memory did not suffice
 
     # --- learners ----------------------------------------------------------------------------
 
@@ -103,7 +106,32 @@ class SharedPasses(TorchLearner):
             micro_batch_size=self.config.micro_batch_size,
             token_budget=self.config.micro_batch_tokens,
         )
-        return [mine[index.cpu()] for index in indices]
+        return [mine[part.cpu()] for index in indices for part in index.chunk(self._num_parts)]
+
+    def in_memory(self, run: Callable[[], Result], batch: Batch) -> Result:
+        """What `run()` gives, which makes passes over the micro-batches of `batch`; where a GPU's
+        memory does not suffice it is called again, with micro-batches of half as many rows.
+
+        Raises:
+            torch.OutOfMemoryError: a row is too much, or there are shards, whose passes all
+                learners have to make equally often.
+        """
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                rows = max(len(part) for part in self.micro_batch_rows(batch))
+                if rows == 1 or self.is_sharded:
+                    raise
+            # Out of the handler, since what was raised holds on to the tensors.
+            self._num_parts *= 2
+            warnings.warn(
+                f"{rows} rows at once do not fit into the GPU's memory: micro-batches are cut into "
+                f"{self._num_parts} from now on, which changes speed only. micro_batch_tokens or "
+                "micro_batch_size says so from the start.",
+                stacklevel=2,
+            )
+            torch.cuda.empty_cache()
 
     def idle_rounds(self, batch: Batch) -> Iterator[Batch]:
         """The shortest row of `batch`, as often as another learner has more micro-batches of it.
@@ -129,8 +157,12 @@ class SharedPasses(TorchLearner):
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
         """Outputs [B, T] of all rows of completions, without gradient; each row by one learner."""
+
+        def passes() -> list[Batch]:
+            return [outputs for _, outputs in self.evaluated(batch, **options)]
+
+        outputs = self.in_memory(passes, batch)
         rows = self.micro_batch_rows(batch)
-        outputs = [out for _, out in self.evaluated(batch, **options)]
         like = batch[columns.COMPLETION_MASK]
 
         def whole(name: str) -> torch.Tensor:
