@@ -161,7 +161,7 @@ def until_ready(process: subprocess.Popen, url: str) -> None:
         assert process.poll() is None, f"the server ended with {process.returncode}"
         return answers(f"{url}/readyz") is not None
 
-    until(is_ready, 5 * DEADLINE_S)
+    until(is_ready)
 
 
 @pytest.mark.slow  # a server in a process of its own
