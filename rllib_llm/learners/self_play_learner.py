@@ -10,7 +10,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.critic_free_learners import GRPOLearner
-from rllib_llm.learners.language_model_learner import Batch
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.weights.exporter import WeightsExporter
 from rllib_llm.weights.two_modules import OPPONENT, TwoModules
 
