@@ -71,6 +71,9 @@ class EngineHost(Protocol):
     def is_paused(self) -> bool:
         """Whether nothing is sampled, and what is asked for waits."""
 
+    def listen(self) -> None:
+        """Called in the server's event loop before anything is asked for."""
+
     def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
         """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open."""
 
@@ -135,6 +138,9 @@ class ThreadHost:
     def is_paused(self) -> bool:
         """As of all hosts."""
         return self.loop.is_paused
+
+    def listen(self) -> None:
+        """As of all hosts; what comes of this one comes in its own thread."""
 
     def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
         """As of all hosts."""

@@ -4,20 +4,26 @@ In one process both would want the same interpreter, and hand it to and fro with
 the engine and every message to a client: at a few milliseconds a step that is a third of the time.
 
     server ── submit, abort, load ... ──▶ EngineProcess ─── socket ──▶ EngineWorker ─▶ ThreadHost
-    rows   ◀── tokens, ends, results ──── a thread      ◀── socket ── one message a step
+    rows   ◀── tokens, ends, results ──── event loop    ◀── socket ── one message a step
+
+The server's event loop reads the socket itself: a thread for it would wait for the interpreter, and
+the loop for the thread, at every step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
+import pickle
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from functools import partial
@@ -42,6 +48,8 @@ WORKER = "rllib_llm.serving.engine_worker"
 _STOP_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there
+_READ_BYTES = 2**20
+_HEAD, _LONG_HEAD = struct.Struct("!i"), struct.Struct("!Q")  # of a message: how many bytes follow
 
 # (id, what comes of it) of completions and calls: Tokens, then the end, a result or an error.
 Events = list[tuple[int, Any]]
@@ -58,8 +66,36 @@ class Sent:
         self.wanted = replace(wanted, guide=None, on_tokens=None)
 
 
+class Messages:
+    """What `multiprocessing.connection.Connection` has sent, out of the bytes as they come."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def take(self, data: bytes) -> Iterator[Any]:
+        """The messages that are whole with these bytes."""
+        self._bytes += data
+        while (span := self._first()) is not None:
+            message = pickle.loads(self._bytes[span])
+            del self._bytes[: span.stop]
+            yield message
+
+    def _first(self) -> slice | None:
+        """Where the first message is; None: parts of it are still to come."""
+        held, start = len(self._bytes), _HEAD.size
+        if held < start:
+            return None
+        (size,) = _HEAD.unpack_from(self._bytes)
+        if size == -1:  # behind it stands the size of one above 2 GiB
+            if held < start + _LONG_HEAD.size:
+                return None
+            (size,) = _LONG_HEAD.unpack_from(self._bytes, start)
+            start += _LONG_HEAD.size
+        return slice(start, start + size) if held >= start + size else None
+
+
 class EngineProcess:
-    """See `EngineHost`.
+    """See `EngineHost`. What comes of it comes in the event loop that `listen` is called in.
 
     Args:
         settings: of the server.
@@ -74,16 +110,18 @@ class EngineProcess:
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
-        self._sending = threading.Lock()  # never held by the thread that receives
+        self._sending = threading.Lock()
         self._is_closed = self.is_paused = False
-        ours, theirs = socket.socketpair()
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._messages = Messages()
+        self._socket, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))  # it finds what this process does
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(os.dup(self._socket.fileno()))
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
         self._connection.send((keyless, source))
         try:
@@ -94,8 +132,11 @@ class EngineProcess:
             self._process.wait()
             raise facts
         self.facts: ModelFacts = facts
-        self._thread = threading.Thread(target=self._receive, name="engine-process", daemon=True)
-        self._thread.start()
+
+    def listen(self) -> None:
+        """As of all hosts."""
+        self._events = asyncio.get_running_loop()
+        self._events.add_reader(self._socket.fileno(), self._read)
 
     # --- completions -------------------------------------------------------------------------
 
@@ -174,15 +215,22 @@ class EngineProcess:
             raise RuntimeError(_ENDED)
 
     def close(self) -> None:
-        """As of all hosts."""
+        """As of all hosts, in the event loop or behind its end."""
+        if self._socket.fileno() == -1:
+            return  # it was closed before
         with contextlib.suppress(RuntimeError):
             self._send("close")
+        self._socket.settimeout(_STOP_SECONDS)
         try:
+            while not self._is_closed:
+                self._read(0)
             self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (TimeoutError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
-        self._thread.join()
+        self._end()
+        self._connection.close()
+        self._socket.close()
 
     # --- the socket --------------------------------------------------------------------------
 
@@ -194,17 +242,30 @@ class EngineProcess:
             except OSError as error:
                 raise RuntimeError(_ENDED) from error
 
-    def _receive(self) -> None:
-        """Takes what comes, until the process ends."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._take(self._connection.recv())
+    def _read(self, flags: int = socket.MSG_DONTWAIT) -> None:
+        """Takes what has come."""
+        try:
+            data = self._socket.recv(_READ_BYTES, flags)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._end()
+        for events in self._messages.take(data):
+            self._take(events)
+
+    def _end(self) -> None:
+        """Nothing comes any more: the process has ended."""
         with self._lock:
             self._is_closed = True
             left = list(self._futures.values())
+        if self._events is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._events.remove_reader(self._socket.fileno())
+            self._events = None
         for future in left:
             _settle(future, RuntimeError(_ENDED))
-        self._connection.close()
 
     def _take(self, events: Events) -> None:
         """Hands on what has come of a step."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
+import socket
+import struct
+import threading
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -12,7 +17,7 @@ from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise
 from rllib_llm.serving.engine_host import Counts, ThreadHost
-from rllib_llm.serving.engine_process import EngineProcess
+from rllib_llm.serving.engine_process import EngineProcess, Messages
 from rllib_llm.serving.guides import Guides
 from rllib_llm.serving.schemas import ResponseFormat
 from rllib_llm.serving.service import Service
@@ -35,10 +40,27 @@ LONG = dataclasses.replace(PARAMS, stop_token_ids=(), max_new_tokens=900, top_lo
 
 
 @pytest.fixture(scope="module")
-def process():
+def events():
+    """An event loop that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def process(events):
     host = EngineProcess(settings(), SOURCE)
+    listening = threading.Event()
+    events.call_soon_threadsafe(lambda: (host.listen(), listening.set()))
+    assert listening.wait(DEADLINE_S)
     yield host
-    host.close()
+    closing = threading.Event()
+    events.call_soon_threadsafe(lambda: (host.close(), closing.set()))
+    assert closing.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -116,7 +138,7 @@ def test_what_it_refuses_is_raised_here(process):
         long.result(DEADLINE_S)
 
 
-def test_weights_are_handed_over_and_its_end_is_noticed(process, thread):
+def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events):
     made = Service(process, tokenizer(), settings(), source="here")
     asked = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 8, "seed": 1}
 
@@ -143,7 +165,24 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread):
             with pytest.raises(RuntimeError, match="process must be alive"):
                 made.host.check_open()
 
-    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+    asyncio.run_coroutine_threadsafe(ask(), events).result(DEADLINE_S)
+
+
+def test_messages_come_whole_however_their_bytes_do():
+    ours, theirs = socket.socketpair()
+    sent = [list(range(count)) for count in (0, 3, 5000)]
+    sender = Connection(ours.detach())
+    for each in sent:
+        sender.send(each)
+    sender.close()
+    with theirs:
+        data = b"".join(iter(lambda: theirs.recv(2**20), b""))
+    head = struct.pack("!iQ", -1, len(rest := pickle.dumps("long")))
+    data += head + rest  # as above 2 GiB
+    for step in (1, 7, len(data)):
+        messages = Messages()
+        parts = [data[i : i + step] for i in range(0, len(data), step)]
+        assert [m for part in parts for m in messages.take(part)] == [*sent, "long"]
 
 
 def test_a_model_that_cannot_be_loaded_is_said():
