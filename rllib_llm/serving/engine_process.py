@@ -16,18 +16,15 @@ import asyncio
 import contextlib
 import itertools
 import os
-import pickle
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.engines.scoring import Scores
+from rllib_llm.serving.channel import Channel
 from rllib_llm.serving.engine_host import Counts, ModelFacts
 from rllib_llm.serving.guides import LlGuide
 from rllib_llm.serving.settings import ServeSettings
@@ -48,8 +46,6 @@ WORKER = "rllib_llm.serving.engine_worker"
 _STOP_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there
-_READ_BYTES = 2**20
-_HEAD, _LONG_HEAD = struct.Struct("!i"), struct.Struct("!Q")  # of a message: how many bytes follow
 
 # (id, what comes of it) of completions and calls: Tokens, then the end, a result or an error.
 Events = list[tuple[int, Any]]
@@ -64,34 +60,6 @@ class Sent:
         self.number, self.streams = number, wanted.on_tokens is not None
         self.grammar = None if guide is None else guide.grammar
         self.wanted = replace(wanted, guide=None, on_tokens=None)
-
-
-class Messages:
-    """What `multiprocessing.connection.Connection` has sent, out of the bytes as they come."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def take(self, data: bytes) -> Iterator[Any]:
-        """The messages that are whole with these bytes."""
-        self._bytes += data
-        while (span := self._first()) is not None:
-            message = pickle.loads(self._bytes[span])
-            del self._bytes[: span.stop]
-            yield message
-
-    def _first(self) -> slice | None:
-        """Where the first message is; None: parts of it are still to come."""
-        held, start = len(self._bytes), _HEAD.size
-        if held < start:
-            return None
-        (size,) = _HEAD.unpack_from(self._bytes)
-        if size == -1:  # behind it stands the size of one above 2 GiB
-            if held < start + _LONG_HEAD.size:
-                return None
-            (size,) = _LONG_HEAD.unpack_from(self._bytes, start)
-            start += _LONG_HEAD.size
-        return slice(start, start + size) if held >= start + size else None
 
 
 class EngineProcess:
@@ -110,23 +78,21 @@ class EngineProcess:
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
-        self._sending = threading.Lock()
         self._is_closed = self.is_paused = False
         self._events: asyncio.AbstractEventLoop | None = None
-        self._messages = Messages()
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))  # it finds what this process does
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
-        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._channel = Channel(ours)
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
-        self._connection.send((keyless, source))
         try:
-            facts = self._connection.recv()
-        except EOFError:
+            self._channel.send((keyless, source))
+            facts = self._channel.receive()
+        except (EOFError, OSError):
             raise RuntimeError(_ENDED) from None
         if isinstance(facts, Exception):
             self._process.wait()
@@ -136,7 +102,7 @@ class EngineProcess:
     def listen(self) -> None:
         """As of all hosts."""
         self._events = asyncio.get_running_loop()
-        self._events.add_reader(self._socket.fileno(), self._read)
+        self._events.add_reader(self._channel.socket.fileno(), self._read)
 
     # --- completions -------------------------------------------------------------------------
 
@@ -216,44 +182,39 @@ class EngineProcess:
 
     def close(self) -> None:
         """As of all hosts, in the event loop or behind its end."""
-        if self._socket.fileno() == -1:
-            return  # it was closed before
+        if self._channel.is_closed:
+            return
         with contextlib.suppress(RuntimeError):
             self._send("close")
-        self._socket.settimeout(_STOP_SECONDS)
+        self._channel.socket.settimeout(_STOP_SECONDS)
         try:
             while not self._is_closed:
-                self._read(0)
+                self._read(waits=True)
             self._process.wait(_STOP_SECONDS)
         except (TimeoutError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
         self._end()
-        self._connection.close()
-        self._socket.close()
+        self._channel.close()
 
     # --- the socket --------------------------------------------------------------------------
 
     def _send(self, *message: Any) -> None:
-        with self._sending:
-            self.check_open()
-            try:
-                self._connection.send(message)
-            except OSError as error:
-                raise RuntimeError(_ENDED) from error
+        self.check_open()
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            raise RuntimeError(_ENDED) from error
 
-    def _read(self, flags: int = socket.MSG_DONTWAIT) -> None:
+    def _read(self, waits: bool = False) -> None:
         """Takes what has come."""
         try:
-            data = self._socket.recv(_READ_BYTES, flags)
+            for events in self._channel.arrived(waits=waits):
+                self._take(events)
         except BlockingIOError:
             return
-        except ConnectionError:
-            data = b""
-        if not data:
+        except EOFError:
             self._end()
-        for events in self._messages.take(data):
-            self._take(events)
 
     def _end(self) -> None:
         """Nothing comes any more: the process has ended."""
@@ -262,7 +223,7 @@ class EngineProcess:
             left = list(self._futures.values())
         if self._events is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
-                self._events.remove_reader(self._socket.fileno())
+                self._events.remove_reader(self._channel.socket.fileno())
             self._events = None
         for future in left:
             _settle(future, RuntimeError(_ENDED))

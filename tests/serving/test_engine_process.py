@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import pickle
-import socket
-import struct
 import threading
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise
 from rllib_llm.serving.engine_host import Counts, ThreadHost
-from rllib_llm.serving.engine_process import EngineProcess, Messages
+from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.guides import Guides
 from rllib_llm.serving.schemas import ResponseFormat
 from rllib_llm.serving.service import Service
@@ -166,23 +162,6 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events)
                 made.host.check_open()
 
     asyncio.run_coroutine_threadsafe(ask(), events).result(DEADLINE_S)
-
-
-def test_messages_come_whole_however_their_bytes_do():
-    ours, theirs = socket.socketpair()
-    sent = [list(range(count)) for count in (0, 3, 5000)]
-    sender = Connection(ours.detach())
-    for each in sent:
-        sender.send(each)
-    sender.close()
-    with theirs:
-        data = b"".join(iter(lambda: theirs.recv(2**20), b""))
-    head = struct.pack("!iQ", -1, len(rest := pickle.dumps("long")))
-    data += head + rest  # as above 2 GiB
-    for step in (1, 7, len(data)):
-        messages = Messages()
-        parts = [data[i : i + step] for i in range(0, len(data), step)]
-        assert [m for part in parts for m in messages.take(part)] == [*sent, "long"]
 
 
 def test_a_model_that_cannot_be_loaded_is_said():
