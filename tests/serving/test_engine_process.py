@@ -145,7 +145,8 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events)
             assert (await loading).label == "0.1"
             thread.load(weights, 1)
             expected = sampled(thread, [Wanted([1, 40, 41], PARAMS, Noise(1), version=1)])
-            assert sampled(made.host, [Wanted([1, 40, 41], PARAMS, Noise(1))]) == expected
+            same = [Wanted([1, 40, 41], PARAMS, Noise(1))]
+            assert await asyncio.to_thread(sampled, made.host, same) == expected
             answer = await http.post("/v1/completions", json=asked)
             assert answer.json()["model"] == "tiny@0.1"
             assert "lane_rows" in (await http.get("/metrics")).text
