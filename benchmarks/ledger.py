@@ -58,8 +58,8 @@ class Samplers:
     def _sample(self, actor: Any, name: str, size: int, num_bytes: int, end: float) -> None:
         ledger = SamplerLedger(actor, name)
         while time.monotonic() < end:
-            for lease in ray.get(ledger.lease(size, [], 0.5)):
-                ray.get(ledger.push(lease.id, judged(lease, num_bytes)))
+            for lease in ledger.lease(size, [], 0.5).result():
+                ledger.push(lease.id, judged(lease, num_bytes)).result()
 
 
 def learn(ledger: Any, version: int, end: float, wait_s: float) -> int:

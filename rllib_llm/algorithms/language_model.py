@@ -1,4 +1,4 @@
-"""What the configs and algorithms of all stages share: the model, the optimiser, micro-batches."""
+"""The algorithm that those of all stages share: learners, results, checkpoints, what it tells."""
 
 from __future__ import annotations
 
@@ -14,35 +14,18 @@ import ray
 from pyarrow.fs import LocalFileSystem
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
-from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import LEARNER_RESULTS
 from ray.tune import Trainable
-from ray.util.debug import log_once
 
 from rllib_llm.algorithms.auto_precision import AUTO, with_decided_precision
-from rllib_llm.algorithms.settings.checks import (
-    check_adapters,
-    check_cuts,
-    check_optimiser,
-    check_precision,
-    given,
-)
-from rllib_llm.algorithms.settings.lookup import defaults
-from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
+from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.algorithms.settings.placement import require_places
-from rllib_llm.algorithms.settings.section_method import SectionMethod
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tabled_config import TabledConfig
-from rllib_llm.algorithms.settings.tables.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS
-from rllib_llm.algorithms.settings.tables.optimiser import OPTIMISER
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
-from rllib_llm.complaints import noted
 from rllib_llm.learners.language_model_learner import MESSAGES, TOLD
 from rllib_llm.listening import Listener, Message
-from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.storage import fetch_file
@@ -55,116 +38,6 @@ from rllib_llm.tune.setup_watch import is_trial, killed_after
 logger = logging.getLogger(__name__)
 
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
-
-
-class LanguageModelConfig(TabledConfig):
-    """What every stage that trains a model shares; subclasses add sections of their own."""
-
-    sections: tuple[Section, ...] = (LANGUAGE_MODEL, OPTIMISER, LEARNERS, FAULT_TOLERANCE)
-    minibatch_size: int | None
-    chat_template: str | None
-    trains_adapters = True  # whether `lora` can be set
-
-    language_model = SectionMethod()
-
-    def __init__(self, algo_class=None):
-        super().__init__(algo_class=algo_class)
-        self.enable_rl_module_and_learner = True
-        self.enable_env_runner_and_connector_v2 = True
-        self._started_in: str | None = None  # folder that relative paths in settings mean
-        self._overseer: tuple[str, str] | None = None  # folder of the Tune run, and the trial
-        self.seed = 0
-        # The local learner and sampler share one process with the driver.
-        self.num_cpus_for_main_process = 1
-
-    def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of two settings that say the same thing in other units, the one not given is off."""
-        follows = dict(super().implied(given))
-        if given.get("micro_batch_size") is not None:
-            follows["micro_batch_tokens"] = None
-        if given.get("minibatch_tokens") is not None:
-            follows["minibatch_size"] = None
-        return follows
-
-    def build_learner_group(
-        self, *, env=None, spaces=None, rl_module_spec=None, placement_group=None
-    ):
-        """As RLlib's, with a group that can read shards."""
-        from rllib_llm.learners.learner_group import LanguageModelLearnerGroup
-
-        if rl_module_spec is None:
-            rl_module_spec = self.get_multi_rl_module_spec(env=env, spaces=spaces)
-        return LanguageModelLearnerGroup(
-            config=self.copy(), module_spec=rl_module_spec, placement_group=placement_group
-        )
-
-    def module_class(self) -> type:
-        """The RLModule class that this stage trains."""
-        raise NotImplementedError(f"{type(self).__name__} must define module_class.")
-
-    def get_default_rl_module_spec(self) -> RLModuleSpec:
-        return RLModuleSpec(module_class=self.module_class())
-
-    @property
-    def _model_config_auto_includes(self) -> dict[str, Any]:
-        return super()._model_config_auto_includes | {
-            "pretrained_model": self.pretrained_model,
-            "chat_template": self.chat_template,
-            "dtype": self.dtype,
-            "mixed_precision": self.mixed_precision,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "lora": self.lora,
-            "quantization": self.quantization,
-            "seed": self.seed or 0,
-        }
-
-    def validate(self) -> None:
-        """Checks every setting that can be checked without loading a model.
-
-        Raises:
-            ValueError: naming the setting, the rule, the reason and a remedy.
-        """
-        # RLlib greets every algorithm on its new API stack; there is no other stack here.
-        log_once(f"{self.algo_class.__name__}_on_new_api_stack")
-        with noted():
-            self.given_model()
-        self.check_table()
-        with noted():
-            super().validate()
-        if self.chat_template is not None:
-            with noted():  # workers and later runs need not find the file
-                self.chat_template = read_chat_template(self.chat_template)
-        check_optimiser(self)
-        self._fit_minibatch()
-        check_cuts(self)
-        check_precision(self)
-        check_adapters(self)
-        warn_of_no_effect(self)
-
-    def _fit_minibatch(self) -> None:
-        """A default mini-batch is no larger than the batch that somebody has chosen."""
-        rows = self.train_batch_size_per_learner
-        size = self.minibatch_size
-        if size is not None and size == defaults(type(self)).minibatch_size and size > rows:
-            self.minibatch_size = rows
-
-    def load_tokenizer(self) -> Any:
-        """The model's tokenizer, with `chat_template` where one is set."""
-        return load_tokenizer(self.given_model(), chat_template=self.chat_template)
-
-    def given_model(self) -> str:
-        """`pretrained_model`, which must be set.
-
-        Raises:
-            ValueError: it is not.
-        """
-        return given(
-            self.pretrained_model,
-            "model",
-            "a Hugging Face folder, a hub id or the dotted path of a function",
-            "the policy starts from pretrained weights",
-            "Set model: in YAML or .language_model(model=...)",
-        )
 
 
 def _processes(config: LanguageModelConfig) -> str:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -28,6 +26,7 @@ from rllib_llm.algorithms.evaluation import evaluate_by_request
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OwnLoop
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.run_weights import RunWeights
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.numerics.off_policy import age_metrics
@@ -46,13 +45,7 @@ from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.rollouts.streaming.opening import open_stream
 from rllib_llm.tune.samples import SampleLog
-from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.broadcast import WeightsPublisher
-from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.push import WeightsPush, open_servers
-
-logger = logging.getLogger(__name__)
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
@@ -65,6 +58,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
     """
 
     config: RLHFConfig
+    weights: RunWeights
 
     @classmethod
     def get_default_config(cls) -> RLHFConfig:
@@ -72,7 +66,6 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
-        self._push: WeightsPush | None = None
         self._server: Any = None  # beside the run
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
@@ -90,16 +83,10 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         for collector in self._collectors.values():
             collector.pool.require_built()
         self.samples = SampleLog(self.trial_folder)
-        local = self.learner_group.is_local
-        self._publisher = WeightsPublisher(
-            self.learner_group,
-            shared_module=local and self.config.num_env_runners == 0,
-            checksum=self.config.weights_checksum,
-            background=self._background_publisher(),
-            transport=self.config.weights_transport,
+        self.weights = RunWeights(
+            self.learner_group, self.config, self.trial_folder, self.export_model
         )
-        self._push = self._open_push()
-        if local:
+        if self.learner_group.is_local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
             named = (group.local_env_runner for _, group in self.evaluation_groups.values())
             for runner in (self.env_runner, self.eval_env_runner, *named):
@@ -141,27 +128,6 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             return RecordsNothing()
         storage = getattr(self, "_storage", None)
         return stored_rollouts(self.config, storage, self.trial_folder)
-
-    def _background_publisher(self) -> BackgroundPublisher | None:
-        """For receivers that this algorithm does not ask, if the run has a name for them."""
-        config = self.config
-        if config.weights_name is None:
-            return None
-        client = CoordinatorClient(
-            config.weights_name, keep=config.weights_keep, restarts_hung=True
-        )
-        return BackgroundPublisher(client, checksum=config.weights_checksum)
-
-    def _open_push(self) -> WeightsPush | None:
-        """For servers that follow nobody, if there are some."""
-        config = self.config
-        if not config.weights_push:
-            return None
-        folder = config.weights_push_folder
-        return WeightsPush(
-            open_servers(config.weights_push),
-            self.trial_folder / "pushed" if folder is None else Path(folder),
-        )
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
@@ -243,20 +209,13 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         return self.weights_version
 
     def _publish(self) -> None:
-        published = self._publisher.publish(self.weights_version)
-        if self.config.asks_a_server:  # for these weights, by their epoch, too
-            published = self._publisher.announced(published)
-        if self._push is not None and published.version % self.config.weights_push_every == 0:
-            self._push.push(self.export_model, published.epoch, published.version)
-        self.published_weights = published
-        self.rollouts.publish(published)
+        self.rollouts.publish(self.weights.publish(self.weights_version))
 
     def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
         """The answer of a group of samplers, made with the weights as they are published."""
         collector = self._collectors[group]
-        published = self.published_weights
-        if not published.ref and collector.pool.num_samplers:
-            published = self._publish_for_evaluation()
+        remote = collector.pool.num_samplers > 0
+        published = self.weights.in_store() if remote else self.weights.published
         try:
             batch = collector.collect(request, published)
         except PublishedWeightsLostError as error:
@@ -264,20 +223,10 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self.tell(batch.messages)
         return batch
 
-    def _publish_for_evaluation(self) -> PublishedWeights:
-        """The current weights in the store, for remote evaluation samplers of a run whose training
-        samples with the learner's own module; they go with the request."""
-        publisher = WeightsPublisher(
-            self.learner_group, shared_module=False, checksum=self.config.weights_checksum
-        )
-        return publisher.publish(self.weights_version)
-
     def _publish_again(self, error: PublishedWeightsLostError) -> PublishedWeights:
-        """Once: where they are lost again, something is wrong that this does not mend."""
-        logger.warning("Weights %d are published again: %s", self.weights_version, error)
-        self.published_weights = self._publisher.publish_again(self.weights_version)
-        self.rollouts.publish(self.published_weights)
-        return self.published_weights
+        published = self.weights.publish_again(error)
+        self.rollouts.publish(published)
+        return published
 
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
         """As RLlib's, but evaluation samplers get the weights that are published already, with the
@@ -295,7 +244,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         are not compared, nor is the one sampler that uses the learner's module itself.
         """
         found = self.env_runner_group.foreach_env_runner(
-            functools.partial(RLHFEnvRunner.differing_weights, published=self.published_weights),
+            functools.partial(RLHFEnvRunner.differing_weights, published=self.weights.published),
             local_env_runner=False,
         )
         return {worker: names for worker, names in found if names}
@@ -345,10 +294,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = rlhf_results.weights_metrics(
-            self.published_weights, self._publisher.metrics(), sampled
+            self.weights.published, self.weights.metrics(), sampled
         )
-        if self._push is not None:
-            groups["weights"]["push_seconds"] = self._push.seconds
         groups["throughput"] = rlhf_results.throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
@@ -415,9 +362,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             self._server.close()
         self.rollouts.stop()
         self.recorder.stop()
-        self._publisher.stop()
-        if self._push is not None:
-            self._push.close()
+        self.weights.stop()
         for collector in self._collectors.values():
             collector.pool.actors.stop()
         super().cleanup()

@@ -10,7 +10,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.eval_envs import check_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_held_out
-from rllib_llm.algorithms.language_model import LanguageModelConfig
+from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_reference, require
 from rllib_llm.algorithms.settings.engine_checks import check_engine
 from rllib_llm.algorithms.settings.lookup import defaults

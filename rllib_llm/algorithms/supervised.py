@@ -14,7 +14,8 @@ from typing import Any
 from gymnasium.spaces import Discrete
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.algorithms.language_model import LanguageModelAlgorithm, LanguageModelConfig
+from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.algorithms.settings.checks import check_range, given, require
 from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.supervised import SUPERVISED

@@ -18,7 +18,7 @@ from rllib_llm.tune.flat_results import flatten, number
 from rllib_llm.user_errors import show, stderr, user_errors
 
 if TYPE_CHECKING:
-    from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 
 
 @takes(RayOptions)
@@ -128,7 +128,7 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     Raises:
         ValueError: unknown or impossible settings.
     """
-    from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.settings.schema import check_keys, check_values, resolve_classes
     from rllib_llm.checkpoints import made_by

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rllib_llm.engines.decode_step import last_logits, open_decode_step
+from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.kv_cache import make_cache
+from rllib_llm.engines.prefill import prefill
 
 _PROMPT_LEN, _PADDING = 6, 2
 # Share of the logits' spread by which they may differ. Correct models are at 1e-6 in float32 and at
@@ -77,14 +78,7 @@ def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torc
     prompts = ids[:_PROMPT_LEN].where(mask[:, :_PROMPT_LEN], ids[-1])
     cache = make_cache(model.config, 1, len(ids))
     with open_decode_step(model, cache, 2) as step:
-        first = last_logits(
-            model,
-            None,
-            input_ids=prompts,
-            attention_mask=mask[:, :_PROMPT_LEN],
-            position_ids=(mask[:, :_PROMPT_LEN].long().cumsum(dim=1) - 1).clamp_(min=0),
-            past_key_values=cache,
-        )
+        first = prefill(model, None, prompts, mask[:, :_PROMPT_LEN], cache)
         yield "prompts", first.float()
         positions = mask[:, :_PROMPT_LEN].sum(dim=1)
         tokens = ids[_PROMPT_LEN].expand(2)

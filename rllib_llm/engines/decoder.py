@@ -16,7 +16,7 @@ from torch import nn
 
 from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
 from rllib_llm.engines.completions import CompletionBuffers
-from rllib_llm.engines.decode_step import DecodeStep, OpenStep, last_logits, open_decode_step
+from rllib_llm.engines.decode_step import DecodeStep, OpenStep, open_decode_step
 from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.kept_prefixes import Layers, fill, row_of
 from rllib_llm.engines.kv_cache import (
@@ -25,6 +25,7 @@ from rllib_llm.engines.kv_cache import (
     make_cache,
     shares_prompts,
 )
+from rllib_llm.engines.prefill import prefill
 from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
 from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
 
@@ -76,7 +77,7 @@ class Decoder:
         # Columns whose keys and values are wanted when they leave, and those that have left.
         self.wanted: set[int] = set()
         self.taken_along: dict[int, Layers] = {}
-        self.num_prefilled = 0  # tokens of prompts that went through the model so far
+        self.num_prefilled = 0  # tokens of prompts that were computed so far
         self.clock = 0
         self.cache = make_cache(model.config, 1, 0)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
@@ -235,8 +236,7 @@ class Decoder:
         """Prefills prompts and samples the first tokens of their rows."""
         copies = [len(group.columns) for group in groups]
         ids, mask = padded(groups)
-        longest, lengths = ids.shape[1], [group.length for group in groups]
-        has_padding = min(lengths) < longest
+        longest = ids.shape[1]
         prompts = make_cache(self.model.config, 1, longest)
         shares = isinstance(prompts, SharedPromptCache)
         repeats = torch.tensor(copies, device=self.device)
@@ -244,15 +244,8 @@ class Decoder:
             self.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
         self._opened_step()
-        self.num_prefilled += int(mask.sum())
-        logits = last_logits(
-            self.model,
-            self.value_head,
-            input_ids=ids,
-            attention_mask=mask if has_padding else None,
-            position_ids=(mask.long().cumsum(dim=1) - 1).clamp_(min=0),
-            past_key_values=prompts,
-        )
+        self.num_prefilled += sum(group.length for group in groups)
+        logits = prefill(self.model, self.value_head, ids, mask, prompts)
         before = len(self.rows)
         self._admit(prompts, groups, longest, copies)
         if shares:
@@ -277,16 +270,8 @@ class Decoder:
             return
         fill(prompts, prefixes, lengths, new)
         self._opened_step()
-        positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
-        self.num_prefilled += int(mask[:, -new:].sum())
-        logits = last_logits(
-            self.model,
-            self.value_head,
-            input_ids=ids[:, -new:],
-            attention_mask=mask if min(lengths) < longest else None,
-            position_ids=positions[:, -new:],
-            past_key_values=prompts,
-        )
+        self.num_prefilled += sum(min(length, new) for length in lengths)
+        logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)
         before = len(self.rows)
         self._admit(prompts, groups, longest, [1] * len(groups))
         self._take(logits, before)

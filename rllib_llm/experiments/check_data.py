@@ -34,7 +34,7 @@ def check_data(config: Any, where: str) -> None:
     Raises:
         ValueError: what is wrong with rows, tokenizer or lengths.
     """
-    from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rllib_llm import columns
-from rllib_llm.learners.language_model_learner import Batch
 from rllib_llm.learners.rlhf_learner import RLHFLearner
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import (
     group_normalized,
     leave_one_out,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from rllib_llm import columns
-from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.own_reference import own_reference
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.preference_losses import kto_reference_point, preference_losses
 
 LOGPROBS = (columns.CHOSEN_LOGPROBS, columns.REJECTED_LOGPROBS)

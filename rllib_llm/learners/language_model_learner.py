@@ -20,20 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 from ray.rllib.core import DEFAULT_MODULE_ID
-from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 
-from rllib_llm import columns
 from rllib_llm.learners.batching import (
-    micro_batch_indices,
     minibatch_indices,
     minibatch_indices_by_tokens,
-    restore_rows,
     row_lengths,
-    take_rows,
-    trim,
 )
 from rllib_llm.learners.decay_groups import decay_groups
 from rllib_llm.learners.dropout_seed import seeded_dropout
@@ -44,24 +37,18 @@ from rllib_llm.learners.metrics import WeightedMeans
 from rllib_llm.learners.optimizer_state import load_state, whole_state
 from rllib_llm.learners.refused_updates import RefusedUpdates
 from rllib_llm.learners.schedule import learning_rate_factor
-from rllib_llm.learners.sharding import (
-    ShardedModule,
-    clip_gradients_,
-    gradient_norm,
-    shard_module,
-)
+from rllib_llm.learners.sharding import clip_gradients_, gradient_norm
+from rllib_llm.learners.shared_passes import Batch, SharedPasses
 from rllib_llm.listening import Listener, Message
-from rllib_llm.modules.mixed_precision import warn_of_emulation
 from rllib_llm.weights.exporter import WeightsExporter
 
-Batch = dict[str, torch.Tensor]
 TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
 MESSAGES = "messages"  # of what is told
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
 
 
-class LanguageModelLearner(TorchLearner):
+class LanguageModelLearner(SharedPasses):
     """Subclasses say what a batch becomes before the update and what the loss is:
 
     prepare(batch): adds the columns that are computed once per update.
@@ -73,7 +60,6 @@ class LanguageModelLearner(TorchLearner):
         self.num_updates = 0  # optimiser steps taken, what schedules count in
         self.means = WeightedMeans()
         self.effective = EffectiveSettings()
-        self._sharded: ShardedModule | None = None
         self._accumulated: list[tuple[torch.Tensor, Batch]] = []  # losses and batches since a step
         self._listener = Listener("learner") if self.config.num_learners else None
         with self._listening():
@@ -115,6 +101,10 @@ class LanguageModelLearner(TorchLearner):
     def start_minibatch(self, minibatch: Batch) -> None:
         """Called with the whole mini-batch, before its micro-batches."""
 
+    def forget_passes(self) -> None:
+        """Called where the passes over the current mini-batch are made anew: beside gradients and
+        means, what they have added so far is to be forgotten."""
+
     def extra_losses(self) -> Iterator[torch.Tensor]:
         """Further losses of the current mini-batch, each backpropagated by itself."""
         return iter(())
@@ -126,51 +116,6 @@ class LanguageModelLearner(TorchLearner):
     def should_stop(self) -> bool:
         """Whether the remaining mini-batches of this update are skipped (asked after each)."""
         return False
-
-    # --- distribution ------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return torch.distributed.get_rank() if self.distributed else 0
-
-    @property
-    def world_size(self) -> int:
-        return torch.distributed.get_world_size() if self.distributed else 1
-
-    def _make_modules_ddp_if_necessary(self) -> None:
-        """Modules stay bare: gradients are summed once per optimiser step, after all
-        micro-batches, which needs no DDP reducer and forgives unused parameters."""
-
-    def _map_module_to_device(self, module) -> None:
-        ours = module[DEFAULT_MODULE_ID].unwrapped()
-        if not (self.distributed and self.config.learner_strategy == "fsdp"):
-            super()._map_module_to_device(module)
-            ours.make_computing_copies()
-            warn_of_emulation(ours.computing_dtype, self._device)
-            return
-        self._sharded = shard_module(
-            ours, torch.device(self._device), param_dtype=ours.computing_dtype
-        )
-
-    def forward(self, micro_batch: Batch, **options: Any) -> Batch:
-        """`forward_train` of the module. With shards, all learners call it equally often."""
-        if self._sharded is None:
-            return self.module[DEFAULT_MODULE_ID].unwrapped().forward_train(micro_batch, **options)
-        outputs = self._sharded(micro_batch, **options)
-        if not torch.is_grad_enabled():
-            # No backward pass will do it, and what is gathered now would be used after the step.
-            self._sharded.reshard()
-        return outputs
-
-    def share(self, rows: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """This learner's (or another's) part of row indices [n]: every world_size-th."""
-        return rows[self.rank if rank is None else rank :: self.world_size]
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` summed over all learners, in place."""
-        if self.distributed:
-            torch.distributed.all_reduce(tensor)
-        return tensor
 
     # --- optimiser ---------------------------------------------------------------------------
 
@@ -249,7 +194,6 @@ class LanguageModelLearner(TorchLearner):
         with self._listening():
             rows = self.prepare(self._on_device(batch))
             if not self._accumulated:
-                self._zero_gradients()
                 self._weights_seq_no += 1
             with seeded_dropout(self.config, self._weights_seq_no, self.rank):
                 self._accumulated.append((self._gradient(rows), rows))
@@ -307,7 +251,6 @@ class LanguageModelLearner(TorchLearner):
         )
 
     def _update_minibatch(self, minibatch: Batch) -> None:
-        self._zero_gradients()
         self._step(self._gradient(minibatch), minibatch)
 
     def _zero_gradients(self) -> None:
@@ -317,6 +260,19 @@ class LanguageModelLearner(TorchLearner):
     def _gradient(self, minibatch: Batch) -> torch.Tensor:
         """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
         self.start_minibatch(minibatch)
+        if self._accumulated:  # what passes that fail leave could not be told from these gradients
+            return self._passes(minibatch)
+        before = self.means.copy()
+
+        def passes() -> torch.Tensor:
+            self._zero_gradients()
+            self.means.take(before)
+            self.forget_passes()
+            return self._passes(minibatch)
+
+        return self.in_memory(passes, minibatch)
+
+    def _passes(self, minibatch: Batch) -> torch.Tensor:
         loss = torch.zeros((), device=self._device)
         options = self.forward_options()
         for micro_batch in self.micro_batches(minibatch):
@@ -327,57 +283,6 @@ class LanguageModelLearner(TorchLearner):
             extra.backward()
             loss += extra.detach()
         return loss
-
-    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """This learner's rows of `batch`, cut into micro-batches without dead padding."""
-        for rows in self.micro_batch_rows(batch):
-            yield trim(take_rows(batch, rows))
-
-    def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
-        """Row indices of each micro-batch of this learner, or of another."""
-        mine = self.share(torch.arange(len(next(iter(batch.values())))), rank)
-        if len(mine) == 0:
-            return []
-        indices = micro_batch_indices(
-            take_rows(batch, mine),
-            micro_batch_size=self.config.micro_batch_size,
-            token_budget=self.config.micro_batch_tokens,
-        )
-        return [mine[index.cpu()] for index in indices]
-
-    def idle_rounds(self, batch: Batch) -> Iterator[Batch]:
-        """The shortest row of `batch`, as often as another learner has more micro-batches of it.
-
-        Nothing is learnt from it: the weights' shards are gathered by all learners or none.
-        Everyone knows the whole batch, so nobody has to ask.
-        """
-        if self._sharded is None:
-            return
-        counts = [len(self.micro_batch_rows(batch, rank)) for rank in range(self.world_size)]
-        shortest = row_lengths(batch).argmin().reshape(1)
-        for _ in range(max(counts) - counts[self.rank]):
-            yield trim(take_rows(batch, shortest))
-
-    @torch.no_grad()
-    def evaluated(self, batch: Batch, **options: Any) -> Iterator[tuple[Batch, Batch]]:
-        """(micro-batch, outputs) for this learner's rows, without gradient."""
-        for micro_batch in self.micro_batches(batch):
-            yield micro_batch, self.forward(micro_batch, **options)
-        for idle in self.idle_rounds(batch):
-            self.forward(idle, **options)
-
-    @torch.no_grad()
-    def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
-        """Outputs [B, T] of all rows of completions, without gradient; each row by one learner."""
-        rows = self.micro_batch_rows(batch)
-        outputs = [out for _, out in self.evaluated(batch, **options)]
-        like = batch[columns.COMPLETION_MASK]
-
-        def whole(name: str) -> torch.Tensor:
-            empty = torch.zeros(like.shape, device=like.device)
-            return restore_rows(empty, [out[name] for out in outputs], rows)
-
-        return {name: self.all_reduce(whole(name)) for name in names}
 
     def _backward(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
         outputs = self.forward(micro_batch, **options)

@@ -31,6 +31,16 @@ class WeightedMeans:
         """Adds to the total of `name`, whose items are counted by other calls."""
         self.add(name, total, 0.0)
 
+    def copy(self) -> WeightedMeans:
+        """One with the same means, for `take`."""
+        copied = WeightedMeans()
+        copied.take(self)
+        return copied
+
+    def take(self, other: WeightedMeans) -> None:
+        """Has the means of another from now on."""
+        self._totals, self._counts = dict(other._totals), dict(other._counts)
+
     def pop(self) -> dict[str, float]:
         """All means, then forgets them; a name with nothing counted is left out."""
         means = {

@@ -11,8 +11,9 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.data.texts import TextSource
-from rllib_llm.learners.language_model_learner import Batch, zero_loss
+from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import gae, masked_whiten
 from rllib_llm.numerics.losses import cross_entropy_tokens
 
@@ -41,6 +42,16 @@ class PPOPtxLearner(RLHFLearner):
         self._text_not_measured = True
         return super().prepare(batch)
 
+    def start_minibatch(self, minibatch: Batch) -> None:
+        """Also takes the mini-batch's texts: with γ_ptx = 0 they are still measured, on one
+        mini-batch per update."""
+        super().start_minibatch(minibatch)
+        self._texts: Batch | None = None
+        if self._ptx_source is not None and (self.config.ptx_coeff or self._text_not_measured):
+            self._text_not_measured = False
+            self._texts = self._next_texts(self._ptx_source)
+            self.means.add_count("loss/ptx_avg", 1)
+
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = columns.sampled_mask(batch)
         rewards = self.token_rewards(batch, scores, kl)
@@ -58,16 +69,11 @@ class PPOPtxLearner(RLHFLearner):
         return {columns.ADVANTAGES: advantages, columns.RETURNS: returns}
 
     def extra_losses(self) -> Iterator[torch.Tensor]:
-        """γ_ptx · mean cross-entropy over the tokens of `ptx_batch_size` texts per learner.
-
-        With γ_ptx = 0 the cross-entropy is still measured, on one mini-batch per update.
-        """
-        if self._ptx_source is None or not (self.config.ptx_coeff or self._text_not_measured):
+        """γ_ptx · mean cross-entropy over the tokens of `ptx_batch_size` texts per learner."""
+        texts = self._texts
+        if texts is None:
             return
-        self._text_not_measured = False
-        texts = self._next_texts(self._ptx_source)
         num_tokens = texts[columns.LOSS_MASK].sum().clamp(min=1)
-        self.means.add_count("loss/ptx_avg", 1)
         if not self.effective.use("ptx_coeff", self.config.ptx_coeff):
             for micro_batch, outputs in self.evaluated(texts):
                 self._text_loss(micro_batch, outputs, num_tokens)

@@ -15,10 +15,11 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.batching import take_rows
-from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.off_policy import OffPolicyCorrection
 from rllib_llm.learners.old_logprobs import OldLogprobs
 from rllib_llm.learners.own_reference import own_reference
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
@@ -227,6 +228,9 @@ class RLHFLearner(LanguageModelLearner):
         )
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
+
+    def forget_passes(self) -> None:
+        self._approx_kl_total.zero_()
 
     def compute_loss_for_module(
         self, *, module_id: str, config: Any, batch: Batch, fwd_out: dict[str, torch.Tensor]

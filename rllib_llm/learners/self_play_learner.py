@@ -10,7 +10,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.learners.critic_free_learners import GRPOLearner
-from rllib_llm.learners.language_model_learner import Batch
+from rllib_llm.learners.shared_passes import Batch
 
 OPPONENT = "opponent"  # module id beside RLlib's default
 POLICIES = (DEFAULT_MODULE_ID, OPPONENT)

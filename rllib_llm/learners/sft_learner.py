@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rllib_llm import columns
-from rllib_llm.learners.language_model_learner import Batch, LanguageModelLearner
+from rllib_llm.learners.language_model_learner import LanguageModelLearner
+from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.losses import cross_entropy_tokens
 
 

@@ -73,6 +73,18 @@ def shard_module(
     return root
 
 
+def shard_reference(model: nn.Module, device: torch.device) -> None:
+    """Shards the layers of a frozen model over all learners, in place, and moves it to `device`.
+
+    What belongs to no layer (embeddings, norm, head) stays whole: it is used outside of a forward
+    that could gather it. Layers are moved one by one, as by `shard_module`.
+    """
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    model.to(device)
+
+
 def _layers(module: nn.Module) -> list[nn.Module]:
     """The transformer layers of every Hugging Face model inside, by the names they declare."""
     names: set[str] = set()

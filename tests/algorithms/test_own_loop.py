@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 
 from rllib_llm import columns
+from rllib_llm.learners.learner_actors import LearnerError
 from rllib_llm.rollouts.request import take_rows
 from tests.algorithms import tiny_runs as tiny
 
@@ -78,6 +81,18 @@ def test_a_step_in_three_parts_is_a_step_of_learners_in_processes_of_their_own(
             algorithm.publish_weights().result()
         assert stepped[""].keys() >= {"lr", "grad_norm"} and algorithm.position == 12
         tiny.assert_same_weights(tiny.weights(algorithm), trained[1], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_learner_that_hangs_in_a_part_of_a_step_is_not_waited_for():
+    config = one_step().learners(num_learners=1).fault_tolerance(learner_timeout_s=20.0)
+    with tiny.built(config) as algorithm:
+        batch = algorithm.next_batch().result()
+        algorithm.forward_backward(batch).result()
+        (pid,) = algorithm.learner_group.foreach_learner(lambda learner: os.getpid())
+        os.kill(pid.get(), signal.SIGSTOP)
+        with pytest.raises(LearnerError, match=r"no answer to forward_backward\(\) in 20 s"):
+            algorithm.forward_backward(batch).result()
 
 
 def test_gradients_of_several_batches_add_up():

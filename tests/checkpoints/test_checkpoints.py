@@ -71,14 +71,14 @@ def test_a_live_algorithm_goes_back_to_an_older_checkpoint(tmp_path):
         early, position = tiny.weights(algorithm), algorithm.position
         later = tiny.train(algorithm, 3)
         latest = tiny.weights(algorithm)
-        key = algorithm.published_weights.key
+        key = algorithm.weights.published.key
 
         algorithm.restore_from_path(path)
 
         tiny.assert_same_weights(tiny.weights(algorithm), early)
         assert algorithm.position == position == 24
-        assert algorithm.weights_version == algorithm.published_weights.version == 2
-        assert algorithm.published_weights.key != key  # every sampler loads again
+        assert algorithm.weights_version == algorithm.weights.published.version == 2
+        assert algorithm.weights.published.key != key  # every sampler loads again
         assert tiny.train(algorithm, 3) == later
         tiny.assert_same_weights(tiny.weights(algorithm), latest)
 

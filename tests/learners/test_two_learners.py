@@ -8,6 +8,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import columns
 from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.modules.shards import local_data
 from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.receiver import WeightsReceiver
@@ -84,8 +85,12 @@ def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batch
         (two.ppo_ptx(critic="separate", ptx_coeff=0.0), "fsdp"),
         (two.grpo(ref_kl_estimator="full").language_model(lora=LORA), "fsdp"),
         (two.grpo(ref_kl_estimator="full", reference_in="learner"), "ddp"),
+        (two.grpo(ref_kl_estimator="full", reference_in="learner"), "fsdp"),
     ],
-    ids=["ppo-ddp", "grpo-ddp", "grpo-fsdp", "ppo-fsdp-critic", "lora-fsdp", "full-kl-ddp"],
+    ids=[
+        "ppo-ddp", "grpo-ddp", "grpo-fsdp", "ppo-fsdp-critic", "lora-fsdp", "full-kl-ddp",
+        "full-kl-fsdp",
+    ],
 )
 def test_two_learners_come_to_the_same_state(group, config, strategy):
     learner = tiny.build(two.alone(config))
@@ -94,6 +99,22 @@ def test_two_learners_come_to_the_same_state(group, config, strategy):
     two.train(learner, batches)
     state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
     two.assert_same_state(state, learner.get_state())
+
+
+def held_of_reference(learner):
+    """Numbers that a learner holds of its reference, and how many that has."""
+    parameters = list(learner.reference.model.parameters())
+    held = sum(local_data(parameter).numel() for parameter in parameters)
+    return held, sum(parameter.numel() for parameter in parameters)
+
+
+def test_a_reference_in_the_learners_is_spread_over_them(group):
+    config = two.paired(two.grpo(reference_in="learner"), "fsdp")
+    held, whole = two.in_both(group, two.of_new, config, held_of_reference)
+    model = two.build_model()[0]
+    in_layers = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert whole == sum(parameter.numel() for parameter in model.parameters())
+    assert held == whole - in_layers // 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -108,6 +108,11 @@ def train_new(learner, config, batches, state=None) -> dict[str, Any]:
     return new.get_state()
 
 
+def of_new(learner, config, function) -> Any:
+    """In a learner process: what a function gives of a new learner of `config`."""
+    return function(config.build_learner(spaces=SPACES))
+
+
 def in_both(group, function, *arguments) -> Any:
     """The first learner's answer to `function(learner, *arguments)`, called in both."""
     results = group.foreach_learner(lambda learner: function(learner, *arguments))

@@ -222,7 +222,7 @@ def test_a_hundred_swaps_under_32_connections_fail_nobody_and_mix_nothing():
             stopped = True
             await asyncio.gather(*asking)
 
-    asyncio.run(asyncio.wait_for(swap(), 10 * DEADLINE_S))
+    asyncio.run(asyncio.wait_for(swap(), DEADLINE_S))
     seen = set()
     for asked, answer in answers[:: max(1, len(answers) // 200)]:
         version = int(answer["metadata"]["weight_versions"].split(".")[1])  # one, or this fails

@@ -154,6 +154,16 @@ def command(
     )  # fmt: skip
 
 
+def until_ready(process: subprocess.Popen, url: str) -> None:
+    """Waits for a server that imports and loads in two processes, beside whatever else runs."""
+
+    def is_ready() -> bool:
+        assert process.poll() is None, f"the server ended with {process.returncode}"
+        return answers(f"{url}/readyz") is not None
+
+    until(is_ready)
+
+
 @pytest.mark.slow  # a server in a process of its own
 def test_the_command_serves_and_sigterm_drains(folder):
     port = free_port()

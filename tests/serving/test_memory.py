@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests import tiny_models
-from tests.serving.test_deployment import answers, command, free_port
-from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer, until
+from tests.serving.test_deployment import command, free_port, until_ready
+from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer
 
 pytestmark = pytest.mark.slow
 CONNECTIONS, WARM_UP, REQUESTS = 16, 3000, 10_000
@@ -20,9 +20,10 @@ CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tok
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Bytes of memory that a process and those that it started hold."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * 4096
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return pages * 4096 + sum(resident(int(child)) for child in children)
 
 
 async def ask(http: httpx.AsyncClient, number: int) -> None:
@@ -74,7 +75,7 @@ def test_ten_thousand_requests_leave_no_memory_behind(tmp_path):
     with (tmp_path / "log").open("w") as log:
         process = command(folder, "--local", "--port", str(port), stderr=log)
         try:
-            until(lambda: answers(f"{url}/readyz"))
+            until_ready(process, url)
             asyncio.run(ask_many(url, range(WARM_UP)))
             before = resident(process.pid)
             asyncio.run(ask_many(url, range(WARM_UP, WARM_UP + REQUESTS)))

@@ -132,11 +132,11 @@ def test_replicas_are_added_for_completions_that_wait_and_taken_away(folder):
         thread = threading.Thread(target=ask)
         thread.start()
         try:
-            until(lambda: num_running() == 2, 5 * DEADLINE_S)
+            until(lambda: num_running() == 2)
         finally:
             stop.set()
             thread.join(DEADLINE_S)
-        until(lambda: num_running() == 1, 5 * DEADLINE_S)
+        until(lambda: num_running() == 1)
 
 
 def test_a_server_without_room_says_so(folder):
@@ -211,7 +211,7 @@ def test_one_yaml_trains_a_run_and_serves_it(tmp_path):
     url = f"http://127.0.0.1:{port}"
     train = ("rllib_llm.cli.main", "train", "file", str(file), "--storage-path", str(tmp_path))
     with running(command(*train)):
-        until(lambda: answers(f"{url}/readyz"), 5 * DEADLINE_S)
+        until(lambda: answers(f"{url}/readyz"))
         seen = set()
 
         def comes_on() -> bool:
@@ -220,7 +220,7 @@ def test_one_yaml_trains_a_run_and_serves_it(tmp_path):
             seen.add(made["metadata"]["weight_version"])
             return len(seen) > 3
 
-        until(comes_on, 5 * DEADLINE_S)
+        until(comes_on)
 
 
 def test_serve_s_own_yaml_and_haproxy(folder, tmp_path):
@@ -244,7 +244,7 @@ def test_serve_s_own_yaml_and_haproxy(folder, tmp_path):
     own = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_ADDRESS": "local"}
     run = command("ray.serve.scripts", "run", str(file), **own)
     with running(run):
-        until(lambda: answers(f"{url}/v1/models", headers=key), 5 * DEADLINE_S)
+        until(lambda: answers(f"{url}/v1/models", headers=key))
         assert httpx.get(f"{url}/v1/models").status_code == 401
         with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
             whole = client.completions.create(**KNOBS).choices[0].text

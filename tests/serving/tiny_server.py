@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-DEADLINE_S = 60
+DEADLINE_S = 240  # of processes that import and load, beside whatever else runs
 
 
 def tokenizer(template: str | None = TEMPLATE):

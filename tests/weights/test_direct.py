@@ -166,7 +166,7 @@ def test_a_run_has_the_same_weights_as_through_the_store(ray_session):
         )
         with tiny.built(config) as algorithm:
             tiny.train(algorithm, 2)
-            snapshot = ray.get(algorithm.published_weights.ref[0])
+            snapshot = ray.get(algorithm.weights.published.ref[0])
             assert isinstance(snapshot, DirectSnapshot if transport == "nixl" else FlatBuffer)
             weights = algorithm.train()["weights"]
             assert (weights["republished"], weights["version"]) == (0, 3)

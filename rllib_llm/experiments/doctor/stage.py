@@ -104,7 +104,7 @@ def make_stage(experiment: Experiment) -> Stage | None:
     """The stage of an experiment with our algorithm and sound settings, else None."""
     import importlib
 
-    from rllib_llm.algorithms.language_model import LanguageModelConfig
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.settings.schema import build_config
     from rllib_llm.envs.registry import ENVIRONMENTS
     from rllib_llm.envs.rlhf import with_defaults

@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -203,28 +204,33 @@ class SamplerLedger:
     """A sampler's end of a ledger in an actor.
 
     Its calls wait for the actor as long as that is being started again; they fail only once it has
-    ended for good, and so has the run.
+    ended for good, and so has the run. To look whether one is answered costs nothing, as a sampler
+    does after every token.
     """
 
     def __init__(self, actor: Any, sampler: str) -> None:
         self._actor, self._sampler = actor, sampler
 
-    def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Any:
-        """A reference to what `LedgerActor.lease` returns."""
-        return self._actor.lease.remote(self._sampler, num_groups, list(holding), wait_s)
+    def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Future[Any]:
+        """What `LedgerActor.lease` returns."""
+        call = self._actor.lease.remote(self._sampler, num_groups, list(holding), wait_s)
+        return call.future()
 
-    def push(self, lease: int, groups: Sequence[JudgedGroup]) -> Any:
-        """A reference to how many groups were taken in."""
-        return self._actor.call.remote("push", lease, list(groups))
+    def push(self, lease: int, groups: Sequence[JudgedGroup]) -> Future[int]:
+        """How many groups were taken in."""
+        return self._call("push", lease, list(groups))
 
-    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> Any:
-        """A reference; see `Ledger.keep_partial`."""
-        return self._actor.call.remote("keep_partial", lease, partial)
+    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> Future[None]:
+        """See `Ledger.keep_partial`."""
+        return self._call("keep_partial", lease, partial)
 
-    def renew(self, holding: Iterable[int]) -> Any:
-        """A reference to the leases that hold."""
-        return self._actor.call.remote("renew", self._sampler, list(holding))
+    def renew(self, holding: Iterable[int]) -> Future[Any]:
+        """The leases that hold, and the newest weights."""
+        return self._call("renew", self._sampler, list(holding))
 
-    def fail(self, lease: int, failure: Any) -> Any:
-        """A reference; see `Ledger.fail`."""
-        return self._actor.call.remote("fail", lease, failure)
+    def fail(self, lease: int, failure: Any) -> Future[None]:
+        """See `Ledger.fail`."""
+        return self._call("fail", lease, failure)
+
+    def _call(self, name: str, *args: Any) -> Future[Any]:
+        return self._actor.call.remote(name, *args).future()

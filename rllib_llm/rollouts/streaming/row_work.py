@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from rllib_llm.listening import Listener
@@ -35,11 +35,11 @@ class RowWork:
         self._judge = GroupJudge(settings)
         self._listener = Listener(sampler.name)
         self._rows = self._begin()
-        self._asked: Any = None  # for leases
-        self._renewing: Any = None
+        self._asked: Future[Any] | None = None  # for leases
+        self._renewing: Future[Any] | None = None
         self._renewed = 0.0
         self._new: set[int] = set()  # leases that the renewal under way may not know of
-        self._pushed: list[tuple[int, Any]] = []  # (lease, call) that were not answered yet
+        self._pushed: list[tuple[int, Future[int]]] = []  # of leases, not answered yet
 
     def _begin(self) -> RowStream:
         settings = self._settings
@@ -71,10 +71,7 @@ class RowWork:
 
     def _forget_answered(self) -> None:
         """Of what was handed in, what the ledger has."""
-        if self._pushed:
-            calls = [call for _, call in self._pushed]
-            open_calls = set(ray.wait(calls, num_returns=len(calls), timeout=0)[1])
-            self._pushed = [(lease, call) for lease, call in self._pushed if call in open_calls]
+        self._pushed = [(lease, call) for lease, call in self._pushed if not call.done()]
 
     def _holding(self) -> set[int]:
         return self._rows.leases | {lease for lease, _ in self._pushed}
@@ -83,9 +80,9 @@ class RowWork:
         room = self._settings.max_groups - self._rows.num_groups
         if self._asked is None and room > 0:
             self._asked = self._ledger.lease(room, self._holding(), WAIT_SECONDS)
-        if self._asked is None or (self._rows.num_groups and not _is_done(self._asked)):
+        if self._asked is None or (self._rows.num_groups and not self._asked.done()):
             return
-        leases, self._asked = ray.get(self._asked), None
+        leases, self._asked = self._asked.result(), None
         for lease in leases:
             self._begin_with(lease)
 
@@ -95,16 +92,16 @@ class RowWork:
             self._rows.add(lease)
             self._new.add(lease.id)
         except Exception as error:  # noqa: BLE001  (the border of the process)
-            ray.get(self._ledger.fail(lease.id, SampleFailure.from_exception(error)))
+            self._ledger.fail(lease.id, SampleFailure.from_exception(error)).result()
             self._fail(error)
 
     def _renew(self) -> None:
         now = time.monotonic()
         if self._renewing is None and now - self._renewed >= SECONDS_BETWEEN_RENEWALS:
             self._renewing, self._renewed = self._ledger.renew(self._holding()), now
-        if self._renewing is None or not _is_done(self._renewing):
+        if self._renewing is None or not self._renewing.done():
             return
-        (held, newest), self._renewing = ray.get(self._renewing), None
+        (held, newest), self._renewing = self._renewing.result(), None
         unknown = {lease for lease, _ in self._pushed}
         for lease in self._rows.leases - set(held) - unknown - self._new:
             self._rows.drop(lease)
@@ -118,14 +115,10 @@ class RowWork:
         """All that is in the engine is given back: what it holds is not to be trusted."""
         failure = SampleFailure.from_exception(error)
         for lease in self._rows.leases:
-            ray.get(self._ledger.fail(lease, failure))
+            self._ledger.fail(lease, failure).result()
         self._rows.close()
         self._rows = self._begin()
 
     def close(self) -> None:
         """Frees the engine."""
         self._rows.close()
-
-
-def _is_done(call: Any) -> bool:
-    return bool(ray.wait([call], timeout=0)[0])

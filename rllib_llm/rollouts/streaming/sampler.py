@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import ray
 from ray.exceptions import RayError
 
 from rllib_llm.rollouts.failure import SampleFailure
@@ -117,16 +116,16 @@ class LeaseWork:
     def turn(self) -> None:
         """Waits for a lease, and works it off."""
         size = self._server.settings.groups_per_lease
-        for lease in ray.get(self._ledger.lease(size, [], WAIT_SECONDS)):
+        for lease in self._ledger.lease(size, [], WAIT_SECONDS).result():
             answer: Any
             try:
                 answer = self._server.groups(lease)
             except Exception as error:  # noqa: BLE001  (a filter's; the border of the process)
                 answer = SampleFailure.from_exception(error)
             if isinstance(answer, SampleFailure):
-                ray.get(self._ledger.fail(lease.id, answer))
+                self._ledger.fail(lease.id, answer).result()
             else:
-                ray.get(self._ledger.push(lease.id, answer))
+                self._ledger.push(lease.id, answer).result()
 
     def close(self) -> None:
         """Nothing is held."""

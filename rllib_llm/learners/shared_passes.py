@@ -1,0 +1,172 @@
+"""How rows are shared among learners, cut into micro-batches and passed through the model.
+
+    whole batch ─▶ this learner's rows ─▶ micro-batches ─▶ `forward`
+
+A learner's shares are a function of the batch, which all learners have: nobody has to ask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+
+from rllib_llm import columns
+from rllib_llm.learners.batching import (
+    micro_batch_indices,
+    restore_rows,
+    row_lengths,
+    take_rows,
+    trim,
+)
+from rllib_llm.learners.sharding import ShardedModule, shard_module
+from rllib_llm.modules.mixed_precision import warn_of_emulation
+
+Batch = dict[str, torch.Tensor]
+Result = TypeVar("Result")
+
+
+class SharedPasses(TorchLearner):
+    """Forward passes over this learner's share of a batch."""
+
+    _sharded: ShardedModule | None = None  # with the strategy "fsdp"
+    _num_parts = 1  # that each micro-batch is cut into, more where memory did not suffice
+
+    # --- learners ----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return torch.distributed.get_rank() if self.distributed else 0
+
+    @property
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size() if self.distributed else 1
+
+    def share(self, rows: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """This learner's (or another's) part of row indices [n]: every world_size-th."""
+        return rows[self.rank if rank is None else rank :: self.world_size]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all learners, in place."""
+        if self.distributed:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this learner holds a share of the weights."""
+        return self._sharded is not None
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def _make_modules_ddp_if_necessary(self) -> None:
+        """Modules stay bare: gradients are summed once per optimiser step, after all
+        micro-batches, which needs no DDP reducer and forgives unused parameters."""
+
+    def _map_module_to_device(self, module) -> None:
+        ours = module[DEFAULT_MODULE_ID].unwrapped()
+        if not (self.distributed and self.config.learner_strategy == "fsdp"):
+            super()._map_module_to_device(module)
+            ours.make_computing_copies()
+            warn_of_emulation(ours.computing_dtype, self._device)
+            return
+        self._sharded = shard_module(
+            ours, torch.device(self._device), param_dtype=ours.computing_dtype
+        )
+
+    def forward(self, micro_batch: Batch, **options: Any) -> Batch:
+        """`forward_train` of the module. With shards, all learners call it equally often."""
+        if self._sharded is None:
+            return self.module[DEFAULT_MODULE_ID].unwrapped().forward_train(micro_batch, **options)
+        outputs = self._sharded(micro_batch, **options)
+        if not torch.is_grad_enabled():
+            # No backward pass will do it, and what is gathered now would be used after the step.
+            self._sharded.reshard()
+        return outputs
+
+    # --- micro-batches -----------------------------------------------------------------------
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """This learner's rows of `batch`, cut into micro-batches without dead padding."""
+        for rows in self.micro_batch_rows(batch):
+            yield trim(take_rows(batch, rows))
+
+    def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
+        """Row indices of each micro-batch of this learner, or of another."""
+        mine = self.share(torch.arange(len(next(iter(batch.values())))), rank)
+        if len(mine) == 0:
+            return []
+        indices = micro_batch_indices(
+            take_rows(batch, mine),
+            micro_batch_size=self.config.micro_batch_size,
+            token_budget=self.config.micro_batch_tokens,
+        )
+        return [mine[part.cpu()] for index in indices for part in index.chunk(self._num_parts)]
+
+    def in_memory(self, run: Callable[[], Result], batch: Batch) -> Result:
+        """What `run()` gives, which makes passes over the micro-batches of `batch`; where a GPU's
+        memory does not suffice it is called again, with micro-batches of half as many rows.
+
+        Raises:
+            torch.OutOfMemoryError: a row is too much, or there are shards, whose passes all
+                learners have to make equally often.
+        """
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                rows = max(len(part) for part in self.micro_batch_rows(batch))
+                if rows == 1 or self.is_sharded:
+                    raise
+            # Out of the handler, since what was raised holds on to the tensors.
+            self._num_parts *= 2
+            warnings.warn(
+                f"{rows} rows at once do not fit into the GPU's memory: micro-batches are cut into "
+                f"{self._num_parts} from now on, which changes speed only. micro_batch_tokens or "
+                "micro_batch_size says so from the start.",
+                stacklevel=2,
+            )
+            torch.cuda.empty_cache()
+
+    def idle_rounds(self, batch: Batch) -> Iterator[Batch]:
+        """The shortest row of `batch`, as often as another learner has more micro-batches of it.
+
+        Nothing is learnt from it: the weights' shards are gathered by all learners or none.
+        Everyone knows the whole batch, so nobody has to ask.
+        """
+        if self._sharded is None:
+            return
+        counts = [len(self.micro_batch_rows(batch, rank)) for rank in range(self.world_size)]
+        shortest = row_lengths(batch).argmin().reshape(1)
+        for _ in range(max(counts) - counts[self.rank]):
+            yield trim(take_rows(batch, shortest))
+
+    @torch.no_grad()
+    def evaluated(self, batch: Batch, **options: Any) -> Iterator[tuple[Batch, Batch]]:
+        """(micro-batch, outputs) for this learner's rows, without gradient."""
+        for micro_batch in self.micro_batches(batch):
+            yield micro_batch, self.forward(micro_batch, **options)
+        for idle in self.idle_rounds(batch):
+            self.forward(idle, **options)
+
+    @torch.no_grad()
+    def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
+        """Outputs [B, T] of all rows of completions, without gradient; each row by one learner."""
+
+        def passes() -> list[Batch]:
+            return [outputs for _, outputs in self.evaluated(batch, **options)]
+
+        outputs = self.in_memory(passes, batch)
+        rows = self.micro_batch_rows(batch)
+        like = batch[columns.COMPLETION_MASK]
+
+        def whole(name: str) -> torch.Tensor:
+            empty = torch.zeros(like.shape, device=like.device)
+            return restore_rows(empty, [out[name] for out in outputs], rows)
+
+        return {name: self.all_reduce(whole(name)) for name in names}
