@@ -2,11 +2,12 @@
 
     python benchmarks/conversations.py --conversations 64 --turns 4 --tool-ms 50
 
-A random Llama samples turns of a fixed length. "turns": between two of them a tool takes its time
-and its result is appended. "one turn": the same tokens at once, the results read with the prompt;
-"and no results": as many sampled tokens from the prompt alone. All run one after the other on the
-same engine settings, with the KV cache kept over turns and without; a table has each round and the
-ratios.
+A random Llama samples turns of given lengths: all alike (all conversations then wait for their
+tools at the same time), or, with --spread 0.5, drawn between half and one and a half of it, as
+turns that end by themselves are. Between two turns a tool takes its time and its result is
+appended. "one turn": the same tokens at once, the results read with the prompt; "and no results":
+as many sampled tokens from the prompt alone. All run one after the other on the same engine
+settings, with the KV cache kept over turns and without; a table has each round and the ratios.
 """
 
 from __future__ import annotations
@@ -65,10 +66,17 @@ async def converse(
     return sampled
 
 
+def turns_of(args: argparse.Namespace) -> list[list[int]]:
+    """Tokens of each turn of each conversation."""
+    generator = torch.Generator().manual_seed(2)
+    shares = torch.rand(args.conversations, args.turns, generator=generator) * 2 - 1
+    return (args.turn_tokens * (1 + args.spread * shares)).round().long().tolist()
+
+
 async def rate(
     loop: EngineLoop,
     args: argparse.Namespace,
-    turns: Sequence[int],
+    turns: Sequence[Sequence[int]],
     keeps: bool,
     num_read: int = 0,
 ) -> tuple[float, float]:
@@ -80,7 +88,7 @@ async def rate(
     start, cpu_start = time.perf_counter(), time.process_time()
     sampled = await asyncio.gather(
         *(
-            converse(loop, row, prompt, turns, args.tool_ms / 1000, result, keeps, num_read)
+            converse(loop, row, prompt, turns[row], args.tool_ms / 1000, result, keeps, num_read)
             for row, prompt in enumerate(prompts)
         )
     )
@@ -93,6 +101,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--turn-tokens", type=int, default=48)
+    parser.add_argument("--spread", type=float, default=0.0)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--result-tokens", type=int, default=16)
     parser.add_argument("--tool-ms", type=float, default=50.0)
@@ -101,7 +110,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = build_model(args.hidden_size, args.layers)
-    many, one = [args.turn_tokens] * args.turns, [args.turn_tokens * args.turns]
+    many = turns_of(args)
+    one = [[sum(turns)] for turns in many]
     ways = {
         "cache kept": (many, True, 0), "cache dropped": (many, False, 0),
         "one turn": (one, False, args.turns - 1), "and no results": (one, False, 0),

@@ -17,13 +17,14 @@ from rllib_llm.algorithms.settings.section_method import SectionMethod
 from rllib_llm.algorithms.settings.setting import Section
 from rllib_llm.algorithms.settings.tables.self_play import SELF_PLAY
 from rllib_llm.ray_compat import local_learner
+from rllib_llm.weights.two_modules import OPPONENT
 
 
 class SelfPlayConfig(GRPOConfig):
     """GRPO's, and the second player. Environments are subclasses of `envs.self_play.SelfPlayEnv`.
 
     A batch has `train_batch_size_per_learner` games, and rows of both players. Both learn in the
-    driver's process, which samples with their modules.
+    driver's process; samplers are given the weights of both.
     """
 
     sections: tuple[Section, ...] = (*GRPOConfig.sections, SELF_PLAY)
@@ -39,8 +40,6 @@ class SelfPlayConfig(GRPOConfig):
 
     def get_multi_rl_module_spec(self, **kwargs: Any) -> MultiRLModuleSpec:
         """RLlib's spec of the policy, and one like it of the opponent."""
-        from rllib_llm.learners.self_play_learner import OPPONENT
-
         spec = super().get_multi_rl_module_spec(**kwargs)
         own = spec.rl_module_specs[DEFAULT_MODULE_ID]
         other = copy.copy(own)
@@ -51,12 +50,10 @@ class SelfPlayConfig(GRPOConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("num_env_runners", "num_learners", "evaluation_num_env_runners"):
-            require(
-                not getattr(self, name), name, getattr(self, name), "0",
-                "games are sampled with both players' modules, which are the learner's own",
-                "Leave it out",
-            )  # fmt: skip
+        require(
+            not self.num_learners, "num_learners", self.num_learners, "0",
+            "both players learn in the driver's process", "Leave it out",
+        )  # fmt: skip
         require(
             not self.streams and self.off_policy is None, "max_staleness, oversample and filters",
             (self.max_staleness, self.oversample, self.filters), "their defaults",
@@ -82,20 +79,17 @@ class SelfPlay(GRPO):
 
     def setup(self, config) -> None:
         super().setup(config)
-        from rllib_llm.learners.self_play_learner import OPPONENT
-
         opponent = local_learner(self.learner_group).module[OPPONENT].unwrapped()
         named = (group.local_env_runner for _, group in self.evaluation_groups.values())
         for runner in (self.env_runner, self.eval_env_runner, *named):
             if runner is not None:
-                keeps = self.config.opponent == "trained" or runner.config.in_evaluation
-                runner.sampler.share_opponent(opponent, keeps=keeps)
+                runner.sampler.share_opponent(opponent)
 
     def publish_next(self) -> None:
         """As of all loops; a frozen opponent may be given the policy's weights."""
         from rllib_llm.learners.self_play_learner import copy_weights
 
-        super().publish_next()
-        every = self.config.opponent_every
-        if self.config.opponent == "frozen" and every and self.weights_version % every == 0:
+        every, version = self.config.opponent_every, self.weights_version + 1
+        if self.config.opponent == "frozen" and every and version % every == 0:
             copy_weights(local_learner(self.learner_group).module)
+        super().publish_next()

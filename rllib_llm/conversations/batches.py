@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from rllib_llm import columns
-from rllib_llm.conversations.conversation import NO_VERSION, Conversation, TrainingRow
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.conversations.nodes import NO_VERSION
+from rllib_llm.conversations.training_rows import TrainingRow
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,10 @@ class Suffix:
     "exact": the template writes the turn as it was said. "rewritten": it writes it a little
     otherwise (trims it, say), and nothing else changes. "kept": it changes or drops what was said,
     which stays all the same. "fork": it does, and a path of its own begins; there are no ids.
+    "bridged": the family's renderer wrote it, whatever the template does with old turns.
     """
 
-    how: Literal["exact", "rewritten", "kept", "fork"]
+    how: Literal["exact", "rewritten", "kept", "fork", "bridged"]
     token_ids: list[int]
 
 
@@ -173,15 +174,27 @@ class ChatFormat:
         if rendered.startswith(said):
             return Suffix("exact", self._behind_turn(rendered[len(said) :], finished))
         until_turn = self.render([*before, turn])
-        num_ends = until_turn.count(self.turn_end)
-        closed = self._upto_end(until_turn, num_ends)
+        closed = self._upto_end(until_turn, until_turn.count(self.turn_end))
         kept = rendered.startswith(closed) and rendered.startswith(asked)
         if kept and reply.reasoning in closed[len(asked) :]:
             return Suffix("rewritten", self._behind_turn(rendered[len(closed) :], finished))
         if self.history == "fork":
             return Suffix("fork", [])
-        behind = rendered[len(self._upto_end(rendered, num_ends)) :]
-        return Suffix("kept", self._behind_turn(behind, finished))
+        return Suffix("kept", self.written_behind(before, turn, new, finished=finished))
+
+    def written_behind(
+        self,
+        before: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        *,
+        finished: bool,
+    ) -> list[int]:
+        """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
+        `suffix`."""
+        rendered = self.render([*before, turn, *new], generation_prompt=True)
+        num_ends = self.render([*before, turn]).count(self.turn_end)
+        return self._behind_turn(rendered[len(self._upto_end(rendered, num_ends)) :], finished)
 
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
@@ -191,7 +204,7 @@ class ChatFormat:
         if self.renderer is None:
             return None
         ids = bridged(self.renderer, prompt_ids, sampled_ids, new, self.tools)
-        return None if ids is None else Suffix("exact", ids)
+        return None if ids is None else Suffix("bridged", ids)
 
     def drop_renderer(self, why: str) -> None:
         """Leaves all to the template from now on."""

@@ -12,76 +12,18 @@ path of its own (a fork), and each sampled token is learnt from in one path only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat, Messages
+from rllib_llm.conversations.nodes import NO_VERSION, Node, path_to
 from rllib_llm.conversations.tool_calls import ParsedReply
+from rllib_llm.conversations.training_rows import TrainingRow, rows_of
 
 
 class ConversationError(ValueError):
     """Something appended that does not fit what is there."""
-
-
-@dataclass
-class Node:
-    """What one append added.
-
-    parent: index of the node before it; None: it begins a path. messages: what it says, as chat
-    templates take it; a node that begins a later path repeats what was said before. token_ids:
-    those that it adds. Of a sampled one: `logprobs` and weight `versions` of each token, `finish`,
-    and the `reward` that it earned.
-    """
-
-    parent: int | None
-    messages: tuple[Mapping[str, Any], ...]
-    token_ids: tuple[int, ...]
-    sampled: bool = False
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
-    finish: str = ""
-    reward: float = 0.0
-
-    @property
-    def role(self) -> str:
-        """Of its last message."""
-        return str(self.messages[-1]["role"]) if self.messages else ""
-
-    @property
-    def version_spans(self) -> list[tuple[int, int]]:
-        """(version of the weights, tokens in a row that they sampled)."""
-        return [(version, len(list(run))) for version, run in groupby(self.versions)]
-
-
-@dataclass
-class TrainingRow:
-    """One path, cut behind its last sampled token; all lists but the prompt are [T]."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def num_sampled(self) -> int:
-        """Tokens that are learnt from."""
-        return sum(self.loss_mask)
-
-    def cut(self) -> TrainingRow:
-        """The row up to its last token that is learnt from."""
-        end = len(self.loss_mask) - self.loss_mask[::-1].index(True) if self.num_sampled else 0
-        return TrainingRow(
-            self.prompt_ids, self.completion_ids[:end], self.loss_mask[:end], self.logprobs[:end],
-            self.versions[:end], self.rewards[:end], self.finished,
-        )  # fmt: skip
-
-
-NO_VERSION = -1  # of a token that no weights sampled
 
 
 class Conversation:
@@ -109,12 +51,7 @@ class Conversation:
 
     def path(self, leaf: int | None = None) -> list[Node]:
         """The nodes from the first to `leaf`, by default the newest."""
-        place = self._leaf if leaf is None else leaf
-        nodes = []
-        while place is not None:
-            nodes.append(self.nodes[place])
-            place = self.nodes[place].parent
-        return nodes[::-1]
+        return path_to(self.nodes, self._leaf if leaf is None else leaf)
 
     @property
     def token_ids(self) -> list[int]:
@@ -299,28 +236,4 @@ class Conversation:
 
     def rows(self) -> list[TrainingRow]:
         """One row per path; each sampled token is learnt from in the first that holds it."""
-        learnt: set[int] = set()
-        return [row for leaf in self._leaves() if (row := self._row(leaf, learnt)).num_sampled]
-
-    def _leaves(self) -> Iterator[int]:
-        parents = {node.parent for node in self.nodes}
-        return (i for i in range(len(self.nodes)) if i not in parents)
-
-    def _row(self, leaf: int, learnt: set[int]) -> TrainingRow:
-        row = TrainingRow([])
-        for node in self.path(leaf):
-            if not node.sampled and not row.completion_ids:
-                row.prompt_ids.extend(node.token_ids)
-                continue
-            count = len(node.token_ids)
-            is_new = node.sampled and id(node) not in learnt
-            row.completion_ids.extend(node.token_ids)
-            row.loss_mask.extend([is_new] * count)
-            row.logprobs.extend(node.logprobs if is_new else [0.0] * count)
-            row.versions.extend(node.versions if is_new else [NO_VERSION] * count)
-            row.rewards.extend([0.0] * count)
-            if is_new:
-                learnt.add(id(node))
-                row.rewards[-1] = node.reward
-                row.finished = node.finish == "stop"
-        return row.cut()
+        return rows_of(self.nodes)

@@ -7,6 +7,7 @@ encoded at once, bit for bit; or the template begins a path of its own, which is
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,8 +24,9 @@ class Finding:
 
     appends: each turn is a suffix of the one before; forks: a further turn changes earlier ones, so
     that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
-    (`history="keep"`); unsupported: the template refuses such dialogues; ignored: it writes nothing
-    of them; proven: of a renderer, that it appends what the template would write.
+    (`history="keep"`, or a renderer); unsupported: the template refuses such dialogues; ignored: it
+    writes nothing of them; proven: of a renderer, that it appends what the template writes behind a
+    turn.
     """
 
     dialogue: str
@@ -60,14 +62,57 @@ def prove(chat_format: ChatFormat) -> list[Finding]:
 
 
 def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Finding:
+    """Whether the renderer appends what the template writes behind a turn, however it is ended.
+
+    The turns themselves may differ: that it keeps them where the template drops their thoughts is
+    what a renderer is for.
+    """
     kind = f"renderer {chat_format.renderer_note}"
-    try:
-        for name, turns in dialogues.items():
-            _prove(chat_format, name, turns)
-    except ChatFormatError as error:
-        chat_format.drop_renderer(str(error))
-        return Finding(kind, "ignored", "it writes other tokens than the chat template")
-    return Finding(kind, "proven")
+    proven = []
+    for name, turns in dialogues.items():
+        with contextlib.suppress(ChatFormatError):  # told of when the dialogue is walked through
+            chat_format.render(turns)
+            for place in _answered(turns):
+                outcome = _bridge(chat_format, turns, place)
+                if outcome == "differs":
+                    why = f"it must write a dialogue with {name} as the chat template does"
+                    chat_format.drop_renderer(f"{chat_format.renderer_note}: {why}")
+                    return Finding(kind, "ignored", f"{name}: other tokens than the chat template")
+                proven += [name] if outcome == "same" else []
+    if not proven:
+        chat_format.drop_renderer(f"{chat_format.renderer_note} leaves every turn to the template")
+        return Finding(kind, "ignored", "it leaves every turn to the chat template")
+    return Finding(kind, "proven", ", ".join(dict.fromkeys(proven)))
+
+
+def _answered(turns: Messages) -> list[int]:
+    """Places of the assistant's turns that are not the last."""
+    return [i for i, turn in enumerate(turns[:-1]) if turn["role"] == "assistant"]
+
+
+def _bridge(
+    chat_format: ChatFormat, turns: Messages, place: int
+) -> Literal["same", "differs", "left"]:
+    """What the renderer appends behind a turn, beside what the template writes there; "left" where
+    it leaves that to the template."""
+    before, turn = turns[:place], turns[place]
+    said = _said(chat_format, before, turn)
+    if said is None:
+        return "left"
+    following = [i for i in range(place + 1, len(turns)) if turns[i]["role"] == "assistant"]
+    new = turns[place + 1 : min(following, default=len(turns))]
+    asked, sampled = chat_format.prompt_ids(before), chat_format.encode(said)
+    found = "left"
+    for finished in (True, False):
+        ids = sampled if finished else sampled[:-1]
+        suffix = chat_format.bridge(asked, ids, new)
+        if suffix is None:
+            continue
+        written = chat_format.written_behind(before, turn, new, finished=finished)
+        if suffix.token_ids != written:
+            return "differs"
+        found = "same"
+    return found
 
 
 def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
@@ -163,7 +208,7 @@ def _compared(
     expected = chat_format.encode(text)
     if walked == expected:
         return Finding(name, "appends")
-    if conversation.suffixes["kept"]:
+    if conversation.suffixes["kept"] or conversation.suffixes["bridged"]:
         return Finding(name, "keeps", "earlier turns stay as they were sampled")
     same = next(
         (i for i, (a, b) in enumerate(zip(walked, expected, strict=False)) if a != b),

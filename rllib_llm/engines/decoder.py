@@ -29,8 +29,13 @@ from rllib_llm.engines.prefill import prefill
 from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
 from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
 
-# Fewer positions at the front than this are not worth moving the whole cache for.
-_MIN_SHIFT = 16
+# Fewer positions at the front than this, or than this share of a cache that may grow, are not worth
+# moving the whole cache for.
+_MIN_SHIFT, _SHIFTED_SHARE = 16, 0.25
+# Further turns of conversations wait for each other until they have waited for so many steps
+# together, as a share of the rows that are sampled meanwhile: a prefill costs about as much as a
+# step, whether of one row or of many, and each row that waits goes without its token of the step.
+_GATHERED_SHARE = 0.25
 
 
 class Decoder:
@@ -78,6 +83,7 @@ class Decoder:
         self.wanted: set[int] = set()
         self.taken_along: dict[int, Layers] = {}
         self.num_prefilled = 0  # tokens of prompts that were computed so far
+        self._num_waited = 0  # steps that turns have waited for each other, each row's counted
         self.clock = 0
         self.cache = make_cache(model.config, 1, 0)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
@@ -230,6 +236,11 @@ class Decoder:
         wanted = self.free_share * (self.max_rows or 0)
         if running and not is_rest and self.queue.rows_of(count) < wanted:
             return []
+        if running and self.queue.are_turns():
+            self._num_waited += self.queue.num_rows
+            if self._num_waited < _GATHERED_SHARE * running:
+                return []
+        self._num_waited = 0
         return self.queue.take(count)
 
     def _let_in(self, groups: Sequence[Group]) -> None:
@@ -247,7 +258,8 @@ class Decoder:
         self.num_prefilled += sum(group.length for group in groups)
         logits = prefill(self.model, self.value_head, ids, mask, prompts)
         before = len(self.rows)
-        self._admit(prompts, groups, longest, copies)
+        room = self._room_for(groups, longest) if shares else (0, 0)
+        self._admit(prompts, groups, longest, room)
         if shares:
             logits = logits.repeat_interleave(repeats, dim=0)
         self._take(logits, before)
@@ -259,42 +271,34 @@ class Decoder:
         held = [len(prefix.token_ids) for prefix in prefixes]
         new = max(length - kept for length, kept in zip(lengths, held, strict=True))
         ids, mask = padded(groups)
-        longest = ids.shape[1]
-        room = 0
-        if not len(self.rows):  # the prompts' cache becomes the batch's
-            self.length = longest
-            room = self._room_for(groups, len(groups))[1]
-        prompts = make_cache(self.model.config, 1, max(longest, room))
-        if new >= longest or not isinstance(prompts, SharedPromptCache):
+        longest, before = ids.shape[1], len(self.rows)
+        if new >= longest or not isinstance(self.cache, SharedPromptCache):
             self._let_in(groups)
             return
-        fill(prompts, prefixes, lengths, new)
+        room = self._room_for(groups, longest)
+        # Where nobody is in the batch its own cache is filled, and nothing has to be copied to it.
+        prompts = make_cache(self.model.config, 1, longest) if before else self.cache
+        fill(prompts, prefixes, lengths, new, (len(groups), longest) if before else room)
         self._opened_step()
         self.num_prefilled += sum(min(length, new) for length in lengths)
         logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)
-        before = len(self.rows)
-        self._admit(prompts, groups, longest, [1] * len(groups))
+        self._admit(prompts, groups, longest, room)
         self._take(logits, before)
 
     def _admit(
         self, prompts: SharedPromptCache | RepeatedPromptCache, groups: Sequence[Group],
-        longest: int, copies: list[int],
+        longest: int, room: tuple[int, int],
     ) -> None:  # fmt: skip
-        """Puts prefilled prompts into the cache and their rows into the batch."""
+        """Puts prefilled prompts into the cache, unless it is their own, and their rows into the
+        batch."""
         rows = self.rows
         if not len(rows):
             self.length = longest
-        if isinstance(self.cache, SharedPromptCache):
+        elif self.length < longest:
+            self._shift(self.length - longest)
+        if isinstance(self.cache, SharedPromptCache) and prompts is not self.cache:
             assert isinstance(prompts, SharedPromptCache)
-            if self.length < longest:
-                self._shift(self.length - longest)
-            room = self._room_for(groups, sum(copies))
-            fits = prompts.capacity >= room[1] and prompts.num_rows >= room[0]
-            is_plain = self.device.type == "cpu" and prompts.num_rows == len(copies) == sum(copies)
-            if not len(rows) and fits and is_plain:  # a GPU's recorded steps know the buffers
-                self.cache.adopt(prompts)
-            else:
-                self.cache.admit(prompts, copies, room)
+            self.cache.admit(prompts, [len(group.columns) for group in groups], room)
         rows.add(
             [column for group in groups for column in group.columns],
             [params for group in groups for params in group.params],
@@ -307,17 +311,25 @@ class Decoder:
 
     # --- the cache's positions ---------------------------------------------------------------
 
-    def _room_for(self, groups: Sequence[Group], num_new: int) -> tuple[int, int]:
-        """Rows and positions to have room for: with the longest row twice, the cache is moved to
-        the front seldom."""
-        rows = len(self.rows) + num_new
+    def _room_for(self, groups: Sequence[Group], longest: int) -> tuple[int, int]:
+        """Rows and positions to have room for when prompts of `longest` positions come. Beside rows
+        that are in the batch the positions stay as they are: `_make_room` gets more."""
+        rows = len(self.rows) + sum(len(group.columns) for group in groups)
+        if self.room[1]:
+            length = max(self.length, longest) if len(self.rows) else longest
+            return max(self.room[0], rows), max(self.room[1], length)
+        if len(self.rows):
+            return rows, self.cache.capacity
         to_come = max(
             params.max_new_tokens - num
             for group in groups
             for params, num in zip(group.params, group.num_sampled, strict=True)
         )
-        positions = max(self.room[1], self.length)
-        return max(self.room[0], rows), positions if self.room[1] else positions + 2 * to_come
+        positions = longest + to_come
+        if positions > self.cache.capacity:  # a conversation goes on, and grows
+            goes_on = any(group.prefix is not None for group in groups)
+            positions += max(to_come, positions // 2) if goes_on else to_come
+        return rows, positions
 
     def _look_from(self) -> None:
         """Leaves out the positions that are padding in every row, and says where padding is."""
@@ -339,7 +351,8 @@ class Decoder:
         if not isinstance(cache, SharedPromptCache) or self.length < cache.capacity:
             return
         first = int(self.rows.starts.min())
-        if first >= _MIN_SHIFT:
+        # Both move the whole cache, and have to pay for it by the room that they make.
+        if first >= _MIN_SHIFT and (self.room[1] or first >= cache.capacity * _SHIFTED_SHARE):
             self._shift(first)
         else:
             cache.grow(cache.capacity + max(cache.capacity // 2, _MIN_SHIFT))

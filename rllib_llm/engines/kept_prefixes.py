@@ -87,10 +87,14 @@ def row_of(cache: SharedPromptCache, row: int, start: int) -> Layers:
 
 
 def fill(
-    cache: SharedPromptCache, prefixes: Sequence[Prefix], lengths: Sequence[int], new: int
+    cache: SharedPromptCache,
+    prefixes: Sequence[Prefix],
+    lengths: Sequence[int],
+    new: int,
+    room: tuple[int, int],
 ) -> None:
-    """Writes prefixes into a new cache as rows that end at one position, `new` tokens before the
-    ends of their prompts of `lengths` tokens.
+    """Writes prefixes into a cache without rows, as rows that end at one position, `new` tokens
+    before the ends of their prompts of `lengths` tokens; it gets `room` for rows and positions.
 
         longest:   [k k k k k k|n n]     k: kept, n: new, computed after this
         another:   [. . . k k k|n n]     .: padding, masked out
@@ -100,9 +104,12 @@ def fill(
     """
     end = max(lengths) - new
     for place, layer in enumerate(cache.layers):
-        layer.begin(len(prefixes), end, *prefixes[0].layers[place])
+        layer.begin(len(prefixes), end, prefixes[0].layers[place][0], room)
         for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
             kept = max(0, length - new)
-            keys, values = prefix.layers[place]
-            layer.keys[row, :, end - kept : end] = keys[:, :kept]
-            layer.values[row, :, end - kept : end] = values[:, :kept]
+            for buffer, states in zip(
+                (layer.keys, layer.values), prefix.layers[place], strict=True
+            ):
+                # What is masked out is multiplied by 0, which is not 0 for any leftover bits.
+                buffer[row, :, : end - kept] = 0
+                buffer[row, :, end - kept : end] = states[:, :kept]

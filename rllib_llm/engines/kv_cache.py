@@ -38,19 +38,19 @@ class SharedPromptLayer(CacheLayerMixin):
         self.values = self._buffer(value_states)
         self.is_initialized = True
 
-    def begin(self, num_rows: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Allocates buffers with `length` positions in use, zeros, which the caller writes.
+    def begin(self, num_rows: int, length: int, like: torch.Tensor, room: tuple[int, int]) -> None:
+        """Has `num_rows` rows, where there were none, with `length` positions in use, which the
+        caller writes.
 
-        keys, values: [heads, positions, head_dim], whose shape and dtype the buffers take.
+        Args:
+            num_rows: at most those of `room`.
+            length: at most the positions of `room`.
+            like: keys [heads, positions, head_dim], whose shape and dtype new buffers take.
+            room: rows and positions to have room for.
         """
-        self.keys, self.values = (
-            states.new_empty(num_rows, states.shape[0], self.capacity, states.shape[2])
-            for states in (keys, values)
-        )
-        for buffer in (self.keys, self.values):
-            buffer[:, :, :length] = 0
-        self.num_rows, self.length = num_rows, length
-        self.is_initialized = True
+        self.num_rows = 0
+        self._grow(like.unsqueeze(0), *room)
+        self.num_rows, self.length, self.first = num_rows, length, 0
 
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         _, heads, _, head_dim = states.shape
@@ -115,12 +115,6 @@ class SharedPromptLayer(CacheLayerMixin):
                 index = torch.tensor(copies, device=states.device)
                 rows.copy_(states.repeat_interleave(index, dim=0))
         self.num_rows = end
-
-    def adopt(self, prompts: SharedPromptLayer) -> None:
-        """Takes the buffers of prompts prefilled elsewhere, a row each, where there are no rows."""
-        self.keys, self.values, self.capacity = prompts.keys, prompts.values, prompts.capacity
-        self.num_rows, self.length, self.first = prompts.num_rows, prompts.length, 0
-        self.is_initialized = True
 
     def _grow(self, like: torch.Tensor, rows: int, positions: int) -> None:
         """Has buffers of at least so many rows and positions; what is in use stays."""
@@ -237,11 +231,6 @@ class SharedPromptCache(Cache):
         """See `SharedPromptLayer.admit`."""
         for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
             layer.admit(prompt_layer, copies, room)
-
-    def adopt(self, prompts: SharedPromptCache) -> None:
-        """See `SharedPromptLayer.adopt`."""
-        for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
-            layer.adopt(prompt_layer)
 
     def grow(self, positions: int) -> None:
         """See `SharedPromptLayer.grow`."""

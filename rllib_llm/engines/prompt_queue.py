@@ -82,6 +82,10 @@ class PromptQueue:
         """Has all of them computed: the weights have changed."""
         self._groups = deque(replace(group, prefix=None) for group in self._groups)
 
+    def are_turns(self) -> bool:
+        """Whether all of them are further turns of conversations, whose prefixes are kept."""
+        return all(group.prefix is not None for group in self._groups)
+
     def fitting(self, free: float, whatever: bool) -> int:
         """How many of the first groups have together at most `free` rows; one at least if
         `whatever`."""

@@ -24,6 +24,7 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
     "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
     "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
+    "rllib_llm/Chat-v0": "rllib_llm.envs.adapters.chat:create",
     "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:create",
     "rllib_llm/Guessing-v0": "rllib_llm.envs.toys.guessing:create",
     "rllib_llm/Lookup-v0": "rllib_llm.envs.toys.lookup:create",

@@ -11,8 +11,9 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm import columns
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.learners.shared_passes import Batch
+from rllib_llm.weights.exporter import WeightsExporter
+from rllib_llm.weights.two_modules import OPPONENT, TwoModules
 
-OPPONENT = "opponent"  # module id beside RLlib's default
 POLICIES = (DEFAULT_MODULE_ID, OPPONENT)
 """Module ids by the value of `columns.POLICY`."""
 
@@ -20,6 +21,11 @@ POLICIES = (DEFAULT_MODULE_ID, OPPONENT)
 class SelfPlayLearner(GRPOLearner):
     """The module is a MultiRLModule of two. Advantages come from groups, which belong to one policy
     each; a mini-batch has rows of both, and a micro-batch of one."""
+
+    def _build(self) -> None:
+        super()._build()
+        both = (self.module[name].unwrapped() for name in POLICIES)
+        self.weights_exporter = WeightsExporter(TwoModules(*both))
 
     def forward(self, micro_batch: Batch, **options: Any) -> Batch:
         """`forward_train` of the policy whose rows these are."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -16,6 +18,39 @@ from rllib_llm.envs.self_play import NUM_PLAYERS, SelfPlayEnv, run_games
 from rllib_llm.rollouts.conversing import ConversationSampler, completer
 from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.weights.two_modules import MARK, split
+
+
+class PlayersPolicy(ModulePolicy):
+    """The policy of a sampler in a process of its own, and the opponent, whose weights come in the
+    same publications.
+
+    Args:
+        make_opponent: gives the opponent's module on its device.
+        make_module, settings: see `ModulePolicy`.
+    """
+
+    def __init__(
+        self,
+        make_opponent: Callable[[], RLModule],
+        make_module: Callable[[], RLModule],
+        **settings: Any,
+    ) -> None:
+        super().__init__(make_module, **settings)
+        self.opponent = ModulePolicy(make_opponent, **settings)
+
+    def load(self, weights: FlatBuffer) -> None:
+        """As of all policies, both players'."""
+        own, opponents = split(weights)
+        super().load(own)
+        self.opponent.load(opponents)
+
+    def differing(self, weights: FlatBuffer) -> list[str]:
+        """As of all policies, both players'."""
+        own, opponents = split(weights)
+        others = [f"{MARK}{name}" for name in self.opponent.differing(opponents)]
+        return super().differing(own) + others
 
 
 class SelfPlaySampler(ConversationSampler):
@@ -24,15 +59,19 @@ class SelfPlaySampler(ConversationSampler):
     `keeps_opponent`: whether the opponent's rows are learnt from.
     """
 
-    opponent: SamplingPolicy | None = None
     keeps_opponent = True
+    _shared: SamplingPolicy | None = None
 
-    def share_opponent(self, module: RLModule, *, keeps: bool) -> None:
-        """Has `module` play the second player."""
+    @property
+    def opponent(self) -> SamplingPolicy | None:
+        """Who plays the second player, if not the policy."""
+        return self.policy.opponent if isinstance(self.policy, PlayersPolicy) else self._shared
+
+    def share_opponent(self, module: RLModule) -> None:
+        """Has `module` itself, the learner's, play the second player."""
         assert isinstance(self.policy, ModulePolicy), "self-play is refused for other engines"
-        twin = self.policy.twin()
+        self._shared = twin = self.policy.twin()
         twin.share(module)
-        self.opponent, self.keeps_opponent = twin, keeps
 
     def sample(self, request: SampleRequest) -> JudgedBatch:
         """As of all samplers, with the column `policy`."""

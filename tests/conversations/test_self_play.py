@@ -16,8 +16,10 @@ from rllib_llm.envs.conversation import Response
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.self_play import SelfPlayEnv, run_games
 from rllib_llm.envs.toys import guessing
-from rllib_llm.learners.self_play_learner import OPPONENT
 from rllib_llm.ray_compat import local_learner
+from rllib_llm.rollouts.self_play import PlayersPolicy
+from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.two_modules import OPPONENT, TwoModules
 from tests.algorithms import tiny_runs as tiny
 from tests.conversations.scripted import settings
 
@@ -217,6 +219,46 @@ def test_a_checkpoint_has_both_players(tmp_path):
         assert not differ(restored[name], expected[name])
 
 
+def test_a_sampler_of_its_own_is_sent_the_weights_of_both():
+    with tiny.built(config()) as algorithm:
+        modules = [
+            local_learner(algorithm.learner_group).module[name].unwrapped()
+            for name in (DEFAULT_MODULE_ID, OPPONENT)
+        ]
+        algorithm.train()
+        spec = algorithm.config.get_multi_rl_module_spec(
+            spaces=algorithm.env_runner.get_spaces(), inference_only=True
+        )
+        makes = [spec.rl_module_specs[name].build for name in (OPPONENT, DEFAULT_MODULE_ID)]
+        policy = PlayersPolicy(*makes, alias=True, is_pretrained=False)
+        published = pack(TwoModules(*modules).published_state())
+        policy.load(published)
+        assert policy.differing(published) == []
+        for loaded, module in zip((policy, policy.opponent), modules, strict=True):
+            assert not differ(loaded.module.published_state(), module.published_state())
+        algorithm.train()
+        changed = pack(TwoModules(*modules).published_state())
+        assert {name.startswith("opponent/") for name in policy.differing(changed)} == {True, False}
+
+
+@pytest.mark.slow  # an actor
+@pytest.mark.parametrize("opponent", [{}, {"opponent": "frozen", "opponent_every": 1}])
+def test_samplers_of_their_own_give_what_the_driver_s_gives(opponent):
+    learnt = []
+    for num_samplers in (0, 1):
+        made = config(**opponent).env_runners(num_env_runners=num_samplers)
+        with tiny.built(made) as algorithm:
+            results = [algorithm.train() for _ in range(2)]
+            if num_samplers:
+                assert algorithm.verify_weights() == {}
+            learnt.append((weights_of(algorithm), results[-1]["env"]["asker_score"]))
+    (driver, score), (actor, other) = learnt
+    assert score == pytest.approx(other, abs=1e-6)
+    for name in driver:
+        for key, tensor in driver[name].items():
+            torch.testing.assert_close(actor[name][key], tensor, atol=1e-5, rtol=0)
+
+
 def test_one_policy_may_play_and_learn_both_sides():
     with tiny.built(config(GRPOConfig)) as algorithm:
         assert {"asker_score", "answerer_score"} <= algorithm.train()["env"].keys()
@@ -225,7 +267,7 @@ def test_one_policy_may_play_and_learn_both_sides():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"num_env_runners": 2}, "num_env_runners=2 must be 0"),
+        ({"num_learners": 1}, "num_learners=1 must be 0"),
         ({"opponent": "human"}, "opponent='human' must be"),
         ({"opponent_model": guessing.MODEL, "ref_kl_coeff": 0.1}, "ref_kl_coeff=0.1 must be 0"),
     ],

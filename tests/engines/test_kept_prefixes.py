@@ -70,6 +70,48 @@ def test_old_turns_are_not_prefilled_again():
     assert prefilled == [len(prompts()[0]), 1 + 3, 1 + 3]
 
 
+def test_turns_that_come_together_are_computed_in_the_batch_s_own_cache():
+    """New buffers are made where they do not suffice, and then with room for turns to come."""
+    kept = engine(tiny_model("llama"))
+    params = replace(PARAMS, stop_token_ids=())
+    said = {i: [3 + i] * 9 for i in range(4)}
+    buffers, capacities = [], []
+    for turn in range(4):
+        kept.add([turn_of(i, turn, said[i], keeps=True, params=params) for i in said])
+        for (i, _), ended in until_empty(kept).items():
+            said[i] += [*ended.token_ids, 7, 8]
+        buffers.append(kept._decoder.cache.layers[0].keys)
+        capacities.append(kept._decoder.cache.capacity)
+    # 9 + 12 and as much again; 23 + 12 and half of it again; 37 + 12 fit; 51 + 12 and half of it.
+    assert capacities == [33, 52, 52, 94]
+    assert buffers[1] is buffers[2]
+
+
+def test_a_turn_waits_for_others_while_rows_are_sampled():
+    """One row that comes back is not worth a prefill at once: here eight are sampled meanwhile, and
+    a quarter of them is two steps of one row, or one step of two."""
+    kept = engine(tiny_model("llama"))
+    long = replace(PARAMS, stop_token_ids=(), max_new_tokens=40)
+    short = replace(long, max_new_tokens=2)
+    said = {i: [3 + i] * 5 for i in range(3)}
+    kept.add([turn_of(i, 0, said[i], keeps=True, params=short) for i in said])
+    for (i, _), ended in until_empty(kept).items():
+        said[i] += [*ended.token_ids, 7]
+    kept.add([turn_of(10 + i, 0, [9 + i] * 5, keeps=False, params=long) for i in range(8)])
+    kept.step()
+    sampling = []
+    kept.add([turn_of(0, 1, said[0], keeps=True, params=long)])
+    for _ in range(2):
+        kept.step()
+        sampling.append(kept.num_sampling)
+    assert sampling == [8, 9]
+    kept.add([turn_of(i, 1, said[i], keeps=True, params=long) for i in (1, 2)])
+    for _ in range(2):
+        kept.step()
+        sampling.append(kept.num_sampling)
+    assert sampling[2:] == [9, 11]  # two of nine are less than a quarter, four are not
+
+
 def test_a_turn_that_was_written_otherwise_is_computed_from_there():
     """slime #117 and its kind: a template that changes what was said."""
     model = tiny_model("llama")

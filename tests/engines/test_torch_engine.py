@@ -116,6 +116,20 @@ def test_rows_come_and_go_for_long_and_the_cache_stays_small():
     assert ours._decoder.cache.capacity < 9 + 4 * 24
 
 
+def test_rows_come_without_end_and_the_cache_stays_small():
+    """It is moved to the front now and then, and not grown for each row that comes."""
+    ours = engine(tiny_model("llama"))
+    long = [replace(row, params=SETTINGS[2]) for row in rows()]  # 24 tokens, no stops
+    for i in range(100):
+        ours.add([replace(long[i % len(long)], id=i)])
+        ours.step()
+        ours.step()
+        if not i:
+            capacity = ours._decoder.cache.capacity
+    assert ours.num_sampling >= 11  # they were never all gone
+    assert ours._decoder.cache.capacity == capacity == len(long[0].token_ids) + 2 * 24
+
+
 def test_models_whose_layers_keep_a_state_decode_in_waves():
     model = seeded(
         "lfm2", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3,

@@ -30,8 +30,8 @@ class ConfigEnv:
 
 
 def test_ids():
-    own = ["Agent", "Arithmetic", "Calculator", "Conversation", "Guessing", "Lookup", "RLHF"]
-    own += ["ReasoningGym", "Reviews", "TRL", "TwentyQuestions", "Verifiers"]
+    own = ["Agent", "Arithmetic", "Calculator", "Chat", "Conversation", "Guessing", "Lookup"]
+    own += ["RLHF", "ReasoningGym", "Reviews", "TRL", "TwentyQuestions", "Verifiers"]
     assert env_ids() == [f"rllib_llm/{name}-v0" for name in own]
 
 

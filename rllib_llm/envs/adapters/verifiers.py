@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import inspect
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +21,12 @@ from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.dotted import import_dotted, looks_dotted
 from rllib_llm.envs import conversation_settings
+from rllib_llm.envs.adapters.verifiers_messages import (
+    new_trace,
+    prompt_of,
+    write_message,
+    write_nodes,
+)
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
@@ -84,7 +89,7 @@ class VerifiersEnv(ConversationEnv):
 
     def rows(self) -> Any:
         return [
-            {"prompt": _prompt_of(task), "position": place}
+            {"prompt": prompt_of(task), "position": place}
             for place, task in enumerate(self.vf_tasks)
         ]
 
@@ -102,7 +107,7 @@ class VerifiersEnv(ConversationEnv):
         for toolset in toolsets:
             await toolset.setup()
             await toolset.setup_task(task.data)
-        conversation.state[_TRACE] = _new_trace(task, toolsets)
+        conversation.state[_TRACE] = new_trace(task, toolsets)
         return self.first_messages(conversation)
 
     async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
@@ -126,9 +131,9 @@ class VerifiersEnv(ConversationEnv):
         """The task of a conversation, and verifiers' record of what was said so far; `results`:
         what tools have answered, which are not in it yet."""
         trace = conversation.state[_TRACE]
-        _write_nodes(trace, conversation)
+        write_nodes(trace, conversation)
         for message in results:
-            _write(trace, _as_vf(message))
+            write_message(trace, message)
         return self.vf_tasks[conversation.task["position"]], trace
 
 
@@ -230,102 +235,6 @@ def _tools_of(toolsets: Sequence[Any]) -> list[_VerifiersTool]:
         for toolset in toolsets
         for method in discover_decorated(toolset, "tool")
     ]
-
-
-def _prompt_of(task: Any) -> list[dict[str, Any]]:
-    """A task's first messages as chat templates take them."""
-    data = task.data
-    prompt = data.prompt
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = [_as_chat(message) for message in prompt]
-    if data.system_prompt:
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return messages
-
-
-def _as_chat(message: Any) -> dict[str, Any]:
-    from verifiers.v1.types import content_text
-
-    given = message.model_dump(exclude_none=True)
-    if isinstance(given.get("content"), list):
-        if any(part["type"] != "text" for part in given["content"]):
-            raise EnvConfigError(
-                f"messages of the role {message.role!r} must be text: the policy reads no images. "
-                "Leave such tasks out."
-            )
-        given["content"] = content_text(message.content)
-    for asked in given.get("tool_calls", ()):
-        arguments = json.loads(asked.pop("arguments"))
-        asked["function"] = {"name": asked.pop("name"), "arguments": arguments}
-    return given
-
-
-def _new_trace(task: Any, toolsets: Sequence[Any]) -> Any:
-    """verifiers' record of a conversation that begins. Its state is the toolset's, where there is
-    one."""
-    import verifiers.v1 as vf
-    from verifiers.v1.state import state_cls
-
-    kind = state_cls(type(task))
-    state = next((t.state for t in toolsets if isinstance(t.state, kind)), None)
-    return vf.Trace(
-        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=vf.AgentInfo(config=vf.AgentConfig()),
-        state=state or kind(),
-    )
-
-
-def _write_nodes(trace: Any, conversation: Conversation) -> None:
-    """Writes what was said into the record, in place of what it has."""
-    import verifiers.v1 as vf
-
-    trace.nodes, trace.calls = [], []
-    for node in conversation.path():
-        for message in node.messages:
-            written = _write(trace, _as_vf(message))
-            if node.sampled:
-                written.sampled, written.mask = True, [True] * len(node.token_ids)
-                written.token_ids, written.logprobs = list(node.token_ids), list(node.logprobs)
-                finish = "stop" if node.finish == "stop" else "length"
-                place = len(trace.nodes) - 1
-                trace.calls.append(vf.ModelCall(node=place, finish_reason=finish))
-
-
-def _write(trace: Any, message: Any) -> Any:
-    """Appends a message to the record; its node."""
-    import verifiers.v1 as vf
-
-    parent = len(trace.nodes) - 1 if trace.nodes else None
-    trace.nodes.append(vf.MessageNode(parent=parent, message=message))
-    return trace.nodes[-1]
-
-
-def _as_vf(message: Mapping[str, Any]) -> Any:
-    from verifiers.v1 import types
-
-    content = message.get("content") or ""
-    if message["role"] == "system":
-        return types.SystemMessage(content=content)
-    if message["role"] == "user":
-        return types.UserMessage(content=content)
-    if message["role"] == "tool":
-        return types.ToolMessage(
-            content=content, tool_call_id=str(message.get("tool_call_id", "")),
-            name=message.get("name"),
-        )  # fmt: skip
-    calls = [
-        types.ToolCall(
-            id=str(asked["id"]), name=asked["function"]["name"],
-            arguments=json.dumps(asked["function"]["arguments"]),
-        )
-        for asked in message.get("tool_calls", ())
-    ]  # fmt: skip
-    return types.AssistantMessage(
-        content=content, reasoning_content=message.get("reasoning_content"),
-        tool_calls=calls or None,
-    )  # fmt: skip
 
 
 DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **VerifiersEnv.defaults}

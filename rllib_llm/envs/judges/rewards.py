@@ -8,7 +8,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Awaitable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardError,
     RewardTerm,
 )
-from rllib_llm.tracebacks import raised
-
-SHOWN = 120  # characters of a text in a message
+from rllib_llm.envs.judges.reward_results import (
+    RewardResult,
+    failed_result,
+    join_rows,
+    read_answer,
+    shown_row,
+)
 
 __all__ = ["Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards"]
 
@@ -42,24 +46,6 @@ class Rewards:
     metrics: dict[str, torch.Tensor]
     failed: dict[str, torch.Tensor]
     reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Result:
-    """One function's answer: values (NaN: not judged by it) and validity [B], metrics, the first
-    exception, and the reasons that the function gave, by row."""
-
-    values: torch.Tensor
-    valid: torch.Tensor
-    metrics: dict[str, torch.Tensor]
-    error: BaseException | None = None
-    reasons: Mapping[int, str] = field(default_factory=dict)
-
-    def reason(self, row: int) -> str:
-        """Why the row has no score."""
-        if row in self.reasons:
-            return self.reasons[row]
-        return "the result is NaN or infinite" if self.error is None else raised(self.error)
 
 
 class RewardSum:
@@ -138,7 +124,7 @@ class RewardSum:
         said = tuple("" if ok else why for ok, why in zip(valid.tolist(), reasons, strict=True))
         return Rewards(scores, valid, components, metrics, failed, said)
 
-    def _results(self, batch: RewardBatch) -> list[_Result]:
+    def _results(self, batch: RewardBatch) -> list[RewardResult]:
         """Async functions wait together in the background while the others compute."""
         waiting = {
             term.name: asyncio.run_coroutine_threadsafe(_judge_async(term, batch), _loop())
@@ -149,13 +135,13 @@ class RewardSum:
         results.update({name: future.result() for name, future in waiting.items()})
         return [results[term.name] for term in self.terms]
 
-    def _report(self, term: RewardTerm, result: _Result, batch: RewardBatch) -> None:
+    def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
         failed = (~result.valid).nonzero().flatten().tolist()
         if not failed:
             return
         self.num_failed[term.name] += len(failed)
         reason = result.reason(failed[0])
-        shown = _shown(batch, failed[0])
+        shown = shown_row(batch, failed[0])
         if len(failed) == len(batch):
             raise RewardError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
@@ -176,7 +162,7 @@ class RewardSum:
 RAISED = (Exception, SystemExit)
 
 
-def _judge(term: RewardTerm, batch: RewardBatch) -> _Result:
+def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
@@ -185,19 +171,19 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> _Result:
                 raise answer.error
     except RAISED as error:
         if len(batch) == 1:
-            return _failed(batch, error)
-        return _join([_judge(term, batch.row(i)) for i in range(len(batch))])
-    return _read_answer(term, answer, batch)
+            return failed_result(batch, error)
+        return join_rows([_judge(term, batch.row(i)) for i in range(len(batch))])
+    return read_answer(term, answer, batch)
 
 
-async def _judge_async(term: RewardTerm, batch: RewardBatch) -> _Result:
+async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     answer = await _awaited(term.call(batch))
     if not isinstance(answer, _Raised):
-        return _read_answer(term, answer, batch)
+        return read_answer(term, answer, batch)
     if len(batch) == 1:
-        return _failed(batch, answer.error)
+        return failed_result(batch, answer.error)
     rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
-    return _join(await asyncio.gather(*rows))
+    return join_rows(await asyncio.gather(*rows))
 
 
 @functools.lru_cache(maxsize=1)
@@ -222,77 +208,3 @@ async def _awaited(answer: Awaitable[Any]) -> Any:
         return await answer
     except RAISED as error:
         return _Raised(error)
-
-
-def _failed(batch: RewardBatch, error: BaseException) -> _Result:
-    device = batch.completion_ids.device
-    values = torch.zeros(len(batch), device=device)
-    return _Result(values, torch.zeros(len(batch), dtype=torch.bool, device=device), {}, error)
-
-
-def _join(rows: Sequence[_Result]) -> _Result:
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    missing = torch.zeros_like(rows[0].values)
-    return _Result(
-        torch.cat([row.values for row in rows]),
-        torch.cat([row.valid for row in rows]),
-        {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
-        next((row.error for row in rows if row.error is not None), None),
-        {i: row.reason(0) for i, row in enumerate(rows) if not bool(row.valid)},
-    )
-
-
-def _read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> _Result:
-    metrics: Mapping[str, Any] = {}
-    reasons: dict[int, str] = {}
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
-        answer, metrics = answer
-    unjudged = torch.zeros(len(batch), dtype=torch.bool, device=batch.completion_ids.device)
-    if isinstance(answer, Sequence) and len(answer) == len(batch):
-        unjudged = torch.tensor([one is None for one in answer], device=unjudged.device)
-        reasons = {i: one.reason for i, one in enumerate(answer) if isinstance(one, Invalid)}
-        answer = [
-            0.0 if one is None else torch.nan if isinstance(one, Invalid) else one
-            for one in answer
-        ]  # fmt: skip
-    values = _numbers(term.name, "scores", answer, batch)
-    finite = torch.isfinite(values)
-    values = torch.where(finite, values, torch.zeros_like(values))
-    return _Result(
-        torch.where(unjudged, torch.full_like(values, torch.nan), values),
-        finite,
-        {
-            str(name): _numbers(term.name, f"metric {name!r}", given, batch)
-            for name, given in metrics.items()
-        },
-        reasons=reasons,
-    )
-
-
-def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch.Tensor:
-    """The answer as float32 [B]; raises `RewardError` naming the function where it is not."""
-    size = len(batch)
-    if not isinstance(answer, torch.Tensor):
-        try:
-            values = [float(value) for value in answer]
-        except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"{what} of reward function {function!r} must be {size} numbers (a list or a "
-                f"tensor [{size}]): it returned {type(answer).__name__} {str(answer)[:120]!r} "
-                f"({error}) for a batch beginning with {_shown(batch, 0)}. Return one number for "
-                "each completion, None where it is not judged."
-            ) from error
-        answer = torch.tensor(values, dtype=torch.float32)
-    if answer.shape != (size,):
-        raise RewardError(
-            f"{what} of reward function {function!r} must have shape [{size}], one number for "
-            f"each completion: it has {list(answer.shape)} for a batch beginning with "
-            f"{_shown(batch, 0)}. Return {size} numbers; squeeze extra dimensions."
-        )
-    return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
-
-
-def _shown(batch: RewardBatch, i: int) -> str:
-    if not batch.completions:
-        return f"token ids {batch.completion_ids[i][batch.completion_mask[i]].tolist()[:40]}"
-    return f"prompt {batch.prompts[i][-SHOWN:]!r} completion {batch.completions[i][:SHOWN]!r}"

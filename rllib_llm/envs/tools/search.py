@@ -47,7 +47,10 @@ class SearchTool:
         self._counts = [Counter(_words(f"{title} {text}")) for title, text in self.passages]
         self._lengths = [sum(counts.values()) for counts in self._counts]
         self._mean = sum(self._lengths) / len(self._lengths)
-        self._holding = Counter(word for counts in self._counts for word in counts)
+        self._places: dict[str, list[int]] = {}  # of the passages that hold a word
+        for place, counts in enumerate(self._counts):
+            for word in counts:
+                self._places.setdefault(word, []).append(place)
         query = {"type": "string", "description": "words to look for"}
         self.schema: dict[str, Any] = {
             "type": "function",
@@ -69,9 +72,11 @@ class SearchTool:
 
     def search(self, query: str) -> list[tuple[str, str]]:
         """(title, passage) of the passages that match best, those of no common word left out."""
-        scored = [(self._score(_words(query), i), -i) for i in range(len(self.passages))]
+        words = _words(query)
+        places = {place for word in words for place in self._places.get(word, ())}
+        scored = [(self._score(words, place), -place) for place in places]
         best = sorted(scored, reverse=True)[: self.num_results]
-        return [self.passages[-place] for score, place in best if score > 0]
+        return [self.passages[-place] for _, place in best]
 
     def _score(self, words: list[str], i: int) -> float:
         counts, total = self._counts[i], len(self.passages)
@@ -79,7 +84,7 @@ class SearchTool:
         score = 0.0
         for word in words:
             if count := counts.get(word, 0):
-                holding = self._holding[word]
+                holding = len(self._places[word])
                 rarity = math.log(1 + (total - holding + 0.5) / (holding + 0.5))
                 score += rarity * count * (_K1 + 1) / (count + norm)
         return score
