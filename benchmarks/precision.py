@@ -1,11 +1,13 @@
 """GRPO in mixed precision beside float32: whole iterations, turn by turn in one process.
 
     python benchmarks/precision.py --cases small large --rounds 5
+    python benchmarks/precision.py --cases small --layers fused own compiled
 
 One JSON line per case: CPU-seconds of both by span (generation, judge and preparation, training),
 the ratio of float32 to bf16, medians over the rounds without the first, and `logprob_gap`, the mean
-difference between the sampler's and the learner's log-probs. Skipped where the processor has
-neither AMX nor AVX512-BF16.
+difference between the sampler's and the learner's log-probs. `--layers` has the learner compute
+with our fused layers, with transformers' own, or with those compiled; there is a line for each.
+Skipped where the processor has neither AMX nor AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from stopwatch import Stopwatch, add
@@ -28,6 +31,7 @@ from rllib_llm.experiments.doctor.machine import Machine
 
 SPANS = ("generate", "score", "train", "total")
 PRECISIONS = {"float32": None, "bf16": "bf16"}
+LAYERS = ("fused", "own", "compiled")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ def count_ones(completions: list[str], **columns: Any) -> list[float]:
     return [float(completion.count("1")) for completion in completions]
 
 
-def build_algorithm(case: Case, folder: Path, mixed_precision: str | None, watch: Stopwatch) -> Any:
+def build_algorithm(
+    case: Case, folder: Path, mixed_precision: str | None, watch: Stopwatch, layers: str
+) -> Any:
     prompts = [{"prompt": f"{i:0{case.prompt_len}d}"} for i in range(512)]
     config = (
         GRPOConfig()
@@ -98,6 +104,7 @@ def build_algorithm(case: Case, folder: Path, mixed_precision: str | None, watch
             num_epochs=case.epochs, lr=1e-5, ref_kl_coeff=0.0,
         )
         .debugging(seed=0)
+        .framework(torch_compile_learner=layers == "compiled")
     )  # fmt: skip
     config.env_runners(env_runner_cls=watch.timed_runner(config.env_runner_cls))
     learner_class = config.get_default_learner_class()
@@ -115,8 +122,15 @@ def iterate(algorithm: Any, watch: Stopwatch) -> dict[str, float]:
     return {name: spans[name][1] for name in SPANS} | {"gap": result["sampler"]["logprob_gap"]}
 
 
-def compare(case: Case, rounds: int) -> dict[str, Any]:
+def compare(case: Case, rounds: int, layers: str) -> dict[str, Any]:
     """Medians of both precisions, and their ratios."""
+    if layers == "fused":
+        return _compared(case, rounds, layers)
+    with mock.patch("rllib_llm.modules.packing.trunk.is_fusible", lambda trunk: False):
+        return _compared(case, rounds, layers)
+
+
+def _compared(case: Case, rounds: int, layers: str) -> dict[str, Any]:
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in PRECISIONS}
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = build_policy(case)
@@ -126,7 +140,7 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
         del model
         watches = {name: Stopwatch() for name in PRECISIONS}
         algorithms = {
-            name: build_algorithm(case, Path(folder), precision, watches[name])
+            name: build_algorithm(case, Path(folder), precision, watches[name], layers)
             for name, precision in PRECISIONS.items()
         }
         for _ in range(rounds + 1):
@@ -149,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["fused"])
     parser.add_argument("--batch", type=int, help="completions of an iteration, else 64")
     args = parser.parse_args()
     if not Machine.here(Path()).computes_bfloat16:
@@ -164,7 +179,9 @@ def main() -> None:
         if args.batch:
             sizes = {"batch": args.batch, "minibatch": min(args.batch, case.minibatch)}
             case = Case(**{**vars(case), **sizes})
-        print(json.dumps({"case": name, **compare(case, args.rounds)}), flush=True)
+        for layers in args.layers:
+            line = {"case": name, "layers": layers, **compare(case, args.rounds, layers)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

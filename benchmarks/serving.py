@@ -41,6 +41,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
 START_SECONDS = 600.0
+_LEAST_REQUESTS = 40  # of a measurement: the median of fewer is what the first ones make of it
 
 
 def make_model(folder: Path) -> None:
@@ -172,12 +173,43 @@ async def ask_all(one: Any, plan: dict[str, Any], cpu: Callable[[], float]) -> d
     }
 
 
+class Connection(asyncio.Protocol):
+    """An HTTP connection that stays open. What comes is kept as it is, and read when the clock has
+    stopped: the client shares the cores with the server."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    async def ask(self, request: bytes) -> None:
+        """Sends a request and waits for the end of its answer."""
+        self.parts: list[bytes] = []
+        self.first = 0.0
+        self._done = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        await self._done
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append(data)
+        if not self.first and b"data: {" in data:
+            self.first = time.perf_counter()
+        if b"".join(self.parts[-2:]).endswith(b"0\r\n\r\n"):  # the chunk that says: no more
+            self._done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(ConnectionError("the server has closed the connection"))
+
+
 async def over_http(port: int, plan: dict[str, Any], cpu: Callable[[], float]) -> dict[str, Any]:
     """As `ask_all`, streamed over connections that stay open."""
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    idle: list[Connection] = []
 
     async def one(number: int) -> tuple[float, float, int]:
-        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        if not idle:
+            events = asyncio.get_running_loop()
+            _, made = await events.create_connection(Connection, "127.0.0.1", port)
+            idle.append(made)
+        connection = idle.pop()
         body = json.dumps(
             {"model": NAME, "prompt": prompt_of(number), "max_tokens": plan["tokens"],
              "stream": True, "ignore_eos": True, "seed": number, "temperature": 1.0}
@@ -186,19 +218,13 @@ async def over_http(port: int, plan: dict[str, Any], cpu: Callable[[], float]) -
             f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer {KEY}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        start, first, text = time.perf_counter(), 0.0, []
-        writer.write((head + body).encode())
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter()
-                text.append(json.loads(line[6:])["choices"][0]["text"])
-            elif line.startswith(b"data: [DONE]"):
-                break
-        while (await reader.readline()).strip() != b"0":  # the end of the chunks
-            pass
-        await reader.readline()
-        idle.append((reader, writer))
-        return first - start, time.perf_counter() - start, "".join(text).count("w")
+        start = time.perf_counter()
+        await connection.ask((head + body).encode())
+        end = time.perf_counter()
+        answer = b"".join(connection.parts)
+        assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer, answer[:500]
+        idle.append(connection)
+        return connection.first - start, end - start, answer.count(b" w")
 
     return await ask_all(one, plan, cpu)
 
@@ -255,7 +281,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["direct", "uvicorn"])
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 16, 32])
-    parser.add_argument("--requests", type=int, default=320, help="of each measurement")
+    parser.add_argument(
+        "--requests", type=int, default=320,
+        help="of each measurement; an eighth at one connection, and 40 at least",
+    )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-python", help="of an environment with vLLM, for the mode vllm")
@@ -297,9 +326,10 @@ def batch_over_single(modes: list[str], lines: list[dict[str, Any]]) -> dict[str
 
 def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str, Any]:
     """The modes at a number of connections, medians over rounds."""
+    least = max(_LEAST_REQUESTS, connections)
     plan = {
-        "connections": connections, "tokens": args.tokens, "warm_up": 2 * connections,
-        "requests": max(connections, args.requests if connections > 1 else args.requests // 8),
+        "connections": connections, "tokens": args.tokens, "warm_up": max(8, 2 * connections),
+        "requests": max(least, args.requests if connections > 1 else args.requests // 8),
     }  # fmt: skip
     rounds = [
         {mode: measure(mode, folder, plan, args.vllm_python) for mode in args.modes}

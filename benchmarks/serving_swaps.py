@@ -8,6 +8,10 @@ between what comes of two decode steps, but for those in which prompts were read
 loaded, and while not. `pause_ms` is the longest interval while weights were loaded, less the median
 of the others: what a swap adds to the wait for a token. Steps that take long by themselves are
 among both: `pause_p99_ms` and `other_p99_ms` tell how much. One JSON object is printed.
+
+Of the answers so many as `--checked` are compared with a plain forward pass of the model: `mixed`
+are those that name several versions, or have a log-prob that is not, to 1e-4, that of the version
+that they name; `least_difference` is by how much the log-probs of the other weights differ.
 """
 
 from __future__ import annotations
@@ -26,14 +30,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serving import KEY, NAME, make_model, prompt_of
+from serving import KEY, NAME, Connection, make_model, prompt_of
+
+TOLERANCE = 1e-4
+
+
+def two_weights(folder: str) -> list[dict[str, Any]]:
+    """Those of the even versions and of the odd ones."""
+    import torch
+
+    from rllib_llm.modules.pretrained import load_causal_lm
+
+    first = load_causal_lm(folder).state_dict()
+    generator = torch.Generator().manual_seed(1)
+    second = {
+        name: tensor + 1e-2 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in first.items()
+    }
+    return [first, second]
 
 
 def serve(folder: str, port: int, swaps: int) -> None:
     """Serves, swaps as often and prints what was timed."""
-    import torch
-
-    from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
+    from rllib_llm.engines.completions import Tokens
+    from rllib_llm.engines.protocol import Ended
+    from rllib_llm.modules.pretrained import load_tokenizer
     from rllib_llm.serving.engine_process import EngineProcess, Events
     from rllib_llm.serving.http_server import HttpServer
     from rllib_llm.serving.service import Service
@@ -49,26 +70,25 @@ def serve(folder: str, port: int, swaps: int) -> None:
             super().__init__(*arguments)
 
         def _take(self, events: Events) -> None:
-            start, self._end = self._end, time.perf_counter()
-            newest = max(number for number, _ in events)
-            self.intervals.append((start, self._end, newest > self._newest))
-            self._newest = max(newest, self._newest)
+            rows = [number for number, what in events if isinstance(what, (Tokens, Ended))]
+            if rows:  # else it is the result of a call
+                start, self._end = self._end, time.perf_counter()
+                self.intervals.append((start, self._end, max(rows) > self._newest))
+                self._newest = max(*rows, self._newest)
             super()._take(events)
 
     settings = ServeSettings(model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY)
     host = TimedEngine(settings, folder)
     service = Service(host, load_tokenizer(folder), settings, source=folder)
     server = HttpServer(service)
-    first = load_causal_lm(folder).state_dict()
-    second = {name: tensor + 1e-4 * torch.randn_like(tensor) for name, tensor in first.items()}
+    weights = two_weights(folder)
     windows: list[tuple[float, float]] = []
 
     def swap() -> None:
         for version in range(1, swaps + 1):
             time.sleep(0.2)
             start = time.perf_counter()
-            weights = second if version % 2 else first
-            service.load(weights, epoch=0, version=version, source="benchmark")
+            service.load(weights[version % 2], epoch=0, version=version, source="benchmark")
             windows.append((start, time.perf_counter()))
         print(json.dumps(summary(host.intervals, windows)), flush=True)
 
@@ -104,53 +124,88 @@ def summary(
     }  # fmt: skip
 
 
-async def ask_until_told(port: int, connections: int, told: asyncio.Future) -> dict[str, Any]:
-    """Streams until the server has swapped as often as it was to."""
-    answers, failures, versions = 0, [], set()
+Answer = dict[str, Any]  # prompt, token_ids, logprobs and the versions it names
+
+
+async def ask_until_told(port: int, connections: int, told: asyncio.Future) -> list[Answer | str]:
+    """The streams until the server has swapped as often as it was to; texts are failures."""
+    answers: list[Answer | str] = []
 
     async def connection(number: int) -> None:
-        nonlocal answers
+        events = asyncio.get_running_loop()
+        _, made = await events.create_connection(Connection, "127.0.0.1", port)
         while not told.done():
             number += connections
-            whole = await ask(port, number)
-            if isinstance(whole, str):
-                failures.append(whole)
-                continue
-            answers += 1
-            versions.add(",".join(whole))
+            answers.append(await ask(made, number))
 
     await asyncio.gather(*(connection(i) for i in range(connections)))
-    mixed = [each for each in versions if "," in each]
-    return {
-        "answers": answers, "failed": len(failures), "mixed": len(mixed), "versions": len(versions),
-        "first_failure": failures[:1],
-    }  # fmt: skip
+    return answers
 
 
-async def ask(port: int, number: int) -> list[str] | str:
-    """The versions that have sampled a stream, or what went wrong with it."""
+async def ask(connection: Connection, number: int) -> Answer | str:
+    """A stream, or what went wrong with it."""
     body = json.dumps(
-        {"model": NAME, "prompt": prompt_of(number), "max_tokens": 32 + number % 64,
-         "stream": True, "ignore_eos": True}
+        {"model": NAME, "prompt": prompt_of(number), "max_tokens": 32 + number % 64, "logprobs": 0,
+         "stream": True, "ignore_eos": True, "return_token_ids": True}
     )  # fmt: skip
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer {KEY}\r\n"
-        f"Content-Type: application/json\r\nConnection: close\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write((head + body).encode())
-        lines = [line async for line in reader]
-    finally:
-        writer.close()
+    await connection.ask((head + body).encode())
+    lines = b"".join(connection.parts).splitlines()
     events = [line[6:] for line in lines if line.startswith(b"data: ")]
-    if not events or events[-1].strip() != b"[DONE]":
-        return b"".join(lines).decode()[:300]
-    return json.loads(events[-2])["metadata"]["weight_versions"].split(",")
+    if not events or events.pop() != b"[DONE]":
+        return b"".join(connection.parts).decode()[:300]
+    read = [json.loads(event) for event in events]
+    choices = [event["choices"][0] for event in read]
+    return {
+        "prompt": prompt_of(number),
+        "token_ids": [token for choice in choices for token in choice["token_ids"]],
+        "logprobs": [value for choice in choices for value in choice["logprobs"]["token_logprobs"]],
+        "versions": read[-1]["metadata"]["weight_versions"].split(","),
+    }
 
 
-async def run(folder: str, swaps: int, connections: int) -> dict[str, Any]:
+def check(folder: str, given: list[Answer | str], checked: int) -> dict[str, Any]:
+    """How many failed, and how many are not of one version."""
+    from rllib_llm.modules.pretrained import load_causal_lm
+
+    failed = [each for each in given if isinstance(each, str)]
+    answers = [each for each in given if not isinstance(each, str)]
+    mixed = [each for each in answers if len(each["versions"]) != 1]
+    sample = [each for each in answers if len(each["versions"]) == 1]
+    sample = sample[:: max(1, len(sample) // checked)] if checked else []
+    model, weights = load_causal_lm(folder), two_weights(folder)
+    others = []
+    for odd in (0, 1):
+        model.load_state_dict(weights[odd])
+        for answer in sample:
+            is_its = int(answer["versions"][0].split(".")[1]) % 2 == odd
+            difference = largest_difference(model, answer)
+            if not is_its:
+                others.append(difference)
+            elif difference > TOLERANCE:
+                mixed.append(answer)
+    return {
+        "answers": len(answers), "failed": len(failed), "first_failure": failed[:1],
+        "versions": len({each["versions"][0] for each in answers}), "mixed": len(mixed),
+        "checked": len(sample), "least_difference": round(min(others, default=0.0), 5),
+    }  # fmt: skip
+
+
+def largest_difference(model: Any, answer: Answer) -> float:
+    """Between the log-probs of an answer and the model's own."""
+    import torch
+
+    prompt, sampled = answer["prompt"], torch.tensor(answer["token_ids"])
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer["token_ids"]]])).logits[0]
+    own = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, sampled[:, None]).squeeze(1)
+    return float((own - torch.tensor(answer["logprobs"])).abs().max())
+
+
+async def run(folder: str, swaps: int, connections: int, checked: int) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     process = subprocess.Popen(
@@ -162,16 +217,18 @@ async def run(folder: str, swaps: int, connections: int) -> dict[str, Any]:
         assert process.stdout.readline().strip() == "ready", "the server has ended"
         told = asyncio.ensure_future(asyncio.to_thread(process.stdout.readline))
         asked = await ask_until_told(port, connections, told)
-        return {"connections": connections, **json.loads(await told), **asked}
+        timed = json.loads(await told)
     finally:
         process.terminate()
         process.wait()
+    return {"connections": connections, **timed, **check(folder, asked, checked)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--swaps", type=int, default=100)
     parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--checked", type=int, default=300, help="answers whose log-probs are")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -180,7 +237,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        print(json.dumps(asyncio.run(run(folder, args.swaps, args.connections))))
+        print(json.dumps(asyncio.run(run(folder, args.swaps, args.connections, args.checked))))
 
 
 if __name__ == "__main__":

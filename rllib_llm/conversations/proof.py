@@ -102,7 +102,7 @@ def _bridge(
     following = [i for i in range(place + 1, len(turns)) if turns[i]["role"] == "assistant"]
     new = turns[place + 1 : min(following, default=len(turns))]
     asked, sampled = chat_format.prompt_ids(before), chat_format.encode(said)
-    found = "left"
+    found: Literal["same", "left"] = "left"
     for finished in (True, False):
         ids = sampled if finished else sampled[:-1]
         suffix = chat_format.bridge(asked, ids, new)

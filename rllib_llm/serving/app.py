@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,8 +29,8 @@ from rllib_llm.serving.chat import Chats
 from rllib_llm.serving.clients import Clients, read_clients
 from rllib_llm.serving.errors import ApiError, error_body
 from rllib_llm.serving.guides import Guides
+from rllib_llm.serving.json_route import field_error
 from rllib_llm.serving.metrics import set_gauges
-from rllib_llm.serving.schemas import NEUTRAL_VALUES
 from rllib_llm.serving.security import Gate
 from rllib_llm.serving.service import Service
 
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).with_name("page.html")
 _LAG_SECONDS = 0.5
-# Of pydantic's error locations: branches of a union, which are no fields.
-_BRANCHES = {"str", "int", "float", "bool"}
 
 
 def make_app(service: Service, clients: Clients | None = None) -> Gate:
@@ -133,41 +130,3 @@ def _add_errors(app: FastAPI) -> None:
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
         return JSONResponse(error_body(500, "The server failed; its log says how."), 500)
-
-
-def field_error(errors: list[Any], content_type: str) -> ApiError:
-    """What pydantic found, as an answer that names the field."""
-    first = errors[0]
-    where = [part for part in first["loc"] if part != "body"]
-    if not where and "json" not in content_type:  # what any web page may send is not read
-        return ApiError(
-            400, f"Content-Type={content_type!r} must be application/json: the request is read as "
-            "JSON. Send the header (curl: -H 'Content-Type: application/json').",
-            param="Content-Type", code="invalid_value",
-        )  # fmt: skip
-    if first["type"] == "json_invalid" or not where:
-        problem = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"The request must be a JSON object: {problem}.", code="invalid_json")
-    named: list[str] = []
-    for part in where:
-        if isinstance(part, str) and (part in _BRANCHES or "[" in part):
-            break
-        named.append(str(part))
-    name = ".".join(named)
-    if first["type"] == "extra_forbidden":
-        if named[-1] in NEUTRAL_VALUES:
-            value = json.dumps(first["input"], default=str)[:100]
-            return ApiError(
-                400, f"{name}={value} is not supported here. Leave it out.", param=name,
-                code="unsupported_parameter",
-            )  # fmt: skip
-        return ApiError(
-            400, f"{name} is no field of this request. Leave it out.", param=name,
-            code="unknown_parameter",
-        )  # fmt: skip
-    if first["type"] == "missing":
-        return ApiError(
-            400, f"{name} must be given.", param=name, code="missing_required_parameter"
-        )
-    return ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name,
-                    code="invalid_value")  # fmt: skip

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.versions import fingerprint
 
 _MANY_POSITIONS = 2**20  # of a model that says no number
+# The engine's thread hardly lets go of the interpreter: with Python's 5 ms whatever else its
+# process does, such as taking a request in, would wait so long behind each of its own waits.
+_SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,9 @@ class EngineHost(Protocol):
     @property
     def is_paused(self) -> bool:
         """Whether nothing is sampled, and what is asked for waits."""
+
+    def listen(self) -> None:
+        """Called in the server's event loop before anything is asked for."""
 
     def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
         """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open."""
@@ -136,6 +143,9 @@ class ThreadHost:
         """As of all hosts."""
         return self.loop.is_paused
 
+    def listen(self) -> None:
+        """As of all hosts; what comes of this one comes in its own thread."""
+
     def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
         """As of all hosts."""
         return self.loop.submit_all(wanted)
@@ -184,7 +194,9 @@ class ThreadHost:
 def open_thread(
     settings: ServeSettings, source: str, after_step: Callable[[], None] | None = None
 ) -> ThreadHost:
-    """A host in this process, with the model that `source` names; see `ThreadHost`."""
+    """A host in this process, which is a server's, with the model that `source` names; see
+    `ThreadHost`."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())

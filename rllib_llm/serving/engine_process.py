@@ -4,11 +4,15 @@ In one process both would want the same interpreter, and hand it to and fro with
 the engine and every message to a client: at a few milliseconds a step that is a third of the time.
 
     server ── submit, abort, load ... ──▶ EngineProcess ─── socket ──▶ EngineWorker ─▶ ThreadHost
-    rows   ◀── tokens, ends, results ──── a thread      ◀── socket ── one message a step
+    rows   ◀── tokens, ends, results ──── event loop    ◀── socket ── one message a step
+
+The server's event loop reads the socket itself: a thread for it would wait for the interpreter, and
+the loop for the thread, at every step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -21,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.engines.scoring import Scores
+from rllib_llm.serving.channel import Channel
 from rllib_llm.serving.engine_host import Counts, ModelFacts
 from rllib_llm.serving.guides import LlGuide
 from rllib_llm.serving.settings import ServeSettings
@@ -59,7 +63,7 @@ class Sent:
 
 
 class EngineProcess:
-    """See `EngineHost`.
+    """See `EngineHost`. What comes of it comes in the event loop that `listen` is called in.
 
     Args:
         settings: of the server.
@@ -74,8 +78,8 @@ class EngineProcess:
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
-        self._sending = threading.Lock()  # never held by the thread that receives
         self._is_closed = self.is_paused = False
+        self._events: asyncio.AbstractEventLoop | None = None
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))  # it finds what this process does
         with theirs:
@@ -83,19 +87,22 @@ class EngineProcess:
                 [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
-        self._connection = Connection(ours.detach())
+        self._channel = Channel(ours)
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
-        self._connection.send((keyless, source))
         try:
-            facts = self._connection.recv()
-        except EOFError:
+            self._channel.send((keyless, source))
+            facts = self._channel.receive()
+        except (EOFError, OSError):
             raise RuntimeError(_ENDED) from None
         if isinstance(facts, Exception):
             self._process.wait()
             raise facts
         self.facts: ModelFacts = facts
-        self._thread = threading.Thread(target=self._receive, name="engine-process", daemon=True)
-        self._thread.start()
+
+    def listen(self) -> None:
+        """As of all hosts."""
+        self._events = asyncio.get_running_loop()
+        self._events.add_reader(self._channel.socket.fileno(), self._read)
 
     # --- completions -------------------------------------------------------------------------
 
@@ -174,37 +181,52 @@ class EngineProcess:
             raise RuntimeError(_ENDED)
 
     def close(self) -> None:
-        """As of all hosts."""
+        """As of all hosts, in the event loop or behind its end."""
+        if self._channel.is_closed:
+            return
         with contextlib.suppress(RuntimeError):
             self._send("close")
+        self._channel.socket.settimeout(_STOP_SECONDS)
         try:
+            while not self._is_closed:
+                self._read(waits=True)
             self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (TimeoutError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
-        self._thread.join()
+        self._end()
+        self._channel.close()
 
     # --- the socket --------------------------------------------------------------------------
 
     def _send(self, *message: Any) -> None:
-        with self._sending:
-            self.check_open()
-            try:
-                self._connection.send(message)
-            except OSError as error:
-                raise RuntimeError(_ENDED) from error
+        self.check_open()
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            raise RuntimeError(_ENDED) from error
 
-    def _receive(self) -> None:
-        """Takes what comes, until the process ends."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._take(self._connection.recv())
+    def _read(self, waits: bool = False) -> None:
+        """Takes what has come."""
+        try:
+            for events in self._channel.arrived(waits=waits):
+                self._take(events)
+        except BlockingIOError:
+            return
+        except EOFError:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing comes any more: the process has ended."""
         with self._lock:
             self._is_closed = True
             left = list(self._futures.values())
+        if self._events is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._events.remove_reader(self._channel.socket.fileno())
+            self._events = None
         for future in left:
             _settle(future, RuntimeError(_ENDED))
-        self._connection.close()
 
     def _take(self, events: Events) -> None:
         """Hands on what has come of a step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.engines.scoring import Scores
 from rllib_llm.modules.pretrained import load_tokenizer
+from rllib_llm.serving.channel import Channel
 from rllib_llm.serving.engine_host import Counts, open_thread
 from rllib_llm.serving.engine_process import Events, Sent
 from rllib_llm.serving.guides import Guides
@@ -34,15 +35,16 @@ class EngineWorker:
     """Runs an engine for a server in another process.
 
     Args:
-        connection: to the server.
+        channel: to the server.
         settings: of the server.
         source: of the model.
     """
 
-    def __init__(self, connection: Connection, settings: ServeSettings, source: str) -> None:
-        self._connection, self._lock = connection, threading.Lock()
+    def __init__(self, channel: Channel, settings: ServeSettings, source: str) -> None:
+        self._channel, self._lock = channel, threading.Lock()
         self._events: deque[tuple[int, Any]] = deque()
         self._futures: dict[int, Future[Ended]] = {}
+        self._is_closed = False
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="engine-calls")
         self._host = open_thread(settings, source, self._flush)
         ends = self._host.facts.eos_token_ids
@@ -50,23 +52,22 @@ class EngineWorker:
         self._send(self._host.facts)
 
     def _send(self, message: Any) -> None:
-        with self._lock:
-            self._write(message)
-
-    def _write(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the server has ended, which `run` sees
-            self._connection.send(message)
+            self._channel.send(message)
 
     def run(self) -> None:
         """Does what it is told until the server ends."""
-        with contextlib.suppress(EOFError, OSError):
-            while (message := self._connection.recv())[0] != "close":
-                name, *arguments = message
-                getattr(self, name)(*arguments)
+        with contextlib.suppress(EOFError):
+            while not self._is_closed:
+                for name, *arguments in self._channel.arrived(waits=True):
+                    getattr(self, name)(*arguments)
         self._host.close()
         self._calls.shutdown(cancel_futures=True)
 
     # --- what it is told ---------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._is_closed = True
 
     def submit(self, sent: list[Sent]) -> None:
         try:
@@ -97,7 +98,7 @@ class EngineWorker:
         with self._lock:
             events: Events = [self._events.popleft() for _ in range(len(self._events))]
             if events:
-                self._write(events)
+                self._send(events)
 
     def cancel(self, number: int) -> None:
         future = self._futures.get(number)
@@ -139,12 +140,12 @@ def main() -> None:
     """Runs the engine of the server whose socket is named."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server drains, and then ends this
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
-    settings, source = connection.recv()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    settings, source = channel.receive()
     try:
-        worker = EngineWorker(connection, settings, source)
+        worker = EngineWorker(channel, settings, source)
     except Exception as error:  # noqa: BLE001  (the border of the process: the server raises it)
-        connection.send(error)
+        channel.send(error)
         return
     worker.run()
 

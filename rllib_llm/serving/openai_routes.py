@@ -17,6 +17,7 @@ from rllib_llm.serving.context import Event, RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import Guides
 from rllib_llm.serving.job import Job, check_tokens, make_job, read_lengths
+from rllib_llm.serving.json_route import JsonRoute
 from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, OpenAIFields
 from rllib_llm.serving.service import Service
@@ -27,7 +28,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default
 
 def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRouter:
     """The routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     completer = Completer(service, chats, guides)
 
     @router.get("/v1/models")

@@ -1,11 +1,14 @@
 """Rows of an engine in another thread, as an event loop sees them.
 
 engine's thread ── on_tokens ──▶ Mailbox ── one wake-up for a step ──▶ event loop ──▶ RowEvents
+
+What comes in the event loop itself, as of an engine in another process, is there at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,7 +23,7 @@ from rllib_llm.serving.engine_host import EngineHost
 
 
 class Mailbox:
-    """Calls from any thread, made in an event loop in their order.
+    """Calls from any thread, made in an event loop in their order. Made in that loop.
 
     Args:
         events: the loop.
@@ -28,11 +31,15 @@ class Mailbox:
 
     def __init__(self, events: asyncio.AbstractEventLoop) -> None:
         self._events = events
+        self._thread = threading.get_ident()
         self._calls: deque[tuple[Callable[..., None], tuple]] = deque()
         self._is_woken = False
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Has `call` called soon."""
+        """Has `call` called soon; at once in the loop's own thread, unless others come first."""
+        if threading.get_ident() == self._thread and not self._calls:
+            call(*arguments)
+            return
         self._calls.append((call, arguments))
         if not self._is_woken:
             self._is_woken = True

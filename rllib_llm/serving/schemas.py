@@ -62,7 +62,7 @@ class SamplingFields(Strict):
     @classmethod
     def _without_neutral_fields(cls, given: Any) -> Any:
         """Drops fields that ask for what is done anyway; with another value they are refused."""
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or NEUTRAL_VALUES.keys().isdisjoint(given):
             return given
         return {
             name: value

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from rllib_llm.serving.clients import Client, Clients
+from rllib_llm.serving.cutoff import Cutoff
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.settings import ServeSettings
 
@@ -69,15 +70,13 @@ class Gate:
         except ApiError as error:
             await answer.error(error)
         finally:
-            logger.info(
-                json.dumps(
-                    {
-                        "request_id": request_id, "method": scope["method"], "path": scope["path"],
-                        "status": answer.status, "client": _who(scope),
-                        "seconds": round(time.perf_counter() - start, 4),
-                    }
-                )
-            )  # fmt: skip
+            if logger.isEnabledFor(logging.INFO):
+                told = {
+                    "request_id": request_id, "method": scope["method"], "path": scope["path"],
+                    "status": answer.status, "client": _who(scope),
+                    "seconds": round(time.perf_counter() - start, 4),
+                }  # fmt: skip
+                logger.info(json.dumps(told))
 
     def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
         return headers.get(b"origin", b"").decode("latin-1") in self._settings.cors_origins
@@ -113,15 +112,19 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             raise _too_large(most)
-        try:
-            body = await asyncio.wait_for(_read(receive, most), self._settings.slow_request_s)
+        seconds = self._settings.slow_request_s
+        with Cutoff() as cutoff:
+            timer = asyncio.get_running_loop().call_later(seconds, cutoff.cut)
+            try:
+                body = await _read(receive, most)
+            finally:
+                timer.cancel()
             _check_text(body)
             return body
-        except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
-            raise ApiError(
-                408, f"The request took longer than {self._settings.slow_request_s:g} s to arrive.",
-                code="slow_request", headers={"Connection": "close"},
-            ) from None  # fmt: skip
+        raise ApiError(
+            408, f"The request took longer than {seconds:g} s to arrive.",
+            code="slow_request", headers={"Connection": "close"},
+        )  # fmt: skip
 
 
 def _check_text(body: bytes) -> None:

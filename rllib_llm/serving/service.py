@@ -82,6 +82,7 @@ class Service:
         if self._mailbox is not None:
             return
         self._mailbox = Mailbox(asyncio.get_running_loop())
+        self.host.listen()
         self.weights.set_live(list(self._known.values()))
         self.is_ready = True
 

@@ -13,6 +13,7 @@ from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.context import Event, RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import Guides
+from rllib_llm.serving.json_route import JsonRoute
 from rllib_llm.serving.openai_routes import Completer, model_cards
 from rllib_llm.serving.schemas import ChatRequest, RewardRequest
 from rllib_llm.serving.service import Service
@@ -21,7 +22,7 @@ from rllib_llm.serving.sessions import Session
 
 def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRouter:
     """The routes."""
-    router = APIRouter(prefix="/sessions")
+    router = APIRouter(prefix="/sessions", route_class=JsonRoute)
     sessions = service.sessions
     completer = Completer(service, chats, guides)
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from rllib_llm.serving.cutoff import Cutoff
 from rllib_llm.serving.errors import ApiError, error_body
 from rllib_llm.serving.security import Receive, Scope, Send
 
@@ -35,18 +36,14 @@ class EventStream(Response):
         self._events, self._slow_reader_s = events, slow_reader_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
-        leaving = asyncio.ensure_future(until_gone(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            sending.cancel()
-        try:
-            await sending
-        except asyncio.CancelledError:
-            if not leaving.done():
-                raise
+        with Cutoff() as cutoff:
+            leaving = asyncio.ensure_future(until_gone(receive))
+            leaving.add_done_callback(cutoff.cut)
+            try:
+                await self._send_all(send)
+            finally:
+                leaving.remove_done_callback(cutoff.cut)
+                leaving.cancel()
 
     async def _send_all(self, to_client: Send) -> None:
         send = _Patient(to_client, self._slow_reader_s)

@@ -13,6 +13,7 @@ from rllib_llm.serving.choices import Piece
 from rllib_llm.serving.context import RequestContext, context_of
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.job import check_tokens, make_job, read_lengths
+from rllib_llm.serving.json_route import JsonRoute
 from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from rllib_llm.serving.service import Service
@@ -20,7 +21,7 @@ from rllib_llm.serving.service import Service
 
 def make_router(service: Service, chats: chat.Chats) -> APIRouter:
     """The routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/inference/v1/generate")
     async def generate(body: GenerateRequest, request: Request) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.engine_loop import EngineLoop
+from rllib_llm.engines.engine_loop import EngineLoop, Wanted
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row
 from rllib_llm.engines.torch_engine import TorchEngine
@@ -145,6 +145,29 @@ def test_conversations_that_come_to_an_idle_engine_begin_together(is_turn):
     assert first.result(DEADLINE_S).num_tokens == later[0].result(DEADLINE_S).num_tokens == 12
     loop.close()
     assert engine.batches[0] == (2 if is_turn else 1)
+
+
+def test_as_many_as_have_just_left_are_waited_for_once():
+    """Clients that have their completions come again at about the same time."""
+    engine, later = InvitingEngine(), []
+    loop = EngineLoop(engine)
+
+    def first_batch(num_rows: int, invites: bool) -> int:
+        """Rows in the first step of rows that come to an idle engine, all of one length."""
+        engine.batches.clear()
+        if invites:
+            engine.invite = lambda: later.append(loop.submit([2], PARAMS))
+        for future in [*loop.submit_all([Wanted([1], PARAMS)] * num_rows), *later]:
+            future.result(DEADLINE_S)
+        while later:
+            later.pop().result(DEADLINE_S)
+        return engine.batches[0]
+
+    assert first_batch(2, invites=False) == 2
+    assert first_batch(1, invites=True) == 2  # two have left, so a second one is waited for
+    assert first_batch(1, invites=False) == 1  # it does not come
+    assert first_batch(1, invites=True) == 1  # one has left and one has come: nobody is missed
+    loop.close()
 
 
 def test_tokens_stream_in_order_and_before_the_end(scripted):

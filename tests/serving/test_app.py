@@ -366,6 +366,35 @@ def test_a_request_has_a_deadline_and_a_drained_server_takes_no_more():
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
+def test_a_server_that_starts_asks_to_come_again():
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    tokens = {"token_ids": [1, 40]}
+    line = json.dumps({"custom_id": "1", "url": "/v1/completions", "body": ASKED})
+
+    async def ask() -> None:
+        made = service()
+        async with asgi_client(made) as http:
+            made.is_ready = False  # as one that waits for a run's first weights
+            for path, body in (
+                ("/v1/completions", ASKED), ("/v1/completions", {**ASKED, "stream": True}),
+                ("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True}),
+                ("/v1/chat/completions", chat), ("/inference/v1/generate", tokens),
+                ("/sessions/1/v1/chat/completions", chat),
+            ):  # fmt: skip
+                answer = await http.post(path, json=body)
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
+                assert answer.json()["error"]["code"] == "unavailable"
+            batch = await http.post("/v1/batch", content=line)
+            assert batch.json()["response"]["status_code"] == 503
+            assert (await http.get("/readyz")).status_code == 503
+            assert (await http.get("/healthz")).status_code == 200
+            assert (await http.get("/metrics")).status_code == 200
+            made.is_ready = True
+            assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
 def test_stopping_lets_answers_under_way_end():
     made = service()
     with httpx.Client(timeout=DEADLINE_S) as http:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -35,10 +36,27 @@ LONG = dataclasses.replace(PARAMS, stop_token_ids=(), max_new_tokens=900, top_lo
 
 
 @pytest.fixture(scope="module")
-def process():
+def events():
+    """An event loop that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def process(events):
     host = EngineProcess(settings(), SOURCE)
+    listening = threading.Event()
+    events.call_soon_threadsafe(lambda: (host.listen(), listening.set()))
+    assert listening.wait(DEADLINE_S)
     yield host
-    host.close()
+    closing = threading.Event()
+    events.call_soon_threadsafe(lambda: (host.close(), closing.set()))
+    assert closing.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -116,7 +134,7 @@ def test_what_it_refuses_is_raised_here(process):
         long.result(DEADLINE_S)
 
 
-def test_weights_are_handed_over_and_its_end_is_noticed(process, thread):
+def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events):
     made = Service(process, tokenizer(), settings(), source="here")
     asked = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 8, "seed": 1}
 
@@ -127,7 +145,8 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread):
             assert (await loading).label == "0.1"
             thread.load(weights, 1)
             expected = sampled(thread, [Wanted([1, 40, 41], PARAMS, Noise(1), version=1)])
-            assert sampled(made.host, [Wanted([1, 40, 41], PARAMS, Noise(1))]) == expected
+            same = [Wanted([1, 40, 41], PARAMS, Noise(1))]
+            assert await asyncio.to_thread(sampled, made.host, same) == expected
             answer = await http.post("/v1/completions", json=asked)
             assert answer.json()["model"] == "tiny@0.1"
             assert "lane_rows" in (await http.get("/metrics")).text
@@ -143,7 +162,7 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread):
             with pytest.raises(RuntimeError, match="process must be alive"):
                 made.host.check_open()
 
-    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+    asyncio.run_coroutine_threadsafe(ask(), events).result(DEADLINE_S)
 
 
 def test_a_model_that_cannot_be_loaded_is_said():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ CALLS = (
 )  # fmt: skip
 _COMPACT_BYTES = 64 * 2**20  # of calls, after which the state takes their place
 _FILE = "ledger.journal"
+# After so many seconds without a call, in which this process perhaps had no core, renewals may wait
+# behind the next one: no lease ends before so many more.
+SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 
 
 class JournaledLedger:
@@ -62,13 +65,19 @@ class JournaledLedger:
     def call(self, name: str, *args: Any) -> Any:
         """Makes a call, after it was written down."""
         assert name in CALLS, name
-        self._now = self._clock()
+        now = self._clock()
         if self._path is not None:
-            self._write((name, self._now, *_without_references(args)))
-        answer = getattr(self.ledger, name)(*args)
+            self._write((name, now, *_without_references(args)))
+        answer = self._make(name, now, args)
         if self._path is not None and self._num_bytes > _COMPACT_BYTES:
             self._compact(self._path)
         return answer
+
+    def _make(self, name: str, now: float, args: Sequence[Any]) -> Any:
+        silent, self._now = now - self._now, now
+        if silent > SILENT_SECONDS:
+            self.ledger.grant_all(now + GRANTED_SECONDS)
+        return getattr(self.ledger, name)(*args)
 
     def _write(self, entry: tuple[Any, ...]) -> None:
         record = pickle.dumps(entry, protocol=5)
@@ -77,11 +86,11 @@ class JournaledLedger:
 
     def _replay(self, path: Path) -> None:
         for name, now, *args in _read(path):
-            self._now = now
             if name == "snapshot":
+                self._now = now
                 self.ledger.restore(args[0])
             else:
-                getattr(self.ledger, name)(*args)
+                self._make(name, now, args)
         self.ledger.forget_weights()
         # Nobody could renew a lease meanwhile, nor hand anything in.
         away, self._now = self._clock() - self._now, self._clock()

@@ -100,6 +100,12 @@ class Leases:
                 entry.leased_at += seconds
                 entry.deadline += seconds
 
+    def grant(self, until: float) -> None:
+        """Ends no lease before then."""
+        for held in self._held.values():
+            for entry in held:
+                entry.deadline = max(entry.deadline, until)
+
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
         return any(entry.deadline < now for held in self._held.values() for entry in held)

@@ -214,6 +214,10 @@ class Ledger:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
         self._leases.put_off(sampler, seconds)
 
+    def grant_all(self, until: float) -> None:
+        """Ends no lease before then: who holds one could not say so."""
+        self._leases.grant(until)
+
     def put_off_all(self, seconds: float) -> None:
         """Puts off the deadlines of all leases by the time in which there was no ledger."""
         for sampler in {entry.sampler for entry in self.table if entry.state == "leased"}:

@@ -40,6 +40,24 @@ def test_it_comes_back_as_it_was_and_leases_still_hold(tmp_path, monkeypatch, co
     assert known(third) == known(again)
 
 
+def test_a_renewal_behind_another_call_comes_in_time(tmp_path):
+    """The ledger had no core for 20 s, of leases of 10 s: the driver's call is the first that it
+    hears. One that is renewed holds, another ends 2 s later."""
+    clock = Clock()
+    rules = StreamRules(num_groups=2, max_staleness=1, timeout_s=10.0)
+    made = JournaledLedger(rules, tmp_path, clock=clock)
+    made.call("publish", PublishedWeights(0))
+    (sound,), _ = made.call("lease", "1", 1, []), made.call("lease", "2", 1, [])
+    clock.now = 20.0
+    assert made.call("take", 0).expired == ()
+    clock.now = 20.1
+    assert made.call("renew", "1", [sound.id])[0] == [sound.id]
+    clock.now = 22.1
+    again = JournaledLedger(rules, tmp_path, clock=clock)  # knows of it
+    assert [sampler for sampler, _ in made.call("take", 0).expired] == ["2"]
+    assert again.call("push", sound.id, [judged(0, 0)]) == 1
+
+
 def test_time_without_a_ledger_counts_for_no_lease(tmp_path):
     """It takes 60 s to start again, of leases of 10 s: samplers that could not say that they are at
     work are not hung, and what they hand in is taken."""
