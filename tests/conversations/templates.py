@@ -51,7 +51,7 @@ QWEN3 = (
     "{{ m.content.lstrip('\\n') }}" + _HERMES_CALLS + "<|im_end|>\n"
     "{% else %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\\n<tool_response>' }}\n{{ m.content }}\n</tool_response>"  # \n behind %} is dropped
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
