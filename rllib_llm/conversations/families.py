@@ -35,7 +35,7 @@ def family_renderer(
             return None, "the package renderers is not installed"
         raise ImportError(
             f"renderer={family!r} must find the package renderers: it is not installed. Install "
-            "it: pip install renderers."
+            "it: pip install 'rllib-llm[renderers]'."
         )
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
