@@ -34,7 +34,8 @@ class Trial(GRPO):
         return result, said, (self.trial_folder / ACTIVITY_FILE).is_file()
 
 
-@pytest.mark.parametrize("num_env_runners", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a trial in a process of its own
+@pytest.mark.parametrize("num_env_runners", [0, 1])
 def test_warnings_and_prints_of_a_trial_stand_in_its_folder(num_env_runners):
     config = tiny.grpo().env_runners(num_env_runners=num_env_runners)
     config.env_config["reward_functions"] = f"{HERE}.fragile"

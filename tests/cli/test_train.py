@@ -188,9 +188,8 @@ def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
 @pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals go to that thread"
 )
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # a run that is stopped
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_saves_first(run, tmp_path, number):
     endless = {"a": {**TWO_STAGES["first"], "config": {"seconds": 0.2}}}
     endless["a"]["stop"] = {"training_iteration": 10_000}
@@ -243,6 +242,7 @@ def test_a_resumed_run_is_of_the_same_file(tmp_path):
     assert run_folder("default", options, []) == tmp_path / "default_2026-01-01_00-00-00"
 
 
+@pytest.mark.slow  # a whole run
 def test_options_may_stand_before_the_file(tmp_path, ray_session):
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump({"a": TWO_STAGES["first"]}), encoding="utf-8")

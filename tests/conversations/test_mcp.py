@@ -34,6 +34,7 @@ def call(a):
     return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": 2}}}}</tool_call>'
 
 
+@pytest.mark.slow  # a server in a process of its own
 def test_a_server_started_by_its_command(tmp_path):
     script = tmp_path / "sums.py"
     script.write_text(SERVER)

@@ -171,6 +171,7 @@ def test_the_gradient_is_as_near_to_float64_as_the_published_loss_under_autocast
         assert ours < 0.06
 
 
+@pytest.mark.slow  # gradients of many batches
 @pytest.mark.parametrize("name", CASES)
 def test_with_bfloat16_weights_the_first_step_is_as_near(name):
     first = errors(name, (("dtype", "bfloat16"),))[0][0]

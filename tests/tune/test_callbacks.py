@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
 from ray import tune
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
 from ray.tune.utils.callback import _create_default_callbacks
@@ -25,6 +26,7 @@ def test_they_are_public_and_new_each_time():
     assert "TimedCheckpoints" not in {type(one).__name__ for one in untimed}
 
 
+@pytest.mark.slow  # a trial that is started twice
 def test_a_tuner_that_restarts_its_trial(tmp_path, ray_session):
     results = tune.Tuner(
         Counter,
