@@ -14,6 +14,7 @@ import openai
 import psutil
 import pytest
 
+from rllib_llm.serving import deployment
 from tests import tiny_models
 from tests.serving.test_deployment import free_port
 from tests.serving.test_on_ray import KNOBS, Load, running
@@ -42,10 +43,13 @@ for line in sys.stdin:
 
 
 def server(folder: str, port: int) -> subprocess.Popen:
+    # A server that was started in this process has said of it how Ray was started.
+    told = {deployment.HAPROXY, *deployment.HAPROXY_PORTS}
+    environment = {name: value for name, value in os.environ.items() if name not in told}
     return subprocess.Popen(
         [sys.executable, "-c", SERVER, folder, str(port)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": "local"},
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": "local"},
     )  # fmt: skip
 
 
