@@ -70,7 +70,7 @@ setup(
         "environments": ["reasoning-gym>=0.1.25", "math-verify>=0.9", "mcp>=2"],
         # In an environment of its own: verifiers pins openai below 3.
         "verifiers": ["verifiers>=0.4,<0.5", "renderers>=0.1.12"],
-        "renderers": ["renderers>=0.1.12"],
+        "renderers": ['renderers>=0.1.12; python_version >= "3.11"'],
         "rollouts": ["duckdb>=1.4"],
         "nixl": ["nixl>=1.0"],
         # On CUDA. On a CPU: `.ci/vllm`.
@@ -94,7 +94,7 @@ setup(
             "pytest-xdist>=3.6",
             "ray[serve]>=2.60,<2.61",
             "reasoning-gym>=0.1.25",
-            "renderers>=0.1.12",
+            'renderers>=0.1.12; python_version >= "3.11"',
             "ruff>=0.9",
             "schemathesis>=4.32",
         ],
