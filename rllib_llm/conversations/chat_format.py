@@ -180,7 +180,7 @@ class ChatFormat:
             return Suffix("rewritten", self._behind_turn(rendered[len(closed) :], finished))
         if self.history == "fork":
             return Suffix("fork", [])
-        return Suffix("kept", self.written_behind(before, turn, new, finished=finished))
+        return Suffix("kept", self._behind_turns(rendered, until_turn, finished))
 
     def written_behind(
         self,
@@ -193,8 +193,12 @@ class ChatFormat:
         """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
-        num_ends = self.render([*before, turn]).count(self.turn_end)
-        return self._behind_turn(rendered[len(self._upto_end(rendered, num_ends)) :], finished)
+        return self._behind_turns(rendered, self.render([*before, turn]), finished)
+
+    def _behind_turns(self, rendered: str, until_turn: str, finished: bool) -> list[int]:
+        """Ids behind as many ends of turns as `until_turn` has."""
+        told = self._upto_end(rendered, until_turn.count(self.turn_end))
+        return self._behind_turn(rendered[len(told) :], finished)
 
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]

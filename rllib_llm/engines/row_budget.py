@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+
+from rllib_llm.out_of_memory import until_it_fits
 
 Result = TypeVar("Result")
 
@@ -70,24 +71,21 @@ def with_fewer_rows(
     Raises:
         torch.OutOfMemoryError: one group is too much.
     """
-    while True:
-        try:
-            return run(rows)
-        except torch.OutOfMemoryError:
-            fewer = rows // num_completions // 2 * num_completions
-            if not fewer:
-                raise
-        # Out of the handler, since what was raised holds on to the tensors.
-        warnings.warn(
-            f"{rows} completions at once do not fit into the GPU's memory: they are decoded "
-            f"{fewer} at a time from now on, which changes speed only. sampling_batch_size says so "
-            "from the start.",
-            stacklevel=2,
-        )
-        torch.cuda.empty_cache()
-        rows = fewer
+
+    def make_smaller() -> str | None:
+        nonlocal rows
+        before, rows = rows, rows // num_completions // 2 * num_completions
+        if not rows:
+            return None
         if told is not None:
             told(rows)
+        return (
+            f"{before} completions at once do not fit into the GPU's memory: they are decoded "
+            f"{rows} at a time from now on, which changes speed only. sampling_batch_size says so "
+            "from the start."
+        )
+
+    return until_it_fits(lambda: run(rows), make_smaller)
 
 
 def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int:

@@ -7,7 +7,6 @@ A learner's shares are a function of the batch, which all learners have: nobody 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from rllib_llm.learners.batching import (
 )
 from rllib_llm.learners.sharding import ShardedModule, shard_module
 from rllib_llm.modules.mixed_precision import warn_of_emulation
+from rllib_llm.out_of_memory import until_it_fits
 
 Batch = dict[str, torch.Tensor]
 Result = TypeVar("Result")
@@ -116,22 +116,19 @@ class SharedPasses(TorchLearner):
             torch.OutOfMemoryError: a row is too much, or there are shards, whose passes all
                 learners have to make equally often.
         """
-        while True:
-            try:
-                return run()
-            except torch.OutOfMemoryError:
-                rows = max(len(part) for part in self.micro_batch_rows(batch))
-                if rows == 1 or self.is_sharded:
-                    raise
-            # Out of the handler, since what was raised holds on to the tensors.
+
+        def make_smaller() -> str | None:
+            rows = max(len(part) for part in self.micro_batch_rows(batch))
+            if rows == 1 or self.is_sharded:
+                return None
             self._num_parts *= 2
-            warnings.warn(
+            return (
                 f"{rows} rows at once do not fit into the GPU's memory: micro-batches are cut into "
                 f"{self._num_parts} from now on, which changes speed only. micro_batch_tokens or "
-                "micro_batch_size says so from the start.",
-                stacklevel=2,
+                "micro_batch_size says so from the start."
             )
-            torch.cuda.empty_cache()
+
+        return until_it_fits(run, make_smaller)
 
     def idle_rounds(self, batch: Batch) -> Iterator[Batch]:
         """The shortest row of `batch`, as often as another learner has more micro-batches of it.
