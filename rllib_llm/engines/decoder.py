@@ -95,7 +95,7 @@ class Decoder:
         if block_cost is None:
             itemsize = next(model.parameters()).element_size()
             block_cost = cost_of_block(model.config, itemsize, self.device)
-        self.blocks = RowBlocks(self._new_block, block_cost)
+        self.blocks = RowBlocks(model.config, self.device, block_cost)
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 
@@ -139,9 +139,6 @@ class Decoder:
             if not isinstance(self._decode_step, LlamaStep):
                 self.blocks.cost = float("inf")
         return self._decode_step
-
-    def _new_block(self) -> RowBlock:
-        return RowBlock(make_cache(self.model.config, 1, 0), self.device)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -214,7 +211,7 @@ class Decoder:
         self.close()
         self.queue = PromptQueue()
         self.rows = BatchRows(self.device)
-        self.blocks = RowBlocks(self._new_block, self.blocks.cost)
+        self.blocks = RowBlocks(self.model.config, self.device, self.blocks.cost)
 
     def _keep(self, stays: torch.Tensor) -> list[int]:
         """Fills the places of rows that do not stay [rows] with rows from the back."""

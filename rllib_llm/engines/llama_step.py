@@ -158,8 +158,9 @@ class _Layer:
         if len(seen) == 1:
             return self._look(queries, keys, values, *seen[0])
         rows = [cache.num_rows for cache, _ in seen]
-        blocks = zip(queries.split(rows), keys.split(rows), values.split(rows), seen, strict=True)
-        return torch.cat([self._look(*states, *held) for *states, held in blocks])
+        states = (each.split(rows) for each in (queries, keys, values))
+        blocks = zip(*states, seen, strict=True)
+        return torch.cat([self._look(q, k, v, *held) for q, k, v, held in blocks])
 
     def _look(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from rllib_llm.engines.batch_rows import Moves, fill_gaps
+from rllib_llm.engines.kv_cache import make_cache
 from rllib_llm.engines.like_lengths import is_alike
 from rllib_llm.engines.row_block import RowBlock
 
@@ -16,13 +18,14 @@ class RowBlocks:
     """Blocks that each have rows; one block, perhaps without, where nobody is in the batch.
 
     Args:
-        new_block: makes one without rows.
+        config: the model's.
+        device: of the model.
         cost: row positions that one more block has to save; infinite for one block of all rows.
     """
 
-    def __init__(self, new_block: Callable[[], RowBlock], cost: float) -> None:
-        self._new_block, self.cost = new_block, cost
-        self._blocks = [new_block()]
+    def __init__(self, config: PretrainedConfig, device: torch.device, cost: float) -> None:
+        self._config, self._device, self.cost = config, device, cost
+        self._blocks = [self._new_block()]
         # Where the rows of the blocks, one after the other, stand in the batch, and where the rows
         # of the batch stand there, [rows] int64 each; None where both are one and the same.
         self.order: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -32,6 +35,9 @@ class RowBlocks:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def _new_block(self) -> RowBlock:
+        return RowBlock(make_cache(self._config, 1, 0), self._device)
 
     def block_for(self, lengths: np.ndarray, copies: np.ndarray) -> RowBlock:
         """The block whose attention costs least more with rows of prompts that are alike, if they
@@ -68,7 +74,7 @@ class RowBlocks:
             return
         for block in self._blocks:
             stays = torch.from_numpy(~np.isin(block.columns, left))
-            own = fill_gaps(stays, block.device)
+            own = fill_gaps(stays, self._device)
             if own is not None:
                 block.keep(own)
         self._join()
@@ -89,12 +95,11 @@ class RowBlocks:
 
     def find_order(self, columns: np.ndarray) -> None:
         """Finds where the rows of the batch, which has these columns, stand in the blocks."""
-        there = np.concatenate([block.columns for block in self._blocks])
-        if len(self._blocks) == 1 and np.array_equal(there, columns):
+        named = np.concatenate([block.columns for block in self._blocks])
+        if len(self._blocks) == 1 and np.array_equal(named, columns):
             self.order = None
             return
-        order = np.empty(len(there), dtype=np.int64)
-        order[there.argsort()] = columns.argsort()
-        device = self._blocks[0].device
-        both = torch.from_numpy(order), torch.from_numpy(order.argsort())
-        self.order = both[0].to(device), both[1].to(device)
+        order = np.empty(len(named), dtype=np.int64)
+        order[named.argsort()] = columns.argsort()
+        there, back = torch.from_numpy(order), torch.from_numpy(order.argsort())
+        self.order = there.to(self._device), back.to(self._device)

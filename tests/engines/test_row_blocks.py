@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -149,6 +150,16 @@ def test_positions_that_are_held(cost, expected):
         rows.step()
     held = sum(block.cache.layers[0].keys[:, 0, :, 0].numel() for block in rows.blocks)
     assert held == expected
+
+
+def test_caches_go_with_the_decoder():
+    """And do not wait for the collector of garbage: the next one needs the memory."""
+    rows = decoder(0)
+    with torch.inference_mode():
+        rows.step()
+    held = weakref.ref(next(iter(rows.blocks)).cache)
+    del rows
+    assert held() is None
 
 
 def test_rows_do_not_pay_for_one_that_has_left():
