@@ -114,7 +114,10 @@ def _layout(
     blocks = (
         AttentionBlock(tokens, tokens, None),
         AttentionBlock(
-            own_tokens, torch.cat([tokens[group], own_tokens], dim=1), mask.unsqueeze(1)
+            own_tokens,
+            torch.cat([tokens[group], own_tokens], dim=1),
+            mask.unsqueeze(1),
+            prompts=group,
         ),
     )
     places = torch.cat([_places(exists), exists.numel() + _places(own_exists)])
