@@ -131,8 +131,9 @@ def draw(stages: dict[str, list[list[dict[str, Any]]]], out: Path) -> None:
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("iteration")
-    axes[0].set_title("what optimiser and loss used; grey: fixed settings, dotted: the defaults, "
-                      "dashed: drawn at random")  # fmt: skip
+    axes[0].set_title(
+        "what optimiser and loss used\ngrey: fixed settings, dotted: the defaults, dashed: drawn"
+    )
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
