@@ -95,11 +95,6 @@ class JudgedBatch:
         """[B, T] bool, the tokens that the policy sampled."""
         return columns.sampled_mask(self.columns)
 
-    @property
-    def versions(self) -> Column:
-        """Versions of the weights that sampled each of the sampled tokens, int32 [tokens]."""
-        return self.columns[columns.WEIGHTS_VERSION][self.sampled_mask]
-
     # --- summaries ---------------------------------------------------------------------------
 
     def train_metrics(self) -> dict[str, float]:
@@ -111,6 +106,12 @@ class JudgedBatch:
         if columns.PROMPT_TRUNCATED in self.metrics:
             means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].mean())
         return means
+
+    def mean_version(self) -> float:
+        """Of the weights that sampled each of the sampled tokens."""
+        mask = self.sampled_mask
+        versions = self.columns[columns.WEIGHTS_VERSION].where(mask, 0)
+        return float(versions.sum().double() / mask.sum())
 
     def env_metrics(self) -> dict[str, float]:
         """Means of the environment's diagnostics, and `distinct`: the share of completions that
@@ -131,13 +132,17 @@ class JudgedBatch:
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         if columns.LOSS_MASK in self.columns:
             means["sampled_share"] = float(self.sampled_mask.sum() / mask.sum())
-        means["distinct"] = len(torch.unique(ids, dim=0)) / max(1, len(ids))
+        # Sorting rows, as torch.unique does, takes ten times as long.
+        means["distinct"] = len({row.tobytes() for row in ids.cpu().numpy()}) / max(1, len(ids))
         return means
 
     def weights_metrics(self) -> dict[str, float]:
         """`WeightsReceiver.metrics`, the highest of all samplers, and the oldest version that
         sampled a token."""
-        return {**self.weights, "oldest_version": int(self.versions.min())}
+        versions = self.columns[columns.WEIGHTS_VERSION]
+        latest = torch.iinfo(versions.dtype).max
+        oldest = versions.masked_fill(~self.sampled_mask, latest).min()
+        return {**self.weights, "oldest_version": int(oldest)}
 
 
 def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
