@@ -95,6 +95,11 @@ class JudgedBatch:
         """[B, T] bool, the tokens that the policy sampled."""
         return columns.sampled_mask(self.columns)
 
+    @property
+    def versions(self) -> Column:
+        """Versions of the weights that sampled each of the sampled tokens, int32 [tokens]."""
+        return self.columns[columns.WEIGHTS_VERSION][self.sampled_mask]
+
     # --- summaries ---------------------------------------------------------------------------
 
     def train_metrics(self) -> dict[str, float]:
