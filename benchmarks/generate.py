@@ -8,11 +8,13 @@ All get the same random model, the same prompts and threads, and take turns; eac
 object with the medians and the ratios of the others' time per token to ours, in CPU seconds (which
 hold on a shared machine; those of all threads and child processes) and in wall seconds. `chunks` is
 ours, one part of the prompts after the other instead of prompts let in as rows end; `no_graphs`,
-for CUDA, is ours with every operation launched by itself; `transformers_float32`, for
+for CUDA, is ours with every operation launched by itself; `one_block` is ours with one cache for
+rows of all lengths, which `5m_unlike` is about; `transformers_float32`, for
 `--dtype bfloat16`, is transformers in the other precision, of which its better one counts. vLLM
 wants an environment of its own (`make test-vllm` makes it) and OMP_NUM_THREADS set, and takes no
 bias that would end completions early: in cases of mixed lengths each of its rows is told when to
 end.
+Of ours a line has the most bytes of keys and values that were held after a step, too.
 `--profile` prints where our time goes instead.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import statistics
 import time
@@ -34,16 +37,20 @@ from generation_vllm import vllm_contestant
 from torch import nn
 
 from rllib_llm.engines.engine import generate
+from rllib_llm.engines.kv_cache import SharedPromptLayer
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 
-ENGINES = ("ours", "no_graphs", "transformers", "transformers_float32", "chunks", "vllm")
-DEFAULT_CASES = [name for name in CASES if not name.startswith("500m")]  # those are for a GPU
+ENGINES = (
+    "ours", "no_graphs", "one_block", "transformers", "transformers_float32", "chunks", "vllm",
+)  # fmt: skip
+# Without those for a GPU, and the one where transformers pays for the longest prompt in every row.
+DEFAULT_CASES = [name for name in CASES if not name.startswith("500m") and name != "5m_unlike"]
 
 
 def contestants(
     case: Case, model: nn.Module, device: str, engines: Sequence[str], vllm: dict[str, Any]
-) -> dict[str, Callable[[int], int]]:
+) -> dict[str, Callable[..., int]]:
     """Name to a function of the round number that generates once and returns tokens made."""
     ids, mask = build_prompts(case, device)
     rows = case.groups * case.num_completions
@@ -52,11 +59,11 @@ def contestants(
         pad_token_id=PAD, stop_token_ids=stops, max_new_tokens=case.completion_len
     )
 
-    def ours(round_number: int, cuda_graphs: bool = True) -> int:
+    def ours(round_number: int, **settings: Any) -> int:
         noise = uniform_noise(round_number, range(rows), case.completion_len)
         out = generate(
             model, ids, mask, params, num_completions=case.num_completions, noise=noise,
-            max_rows=case.max_rows, cuda_graphs=cuda_graphs,
+            max_rows=case.max_rows, **settings,
         )  # fmt: skip
         return int(out.completion_mask.sum())
 
@@ -96,6 +103,7 @@ def contestants(
     no_graphs = functools.partial(ours, cuda_graphs=False)
     known = {
         "ours": ours, "no_graphs": no_graphs, "transformers": transformers, "chunks": chunks,
+        "one_block": functools.partial(ours, row_blocks=False),
         "transformers_float32": functools.partial(transformers, model=exact),
     }  # fmt: skip
     return {
@@ -122,6 +130,18 @@ def measure(run: Callable[[int], int], round_number: int, device: str) -> tuple[
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - wall, cpu_seconds() - cpu, tokens
+
+
+class CacheBytes:
+    """Most bytes of keys and values that were held, looked at after each step."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def __call__(self) -> None:
+        layers = [each for each in gc.get_objects() if type(each) is SharedPromptLayer]
+        buffers = [b for each in layers if each.is_initialized for b in (each.keys, each.values)]
+        self.most = max(self.most, sum(b.numel() * b.element_size() for b in buffers))
 
 
 def compare(
@@ -161,6 +181,10 @@ def compare(
             "tokens_per_cpu_s": round(per_cpu, 1),
             "tokens_per_wall_s": round(per_wall, 1),
         }
+        if key in ("ours", "no_graphs", "one_block"):
+            held = CacheBytes()
+            runs[key](0, on_step=held)
+            line[key]["cache_mb"] = round(held.most / 1e6, 1)
     for unit, column in (("cpu", 1), ("wall", 0)):
         for key in list(engines)[1:]:
             # Per token, since each draws other completions; turn by turn, since load changes.

@@ -14,7 +14,8 @@ PAD, STOP = 0, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a batch; `mean_len` tokens is the mean completion where a stop token ends it."""
+    """A model and a batch; `mean_len` tokens is the mean completion where a stop token ends it, and
+    the first `short` prompts have `short_len` tokens."""
 
     hidden: int
     layers: int
@@ -27,6 +28,8 @@ class Case:
     ragged: bool = False
     key_value_heads: int | None = None
     max_rows: int | None = None
+    short: int = 0
+    short_len: int = 16
 
 
 CASES = {
@@ -35,6 +38,7 @@ CASES = {
     "5m_ragged": Case(256, 4, 2048, mean_len=21, ragged=True),
     "5m_gqa": Case(256, 4, 2048, key_value_heads=2),
     "5m_places": Case(256, 4, 2048, groups=32, mean_len=21, max_rows=64),
+    "5m_unlike": Case(256, 4, 2048, groups=52, num_completions=1, prompt_len=1500, short=48),
     "80m_full": Case(768, 6, 16384, groups=4, completion_len=32),
     "80m_mixed": Case(768, 6, 16384, groups=4, mean_len=21),
     "500m_full": Case(
@@ -73,7 +77,7 @@ def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
 
 
 def build_prompts(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random prompts and their mask [groups, prompt_len], left-padded where `ragged`."""
+    """Random prompts and their mask [groups, prompt_len], left-padded where `ragged` or short."""
     generator = torch.Generator().manual_seed(1)
     shape = (case.groups, case.prompt_len)
     ids = torch.randint(3, case.vocab, shape, generator=generator)
@@ -81,4 +85,5 @@ def build_prompts(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     if case.ragged:
         lengths = torch.linspace(case.prompt_len // 2, case.prompt_len, case.groups).long()
         mask = torch.arange(case.prompt_len) >= case.prompt_len - lengths[:, None]
+    mask[: case.short, : case.prompt_len - case.short_len] = False
     return ids.masked_fill(~mask, PAD).to(device), mask.to(device)

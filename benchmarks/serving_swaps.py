@@ -7,7 +7,9 @@ streams, from this process, while it is given new weights again and again. Compa
 between what comes of two decode steps, but for those in which prompts were read: while weights are
 loaded, and while not. `pause_ms` is the longest interval while weights were loaded, less the median
 of the others: what a swap adds to the wait for a token. Steps that take long by themselves are
-among both: `pause_p99_ms` and `other_p99_ms` tell how much. One JSON object is printed.
+among both: `pause_p99_ms` and `other_p99_ms` tell how much. `longest_ms` are the five longest, each
+with the number of its swap and the milliseconds from the swap's beginning to its own. One JSON
+object is printed.
 
 Of the answers so many as `--checked` are compared with a plain forward pass of the model: `mixed`
 are those that name several versions, or have a log-prob that is not, to 1e-4, that of the version
@@ -104,11 +106,15 @@ def summary(
     intervals: list[tuple[float, float, bool]], windows: list[tuple[float, float]]
 ) -> dict[str, Any]:
     """What swaps add to the time between two steps, milliseconds."""
-    during, other = [], []
+    during, other, longest = [], [], []
     for start, end, has_prefill in intervals:
-        if not has_prefill:
-            is_during = any(start < until and end > since for since, until in windows)
-            (during if is_during else other).append(1000 * (end - start))
+        if has_prefill:
+            continue
+        seconds = 1000 * (end - start)
+        swap = next((i for i, (a, b) in enumerate(windows) if start < b and end > a), None)
+        (other if swap is None else during).append(seconds)
+        if swap is not None:
+            longest.append((round(seconds, 1), swap, round(1000 * (start - windows[swap][0]))))
     step = statistics.median(other)
 
     def added(values: list[float], share: float) -> float:
@@ -120,6 +126,7 @@ def summary(
         "pause_ms": added(during, 1.0), "pause_p99_ms": added(during, 0.99),
         "pause_p50_ms": added(during, 0.5),
         "other_max_ms": added(other, 1.0), "other_p99_ms": added(other, 0.99),
+        "longest_ms": sorted(longest, reverse=True)[:5],
         "load_ms": round(1000 * statistics.median(end - start for start, end in windows), 1),
     }  # fmt: skip
 

@@ -29,9 +29,9 @@ class BatchRows:
         self.settings: list[SamplingParams] = []
         self.stops: list[torch.Tensor] = []
         # On the host, of each row: the column of the buffers that it is written to, the clock of
-        # its place 0 and of its last place, its settings, and where in the cache it starts.
-        self.columns, self.born, self.last, self.setting, self.starts = (
-            np.empty(0, dtype=np.int64) for _ in range(5)
+        # its place 0 and of its last place, and its settings.
+        self.columns, self.born, self.last, self.setting = (
+            np.empty(0, dtype=np.int64) for _ in range(4)
         )
         # On the device: the same columns and births, the newest token, its position (that of rows
         # that have ended stays), and whether the row has not ended.
@@ -49,7 +49,6 @@ class BatchRows:
         lengths: list[int],
         num_sampled: list[int],
         clock: int,
-        end: int,
     ) -> None:
         """Appends rows that get their first token now.
 
@@ -59,17 +58,16 @@ class BatchRows:
             lengths: tokens of each row so far.
             num_sampled: how many of them were sampled.
             clock: now.
-            end: position of the cache behind the rows' last tokens.
         """
         if not len(self):
             self.settings, self.stops = [], []
         born = [clock - num for num in num_sampled]
         last = [b + p.max_new_tokens - 1 for b, p in zip(born, params, strict=True)]
-        added = (columns, born, last, [self._index(p) for p in params], [end - n for n in lengths])
-        self.columns, self.born, self.last, self.setting, self.starts = (
+        added = (columns, born, last, [self._index(p) for p in params])
+        self.columns, self.born, self.last, self.setting = (
             np.concatenate([held, np.asarray(new, dtype=np.int64)])
             for held, new in zip(
-                (self.columns, self.born, self.last, self.setting, self.starts), added, strict=True
+                (self.columns, self.born, self.last, self.setting), added, strict=True
             )
         )
         self.lines, self.births, self.positions, self.tokens = (
@@ -96,11 +94,11 @@ class BatchRows:
     def keep(self, moves: Moves) -> None:
         """Lets rows go. Those that stay have not ended."""
         targets, sources = moves.targets.cpu().numpy(), moves.sources.cpu().numpy()
-        for values in (self.columns, self.born, self.last, self.setting, self.starts):
+        for values in (self.columns, self.born, self.last, self.setting):
             values[targets] = values[sources]
-        self.columns, self.born, self.last, self.setting, self.starts = (
+        self.columns, self.born, self.last, self.setting = (
             values[: moves.num_rows]
-            for values in (self.columns, self.born, self.last, self.setting, self.starts)
+            for values in (self.columns, self.born, self.last, self.setting)
         )
         self.lines, self.births, self.tokens, self.positions = (
             moves.apply(values) for values in (self.lines, self.births, self.tokens, self.positions)

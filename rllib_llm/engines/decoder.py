@@ -1,8 +1,12 @@
 """The decode loop: rows that enter and leave the batch at any step, a token each per step.
 
-All rows end at the same position of the cache. One that comes later is a row with more padding
-before it, so nothing about the rows beside it changes, and its tokens are the same as in a batch of
-its own (up to round-off).
+    rows of like length   block [ . k k k k k ] ─┐
+    longer ones           block [ k k k ... k ] ─┴─ attention by block, all else of all rows at once
+
+All rows of a block end at the same position of its cache. One that comes later is a row with more
+padding before it, so nothing about the rows beside it changes, and its tokens are the same as in a
+batch of its own (up to round-off). There is one block, unless rows are so unlike in length that a
+further one saves more than it costs (`like_lengths`), and the step can take several.
 """
 
 from __future__ import annotations
@@ -18,20 +22,21 @@ from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodeStep, OpenStep, open_decode_step
 from rllib_llm.engines.guide import Guide
-from rllib_llm.engines.kept_prefixes import Layers, fill, row_of
+from rllib_llm.engines.kept_prefixes import Layers, fill
 from rllib_llm.engines.kv_cache import (
     RepeatedPromptCache,
     SharedPromptCache,
     make_cache,
     shares_prompts,
 )
+from rllib_llm.engines.like_lengths import alike, cost_of_block
+from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.prefill import prefill
 from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
+from rllib_llm.engines.row_block import RowBlock
+from rllib_llm.engines.row_blocks import RowBlocks
 from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
 
-# Fewer positions at the front than this, or than this share of a cache that may grow, are not worth
-# moving the whole cache for.
-_MIN_SHIFT, _SHIFTED_SHARE = 16, 0.25
 # Further turns of conversations wait for each other until they have waited for so many steps
 # together, as a share of the rows that are sampled meanwhile: a prefill costs about as much as a
 # step, whether of one row or of many, and each row that waits goes without its token of the step.
@@ -49,9 +54,10 @@ class Decoder:
         max_rows: rows in the batch at once, at least those of one prompt; None for no bound.
         free_share: share of `max_rows` that has to be free before waiting prompts are let in, if
             there are so many: a prefill of a few is poorly used.
-        room: rows and positions that the cache has from the start.
+        room: rows and positions that the cache of all rows has from the start.
         open_step: makes the decode step.
         value_head: see `engine.generate`.
+        block_cost: row positions that one more block has to save; None is what it costs.
 
     Called within `torch.inference_mode`, which spares each operation its autograd bookkeeping: up
     to a tenth of the time.
@@ -69,6 +75,7 @@ class Decoder:
         room: tuple[int, int] = (0, 0),
         open_step: OpenStep = open_decode_step,
         value_head: nn.Module | None = None,
+        block_cost: float | None = None,
     ) -> None:
         self.model, self.buffers, self.steps = model, buffers, steps
         self.steps_between_looks, self.free_share = steps_between_looks, free_share
@@ -85,9 +92,10 @@ class Decoder:
         self.num_prefilled = 0  # tokens of prompts that were computed so far
         self._num_waited = 0  # steps that turns have waited for each other, each row's counted
         self.clock = 0
-        self.cache = make_cache(model.config, 1, 0)
-        self.length = self.first = 0  # positions in use; those before `first` are padding only
-        self.mask: torch.Tensor | None = None  # [rows, capacity], None while none has padding
+        if block_cost is None:
+            itemsize = next(model.parameters()).element_size()
+            block_cost = cost_of_block(model.config, itemsize, self.device)
+        self.blocks = RowBlocks(model.config, self.device, block_cost)
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 
@@ -106,12 +114,10 @@ class Decoder:
             left += self._drop_ended()
         groups = self._next_groups() if admits else []
         if groups:
-            kept = [group for group in groups if group.prefix is not None]
-            fresh = [group for group in groups if group.prefix is None]
-            if fresh:
-                self._let_in(fresh)
-            if kept:
-                self._let_in_again(kept)
+            for is_turn in (False, True):  # those that begin with a kept prefix come behind
+                alike_ones = [group for group in groups if (group.prefix is not None) == is_turn]
+                if alike_ones:
+                    self._let_in(alike_ones)
             left += self._drop_ended()
         return left
 
@@ -127,20 +133,30 @@ class Decoder:
 
     def _opened_step(self) -> DecodeStep:
         if self._decode_step is None:
-            opened = self.open_step(self.model, self.cache, self.steps, self.value_head)
+            cache = next(iter(self.blocks)).cache
+            opened = self.open_step(self.model, cache, self.steps, self.value_head)
             self._decode_step = self._held.enter_context(opened)
+            if not isinstance(self._decode_step, LlamaStep):
+                self.blocks.cost = float("inf")
         return self._decode_step
 
     # --- one step ----------------------------------------------------------------------------
 
     def _forward(self) -> torch.Tensor:
         """Logits [rows, vocab] behind the rows' newest tokens."""
-        self._make_room()
         rows, step = self.rows, self._opened_step()
-        seen = None if self.mask is None else self.mask[:, self.first : self.length + 1]
-        logits = step(rows.tokens, rows.positions, self.cache, seen)
+        for block in self.blocks:
+            block.make_room(is_bounded=bool(self.room[1]))
+        if self.blocks.order is None:
+            (block,) = self.blocks
+            logits = step(rows.tokens, rows.positions, block.cache, block.seen())
+        else:
+            assert isinstance(step, LlamaStep)
+            caches = [(block.cache, block.seen()) for block in self.blocks]
+            logits = step.in_blocks(rows.tokens, rows.positions, caches, *self.blocks.order)
         rows.positions = rows.positions + rows.alive
-        self.length += 1
+        for block in self.blocks:
+            block.length += 1
         return logits
 
     def _take(self, outputs: torch.Tensor, start: int) -> None:
@@ -195,35 +211,21 @@ class Decoder:
         self.close()
         self.queue = PromptQueue()
         self.rows = BatchRows(self.device)
-        self.cache = make_cache(self.model.config, 1, 0)
-        self.length = self.first = 0
-        self.mask = None
+        self.blocks = RowBlocks(self.model.config, self.device, self.blocks.cost)
 
     def _keep(self, stays: torch.Tensor) -> list[int]:
         """Fills the places of rows that do not stay [rows] with rows from the back."""
         moves = fill_gaps(stays, self.device)
         if moves is None:
             return []
-        left = self.rows.columns[~stays.numpy()].tolist()
-        self._take_along(stays)
-        if moves.num_rows:
-            self.cache.move_rows(moves.sources, moves.targets, moves.num_rows)
-            if self.mask is not None:
-                self.mask = moves.apply(self.mask)
-        elif isinstance(self.cache, SharedPromptCache):
-            self.cache.clear()
+        left = self.rows.columns[~stays.numpy()]
+        wanted = self.wanted.intersection(left.tolist())
+        if wanted:
+            for block in self.blocks:
+                self.taken_along |= block.states_of(wanted)
         self.rows.keep(moves)
-        return left
-
-    def _take_along(self, stays: torch.Tensor) -> None:
-        """Copies what is wanted of the cache of rows that leave."""
-        if not self.wanted or not isinstance(self.cache, SharedPromptCache):
-            return
-        for row in (~stays).nonzero().flatten().tolist():
-            column = int(self.rows.columns[row])
-            if column in self.wanted:
-                start = int(self.rows.starts[row])
-                self.taken_along[column] = row_of(self.cache, row, start)
+        self.blocks.keep(moves, self.rows.columns, left)
+        return left.tolist()
 
     def _next_groups(self) -> list[Group]:
         """The prompts that are let in now."""
@@ -244,124 +246,102 @@ class Decoder:
         return self.queue.take(count)
 
     def _let_in(self, groups: Sequence[Group]) -> None:
-        """Prefills prompts and samples the first tokens of their rows."""
+        """Prefills prompts and samples the first tokens of their rows, those of like length
+        together."""
+        self._opened_step()
+        for part in alike(*_sizes(groups), self.blocks.cost):
+            alike_groups = [groups[i] for i in part]
+            if alike_groups[0].prefix is None:
+                self._prefill(alike_groups)
+            else:
+                self._prefill_rest(alike_groups)
+
+    def _prefill(self, groups: Sequence[Group]) -> None:
+        """Lets prompts of like length in."""
         copies = [len(group.columns) for group in groups]
         ids, mask = padded(groups)
         longest = ids.shape[1]
+        block = self.blocks.block_for(*_sizes(groups))
         prompts = make_cache(self.model.config, 1, longest)
         shares = isinstance(prompts, SharedPromptCache)
         repeats = torch.tensor(copies, device=self.device)
         if not shares:
-            self.cache = prompts
+            block.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
-        self._opened_step()
         self.num_prefilled += sum(group.length for group in groups)
         logits = prefill(self.model, self.value_head, ids, mask, prompts)
         before = len(self.rows)
-        room = self._room_for(groups, longest) if shares else (0, 0)
-        self._admit(prompts, groups, longest, room)
+        room = self._room_for(block, groups, longest) if shares else (0, 0)
+        self._admit(block, prompts, groups, longest, room)
         if shares:
             logits = logits.repeat_interleave(repeats, dim=0)
         self._take(logits, before)
 
-    def _let_in_again(self, groups: Sequence[Group]) -> None:
-        """Prefills what is new of prompts that begin with a kept prefix; see `kept_prefixes`."""
+    def _prefill_rest(self, groups: Sequence[Group]) -> None:
+        """Lets prompts of like length in that begin with a kept prefix; see `kept_prefixes`."""
         prefixes = [group.prefix for group in groups if group.prefix is not None]
         lengths = [group.length for group in groups]
         held = [len(prefix.token_ids) for prefix in prefixes]
         new = max(length - kept for length, kept in zip(lengths, held, strict=True))
-        ids, mask = padded(groups)
-        longest, before = ids.shape[1], len(self.rows)
-        if new >= longest or not isinstance(self.cache, SharedPromptCache):
-            self._let_in(groups)
+        longest, before = max(lengths), len(self.rows)
+        if new >= longest or not shares_prompts(self.model.config):
+            self._prefill(groups)
             return
-        room = self._room_for(groups, longest)
-        # Where nobody is in the batch its own cache is filled, and nothing has to be copied to it.
-        prompts = make_cache(self.model.config, 1, longest) if before else self.cache
-        fill(prompts, prefixes, lengths, new, (len(groups), longest) if before else room)
-        self._opened_step()
+        ids, mask = padded(groups)
+        block = self.blocks.block_for(*_sizes(groups))
+        room = self._room_for(block, groups, longest)
+        # Where nobody is in the block its own cache is filled, and nothing has to be copied to it.
+        is_beside = len(block) > 0
+        prompts = make_cache(self.model.config, 1, longest) if is_beside else block.cache
+        fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
         self.num_prefilled += sum(min(length, new) for length in lengths)
         logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)
-        self._admit(prompts, groups, longest, room)
+        self._admit(block, prompts, groups, longest, room)
         self._take(logits, before)
 
     def _admit(
-        self, prompts: SharedPromptCache | RepeatedPromptCache, groups: Sequence[Group],
-        longest: int, room: tuple[int, int],
+        self, block: RowBlock, prompts: SharedPromptCache | RepeatedPromptCache,
+        groups: Sequence[Group], longest: int, room: tuple[int, int],
     ) -> None:  # fmt: skip
-        """Puts prefilled prompts into the cache, unless it is their own, and their rows into the
-        batch."""
-        rows = self.rows
-        if not len(rows):
-            self.length = longest
-        elif self.length < longest:
-            self._shift(self.length - longest)
-        if isinstance(self.cache, SharedPromptCache) and prompts is not self.cache:
-            assert isinstance(prompts, SharedPromptCache)
-            self.cache.admit(prompts, [len(group.columns) for group in groups], room)
-        rows.add(
-            [column for group in groups for column in group.columns],
-            [params for group in groups for params in group.params],
-            [group.length for group in groups for _ in group.columns],
-            [num for group in groups for num in group.num_sampled],
-            self.clock,
-            self.length,
-        )
-        self._look_from()
+        """Puts prefilled prompts into a block, and their rows into the batch."""
+        columns = [column for group in groups for column in group.columns]
+        lengths = [group.length for group in groups for _ in group.columns]
+        params = [params for group in groups for params in group.params]
+        num_sampled = [num for group in groups for num in group.num_sampled]
+        block.admit(prompts, [len(group.columns) for group in groups], longest, room)
+        self.rows.add(columns, params, lengths, num_sampled, self.clock)
+        block.add(columns, lengths, int(self.rows.last.max()) - self.clock + 1)
+        self.blocks.find_order(self.rows.columns)
 
-    # --- the cache's positions ---------------------------------------------------------------
-
-    def _room_for(self, groups: Sequence[Group], longest: int) -> tuple[int, int]:
-        """Rows and positions to have room for when prompts of `longest` positions come. Beside rows
-        that are in the batch the positions stay as they are: `_make_room` gets more."""
-        rows = len(self.rows) + sum(len(group.columns) for group in groups)
-        if self.room[1]:
-            length = max(self.length, longest) if len(self.rows) else longest
-            return max(self.room[0], rows), max(self.room[1], length)
-        if len(self.rows):
-            return rows, self.cache.capacity
+    def _room_for(self, block: RowBlock, groups: Sequence[Group], longest: int) -> tuple[int, int]:
+        """Rows and positions that a block has room for when prompts of `longest` positions come.
+        Beside rows that are in it the positions stay as they are: `make_room` gets more."""
+        rows = len(block) + sum(len(group.columns) for group in groups)
+        if len(block) and not self.room[1]:
+            return rows, block.cache.capacity
         to_come = max(
             params.max_new_tokens - num
             for group in groups
             for params, num in zip(group.params, group.num_sampled, strict=True)
         )
         positions = longest + to_come
-        if positions > self.cache.capacity:  # a conversation goes on, and grows
-            goes_on = any(group.prefix is not None for group in groups)
-            positions += max(to_come, positions // 2) if goes_on else to_come
-        return rows, positions
+        if not self.room[1]:
+            if positions > block.cache.capacity:  # a conversation goes on, and grows
+                goes_on = any(group.prefix is not None for group in groups)
+                positions += max(to_come, positions // 2) if goes_on else to_come
+            return rows, positions
+        waiting = self.queue.num_rows
+        if len(self.blocks) == 1:
+            rows = max(rows, min(self.room[0], rows + waiting))
+        if waiting:  # as `engine.capacity`
+            positions += to_come + self.steps_between_looks
+        bound = self.room[1]
+        if self.blocks.cost < float("inf"):
+            bound = min(bound, positions)
+        return rows, max(bound, block.length if len(block) else longest)
 
-    def _look_from(self) -> None:
-        """Leaves out the positions that are padding in every row, and says where padding is."""
-        starts = self.rows.starts
-        self.first = int(starts.min())
-        self.mask = None
-        if self.first != starts.max():
-            capacity = self.length + int(self.rows.last.max()) - self.clock + 1
-            if isinstance(self.cache, SharedPromptCache):
-                capacity = self.cache.capacity
-            columns = torch.arange(capacity, device=self.device)
-            self.mask = columns >= torch.from_numpy(starts).to(self.device).unsqueeze(1)
-        if isinstance(self.cache, SharedPromptCache):
-            self.cache.look_from(self.first)
 
-    def _make_room(self) -> None:
-        """Has room for one more position: over those that are padding in every row, or more."""
-        cache = self.cache
-        if not isinstance(cache, SharedPromptCache) or self.length < cache.capacity:
-            return
-        first = int(self.rows.starts.min())
-        # Both move the whole cache, and have to pay for it by the room that they make.
-        if first >= _MIN_SHIFT and (self.room[1] or first >= cache.capacity * _SHIFTED_SHARE):
-            self._shift(first)
-        else:
-            cache.grow(cache.capacity + max(cache.capacity // 2, _MIN_SHIFT))
-        self._look_from()
-
-    def _shift(self, positions: int) -> None:
-        """Moves all rows so many positions to the front, or back."""
-        if self.length - positions > self.cache.capacity:
-            self.cache.grow(self.length - positions)
-        self.cache.shift(positions)
-        self.length -= positions
-        self.rows.starts = self.rows.starts - positions
+def _sizes(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of prompts, and the rows of each."""
+    lengths = np.array([group.length for group in groups])
+    return lengths, np.array([len(group.columns) for group in groups])

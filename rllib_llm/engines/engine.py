@@ -44,6 +44,7 @@ def generate(
     steps_between_looks: int | None = None,
     max_rows: int | None = None,
     cuda_graphs: bool = True,
+    row_blocks: bool = True,
     value_head: nn.Module | None = None,
     on_step: Callable[[], None] | None = None,
     on_fewer_rows: Callable[[int], None] | None = None,
@@ -64,6 +65,8 @@ def generate(
             is all on a CPU, and on a GPU what its free memory holds. Changes speed only.
         cuda_graphs: on a CUDA device the steps of Llama-shaped models are recorded once and
             replayed; no effect elsewhere. Changes speed only.
+        row_blocks: on a CPU, rows of Llama-shaped models that are unlike in length have caches of
+            their own; no effect elsewhere. Changes speed and memory only.
         value_head: of the trunk's last state, its layer as `linear`; then the completions have
             values. The model must be one that `lm_head.take_apart` takes apart.
         on_step: called after each step, for whoever watches.
@@ -103,6 +106,7 @@ def generate(
             room=(min(rows_at_once, num_rows), positions),
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
             value_head=value_head,
+            block_cost=None if row_blocks else float("inf"),
         )
         decoder.queue.put(groups_of(prompts, params, num_completions))
         # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.

@@ -9,6 +9,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 # Layer types whose attention pattern lives in the mask alone, so that keys and values of all
 # positions, in order, are a correct cache for them.
 _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Times what rows need that buffers may grow to while nobody is in them, so as to fit what was
+# needed before, too.
+_MOST_EXCESS = 4
 
 
 class SharedPromptLayer(CacheLayerMixin):
@@ -95,17 +98,21 @@ class SharedPromptLayer(CacheLayerMixin):
         where the other rows end. Where there are none, the cache becomes as long as the prompts.
 
         Args:
-            prompts: with one row per prompt.
+            prompts: with one row per prompt, which end at one position.
             copies: rows of each prompt.
             room: rows and positions to have room for, more than are in use afterwards.
         """
-        prompt_len, start = prompts.length, self.num_rows
+        prompt_len, start = prompts.length - prompts.first, self.num_rows
         if not start:
             self.length, self.first = prompt_len, 0
         self._grow(prompts.keys, *room)
         end = start + sum(copies)
         before = self.length - prompt_len
-        for buffer, states in ((self.keys, prompts.keys), (self.values, prompts.values)):
+        used = (slice(prompts.num_rows), slice(None), slice(prompts.first, prompts.length))
+        for buffer, states in (
+            (self.keys, prompts.keys[used]),
+            (self.values, prompts.values[used]),
+        ):
             # What is masked out is multiplied by 0, which is not 0 for any leftover bits.
             buffer[start:end, :, :before] = 0
             rows = buffer[start:end, :, before : self.length]
@@ -121,7 +128,11 @@ class SharedPromptLayer(CacheLayerMixin):
         held = len(self.keys) if self.is_initialized else 0
         if rows <= held and positions <= self.capacity:
             return
-        rows, self.capacity = max(rows, held), max(positions, self.capacity)
+        most = max(rows, held), max(positions, self.capacity)
+        # Buffers that were made for a few long rows do not grow for many short ones.
+        if self.num_rows or most[0] * most[1] <= _MOST_EXCESS * rows * positions:
+            rows, positions = most
+        self.capacity = positions
         for name in ("keys", "values"):
             buffer = like.new_empty(rows, like.shape[1], self.capacity, like.shape[3])
             if self.num_rows:
@@ -179,7 +190,7 @@ class StaticLayer:
     ) -> None:
         self.keys = layer.keys[:rows, :, :positions]
         self.values = layer.values[:rows, :, :positions]
-        self.column = column
+        self.column, self.num_rows = column, rows
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor

@@ -32,6 +32,9 @@ from rllib_llm.modules.packing.llama_shape import is_plain, is_read_whole, is_rm
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _Norm = Callable[[torch.Tensor], torch.Tensor]
+# Of one layer and block of rows: their keys and values, and the mask that is added to the logits of
+# their attention, [rows, 1, 1, positions that are looked at].
+_Seen = tuple[SharedPromptLayer | StaticLayer, torch.Tensor | None]
 
 
 def is_llama_shaped(model: nn.Module) -> bool:
@@ -129,23 +132,15 @@ class _Layer:
         self.num_query_heads = attention.q_proj.out_features // self.head_dim
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        rotate: _Rotation,
-        cache: SharedPromptLayer | StaticLayer,
-        mask: torch.Tensor | None,
+        self, hidden: torch.Tensor, rotate: _Rotation, seen: Sequence[_Seen]
     ) -> torch.Tensor:
-        hidden = self.output.add_to(hidden, self._attend(hidden, rotate, cache, mask))
+        hidden = self.output.add_to(hidden, self._attend(hidden, rotate, seen))
         normed = self.mlp_norm(hidden)
         gated = self.activation(self.gate(normed)).mul_(self.up(normed))
         return self.down.add_to(hidden, gated)
 
     def _attend(
-        self,
-        hidden: torch.Tensor,
-        rotate: _Rotation,
-        cache: SharedPromptLayer | StaticLayer,
-        mask: torch.Tensor | None,
+        self, hidden: torch.Tensor, rotate: _Rotation, seen: Sequence[_Seen]
     ) -> torch.Tensor:
         heads = self.qkv(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
         values = heads[:, self.num_query_heads + self.num_key_heads :]
@@ -157,17 +152,36 @@ class _Layer:
             query_norm, key_norm = self.head_norms
             queries = rotate(query_norm(heads[:, : self.num_query_heads]))
             keys = rotate(key_norm(heads[:, self.num_query_heads : -self.num_key_heads]))
-        keys, values = cache.update(keys.unsqueeze(2), values.unsqueeze(2))
-        start = cache.first_in_window(self.window)
         # Queries that share a key head stand in the place of query positions.
+        queries = queries.unflatten(1, (self.num_key_heads, -1))
+        keys, values = keys.unsqueeze(2), values.unsqueeze(2)
+        if len(seen) == 1:
+            return self._look(queries, keys, values, *seen[0])
+        rows = [cache.num_rows for cache, _ in seen]
+        states = (each.split(rows) for each in (queries, keys, values))
+        blocks = zip(*states, seen, strict=True)
+        return torch.cat([self._look(q, k, v, *held) for q, k, v, held in blocks])
+
+    def _look(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: SharedPromptLayer | StaticLayer,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the queries of a block of rows find in its cache, which gets their keys and values,
+        [rows, heads * head_dim]."""
+        keys, values = cache.update(keys, values)
+        start = cache.first_in_window(self.window)
         attended = F.scaled_dot_product_attention(
-            queries.unflatten(1, (self.num_key_heads, -1)),
+            queries,
             keys[:, :, start:],
             values[:, :, start:],
             attn_mask=None if mask is None else mask[..., start:],
             scale=self.scaling,
         )
-        return attended.reshape(len(hidden), -1)
+        return attended.reshape(len(queries), -1)
 
 
 class LlamaStep:
@@ -208,27 +222,53 @@ class LlamaStep:
             cache: holds everything before them.
             padding_mask: [rows, seen + 1] bool, True where a token counts, or None if all do.
         """
-        mask = None
-        if padding_mask is not None:
-            mask = additive(padding_mask, self.embedding.dtype)
-        return self.logits(tokens, positions, cache.layers, [mask] * len(self.layers))
+        mask = self._added(padding_mask)
+        seen = [[(layer, mask)] for layer in cache.layers]
+        return self.logits(tokens, positions, seen)
 
-    def logits(
+    def in_blocks(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        caches: Sequence[SharedPromptLayer | StaticLayer],
-        masks: Sequence[torch.Tensor | None],
+        blocks: Sequence[tuple[SharedPromptCache, torch.Tensor | None]],
+        there: torch.Tensor,
+        back: torch.Tensor,
     ) -> torch.Tensor:
-        """As `__call__`; of each layer its cache and its mask, added to the attention's logits,
-        [rows, 1, 1, positions of the cache that are looked at]."""
+        """As `__call__`, for rows whose keys and values are in several caches.
+
+        Args:
+            tokens, positions: see `__call__`.
+            blocks: caches, each with the padding mask of its rows.
+            there: [rows] int64, which of the rows stand in the caches, one cache after the other.
+            back: [rows] int64, where the rows stand there.
+        """
+        masks = [self._added(padding_mask) for _, padding_mask in blocks]
+        layers = zip(*(cache.layers for cache, _ in blocks), strict=True)
+        seen = [list(zip(caches, masks, strict=True)) for caches in layers]
+        hidden = self._states(tokens[there], positions[there], seen)
+        return self.head(self.norm(hidden[back]))
+
+    def _added(self, padding_mask: torch.Tensor | None) -> torch.Tensor | None:
+        return None if padding_mask is None else additive(padding_mask, self.embedding.dtype)
+
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
+    ) -> torch.Tensor:
+        """As `__call__`; of each layer what the rows look at, those of several blocks one block
+        after the other."""
+        return self.head(self.norm(self._states(tokens, positions, seen)))
+
+    def _states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
+    ) -> torch.Tensor:
+        """The trunk's last states before their norm, [rows, hidden]."""
         hidden = F.embedding(tokens, self.embedding)
         cos, sin = self.rotary(hidden, positions.unsqueeze(1))
         half = sin.shape[-1] // 2
         rotate = _Rotation(cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
-        for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
-            hidden = layer(hidden, rotate, cache, mask)
-        return self.head(self.norm(hidden))
+        for layer, held in zip(self.layers, seen, strict=True):
+            hidden = layer(hidden, rotate, held)
+        return hidden
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

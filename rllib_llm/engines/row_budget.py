@@ -96,9 +96,15 @@ def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int
         positions: prompt and completion tokens of a row.
         itemsize: bytes of one number in the model's dtype.
     """
+    cache = numbers_of_position(config) * positions * itemsize
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    return cache + _LOGIT_COPIES * vocab_size * torch.float32.itemsize
+
+
+def numbers_of_position(config: PretrainedConfig) -> int:
+    """Numbers that the keys and values of one position are, in all layers."""
     config = config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = 2 * config.num_hidden_layers * key_heads * head_dim * positions * itemsize
-    return cache + _LOGIT_COPIES * config.vocab_size * torch.float32.itemsize
+    return 2 * config.num_hidden_layers * key_heads * head_dim

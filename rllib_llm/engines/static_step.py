@@ -124,7 +124,8 @@ class StaticLlamaStep:
                 )
                 for window in set(windows)
             }
-            return self.step.logits(tokens, positions, layers, [masks[w] for w in windows])
+            seen = [[(layer, masks[w])] for layer, w in zip(layers, windows, strict=True)]
+            return self.step.logits(tokens, positions, seen)
 
         self.recorded = recorded = self.record(run, self.recorded)
         return recorded

@@ -40,12 +40,13 @@ _PAGE = Path(__file__).with_name("page.html")
 _LAG_SECONDS = 0.5
 
 
-def make_app(service: Service, clients: Clients | None = None) -> Gate:
+def make_app(service: Service, clients: Clients | None = None, names_requests: bool = True) -> Gate:
     """The application. Its lifespan starts the service, and drains it at the end.
 
     Args:
         service: that answers.
         clients: who may ask; None: as the service's settings say.
+        names_requests: whether answers have `x-request-id`; Ray Serve gives it by itself.
     """
     settings = service.settings
     app = FastAPI(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
@@ -62,7 +63,9 @@ def make_app(service: Service, clients: Clients | None = None) -> Gate:
         app.include_router(router)
     _add_errors(app)
     _add_health(app, service)
-    return Gate(app, settings, read_clients(settings) if clients is None else clients)
+    if clients is None:
+        clients = read_clients(settings)
+    return Gate(app, settings, clients, names_requests)
 
 
 def _lifespan(service: Service) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
@@ -23,6 +24,7 @@ HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT
 NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
 _ROOM_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
+_NAMES_ERROR = re.compile(r"([\w]+\.)*(?P<error>\w+(Error|Exception): .*)")
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Replica:
 
         await self._service.start()
         self._source = follow(self._service)
-        return make_app(self._service, read_clients(self._settings))
+        return make_app(self._service, read_clients(self._settings), names_requests=False)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For Ray Serve's autoscaler: completions under way or waiting."""
@@ -173,6 +175,8 @@ def start(settings: ServeSettings) -> Server:
     if ray.is_initialized() and ray.util.get_current_placement_group() is not None:
         return _start_outside(settings)
     prepare(settings, starts_ray=not ray.is_initialized())
+    if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
+        logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
     from ray import serve
 
     if not ray.is_initialized():
@@ -184,10 +188,38 @@ def start(settings: ServeSettings) -> Server:
     server = Server(settings)
     with contextlib.ExitStack() as undone:
         undone.callback(server.close)
-        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        _run(settings)
         _check_address(server)
         undone.pop_all()
     return server
+
+
+def _run(settings: ServeSettings) -> None:
+    """Has Ray Serve make the replicas.
+
+    Raises:
+        UserError: none of them starts; Ray Serve has tried three times.
+    """
+    from ray import serve
+
+    try:
+        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        application = serve.status().applications.get(APPLICATION)
+        if application is None:
+            raise
+        told = [each.message for each in application.deployments.values() if each.message]
+        raise UserError(
+            f"model={settings.model!r} must be one that a replica of the server starts with: "
+            f"{_last_error(told) or error}"
+        ) from error
+
+
+def _last_error(messages: Sequence[str]) -> str:
+    """The error that ended the traces which Ray Serve gives of replicas that did not start."""
+    lines = [line for message in messages for line in message.splitlines()]
+    named = [found for line in lines if (found := _NAMES_ERROR.match(line))]
+    return named[-1]["error"] if named else ""
 
 
 def _start_outside(settings: ServeSettings) -> Server:
@@ -284,8 +316,6 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
         os.environ.setdefault(NICENESS, "0")
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
             os.environ.setdefault(name, str(_free_port()))
-    if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
-        logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
 
 
 def _free_port() -> int:

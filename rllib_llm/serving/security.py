@@ -45,10 +45,14 @@ class Gate:
         app: the other.
         settings: of the server.
         clients: who may ask.
+        names_requests: whether answers name their request (`x-request-id`).
     """
 
-    def __init__(self, app: App, settings: ServeSettings, clients: Clients) -> None:
+    def __init__(
+        self, app: App, settings: ServeSettings, clients: Clients, names_requests: bool = True
+    ) -> None:
         self._app, self._settings, self._clients = app, settings, clients
+        self._names_requests = names_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,7 +62,8 @@ class Gate:
         request_id = _request_id(headers.get(b"x-request-id"))
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        answer = _Answer(send, [(b"x-request-id", request_id.encode()), *self._cors(headers)])
+        name = [(b"x-request-id", request_id.encode())] if self._names_requests else []
+        answer = _Answer(send, [*name, *self._cors(headers)])
         start = time.perf_counter()
         try:
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:

@@ -99,11 +99,12 @@ def test_places_are_filled_again_and_the_cache_stays_small():
         while decoder.num_rows:
             decoder.step()
             most = max(most, len(decoder.rows))
-            addresses.add(decoder.cache.layers[0].keys.data_ptr())
+            (block,) = decoder.blocks
+            addresses.add(block.cache.layers[0].keys.data_ptr())
     assert most == 3 * N and len(addresses) == 1
-    assert len(decoder.cache.layers[0].keys) == 3 * N
+    assert len(block.cache.layers[0].keys) == 3 * N
     # Nine tokens of the longest prompt, twice 24 and one for the step between two looks.
-    assert decoder.cache.layers[0].keys.shape[2] == 9 + 2 * STEPS + 1
+    assert block.cache.layers[0].keys.shape[2] == 9 + 2 * STEPS + 1
     assert not len(decoder.queue) and not len(decoder.rows)
 
 

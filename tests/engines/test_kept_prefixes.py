@@ -80,8 +80,9 @@ def test_turns_that_come_together_are_computed_in_the_batch_s_own_cache():
         kept.add([turn_of(i, turn, said[i], keeps=True, params=params) for i in said])
         for (i, _), ended in until_empty(kept).items():
             said[i] += [*ended.token_ids, 7, 8]
-        buffers.append(kept._decoder.cache.layers[0].keys)
-        capacities.append(kept._decoder.cache.capacity)
+        (block,) = kept._decoder.blocks
+        buffers.append(block.cache.layers[0].keys)
+        capacities.append(block.cache.capacity)
     # 9 + 12 and as much again; 23 + 12 and half of it again; 37 + 12 fit; 51 + 12 and half of it.
     assert capacities == [33, 52, 52, 94]
     assert buffers[1] is buffers[2]

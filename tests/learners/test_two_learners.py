@@ -88,7 +88,12 @@ def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batch
         (two.grpo(ref_kl_estimator="full", reference_in="learner"), "fsdp"),
     ],
     ids=[
-        "ppo-ddp", "grpo-ddp", "grpo-fsdp", "ppo-fsdp-critic", "lora-fsdp", "full-kl-ddp",
+        "ppo-ddp",
+        "grpo-ddp",
+        "grpo-fsdp",
+        "ppo-fsdp-critic",
+        "lora-fsdp",
+        "full-kl-ddp",
         "full-kl-fsdp",
     ],
 )

@@ -130,6 +130,19 @@ def test_autoscaling_s_settings_reach_ray_serve(monkeypatch):
     assert fixed._bound_deployment._deployment_config.autoscaling_config is None
 
 
+def test_of_a_replica_s_trace_the_error_is_told():
+    trace = (
+        "The deployment failed to start 3 times in a row. Error:\n"
+        "ray::ServeReplica:rllib_llm:server.initialize_and_get_metadata() (pid=1)\n"
+        "RuntimeError: Traceback (most recent call last):\n"
+        '  File "deployment.py", line 44, in __init__\n'
+        "rllib_llm.user_errors.UserError: checkpoint='x' must hold a model: there is none."
+    )
+    told = "UserError: checkpoint='x' must hold a model: there is none."
+    assert deployment._last_error(["", trace]) == told
+    assert deployment._last_error(["The replica's node has gone."]) == ""
+
+
 @pytest.fixture
 def folder(tmp_path) -> str:
     return tiny_models.save(tmp_path / "tiny", model(), tokenizer())

@@ -19,6 +19,7 @@ from ray import serve
 
 import rllib_llm
 from rllib_llm.serving import deployment
+from rllib_llm.user_errors import UserError
 from tests import tiny_models
 from tests.algorithms import tiny_runs
 from tests.serving.test_deployment import answers, assert_sampled_by, free_port
@@ -94,7 +95,9 @@ def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(fol
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k") as client:
             assert client.models.list().data[0].id == NAME
             expected = client.completions.create(**KNOBS).choices[0].text
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        refused = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine"})
+        assert refused.status_code == 401
+        assert refused.headers.get_list("x-request-id") == ["mine"], "Ray Serve's own"
         with Load(server.url) as patient, Load(server.url, clients=2, max_retries=0) as other:
             patient.goes_on()
             ray.kill(ray.get_actor(replicas()[0], namespace="serve"), no_restart=False)
@@ -114,6 +117,12 @@ def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(fol
         print(f"killed: {failed} failed, replaced: {len(other.errors) - failed} failed, "
               f"of {len(other.texts)}")  # fmt: skip
         assert len(other.errors) == failed, "replaced replicas end what they have begun"
+
+
+def test_a_model_that_no_replica_starts_with_is_named(tmp_path):
+    with pytest.raises(UserError, match="UserError: checkpoint=.* must hold a model"):
+        rllib_llm.serve(str(tmp_path), port=free_port(), **TINY)
+    assert deployment.APPLICATION not in serve.status().applications
 
 
 def test_replicas_are_added_for_completions_that_wait_and_taken_away(folder):
