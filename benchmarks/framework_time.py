@@ -30,7 +30,7 @@ LEARNER_SPANS = {
     "prepare": "advantages",
     "start_minibatch": "loss",
     "compute_loss_for_module": "loss",
-    "_log_means": "learner metrics",
+    "told": "learner metrics",
     "update": "learner, rest",
 }
 ALGORITHM_SPANS = {"_log": "results", "training_step": "loop", "step": "RLlib's step"}

@@ -15,7 +15,12 @@ from pyarrow.fs import LocalFileSystem
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
-from ray.rllib.utils.metrics import LEARNER_RESULTS
+from ray.rllib.utils.metrics import (
+    ALL_MODULES,
+    LEARNER_RESULTS,
+    NUM_NON_TRAINABLE_PARAMETERS,
+    NUM_TRAINABLE_PARAMETERS,
+)
 from ray.tune import Trainable
 
 from rllib_llm.algorithms.auto_precision import AUTO, with_decided_precision
@@ -24,7 +29,7 @@ from rllib_llm.algorithms.settings.placement import require_places
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
-from rllib_llm.learners.language_model_learner import MESSAGES, TOLD
+from rllib_llm.learners.language_model_learner import MEANS, MESSAGES, TOLD
 from rllib_llm.listening import Listener, Message
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
@@ -37,6 +42,7 @@ from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 logger = logging.getLogger(__name__)
 
+PARAMETER_COUNTS = (NUM_TRAINABLE_PARAMETERS, NUM_NON_TRAINABLE_PARAMETERS)
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 
 
@@ -112,6 +118,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def setup(self, config) -> None:
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
+        self._learner_means: dict[str, float] = {}  # by name, of the iteration or call under way
         self._told_config: dict[str, Any] | None = None  # as results have it
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
@@ -236,9 +243,9 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     def learner_metrics(self) -> dict[str, dict[str, float]]:
         """The learners' latest means, `group/name` nested by group; the rest under ''."""
         groups: dict[str, dict[str, float]] = {}
-        for name, value in self.metrics.peek((LEARNER_RESULTS, DEFAULT_MODULE_ID)).items():
+        for name, value in self._learner_means.items():
             group, _, leaf = name.rpartition("/")
-            groups.setdefault(group, {})[leaf] = float(value)
+            groups.setdefault(group, {})[leaf] = value
         return groups
 
     def update_learners(self, columns: dict[str, Any], num_rows: int) -> dict[str, Any]:
@@ -265,17 +272,20 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     def pop_learner_metrics(self) -> dict[str, dict[str, float]]:
         """`learner_metrics`, which are forgotten: in a loop of one's own no result does so."""
         groups = self.learner_metrics()
-        self.metrics.delete(LEARNER_RESULTS)
+        self._learner_means = {}
         return groups
 
     def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Takes what learners tell out of their results, the rest of which are metrics; what they
-        said is written down."""
+        """Takes what learners tell out of their results, of which RLlib's metrics are left. Their
+        shares of the means are added up, what they said is written down."""
         told: dict[str, Any] = {}
         for result in results:
             told |= (mine := result.pop(TOLD))
             self.tell(mine[MESSAGES])
-        self.metrics.aggregate(results, key=LEARNER_RESULTS)
+            for name, share in mine[MEANS].items():
+                self._learner_means[name] = self._learner_means.get(name, 0.0) + share
+        if any(results):
+            self.metrics.aggregate(results, key=LEARNER_RESULTS)
         return told
 
     def step(self) -> dict[str, Any]:
@@ -288,6 +298,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
                 results = super().step()
         except ValueError as error:
             raise_plainly(error)
+        self._report_learners(results)
         for name, value in self.known_metrics.items():
             if isinstance(value, dict):
                 results[name] = {**results.get(name, {}), **value}
@@ -299,6 +310,16 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         marks = self.oversight.after_iteration()
         self.oversight.clock.enter(BETWEEN)
         return with_headline({**results, **marks})
+
+    def _report_learners(self, results: dict[str, Any]) -> None:
+        """Puts the learners' means where RLlib has those that go through its logger; they are
+        forgotten."""
+        means, self._learner_means = self._learner_means, {}
+        counts = {name: means[name] for name in PARAMETER_COUNTS if name in means}
+        found = results.get(LEARNER_RESULTS, {})
+        for module, own in ((DEFAULT_MODULE_ID, means), (ALL_MODULES, counts)):
+            found[module] = {**found.get(module, {}), **own}
+        results[LEARNER_RESULTS] = found
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """As of all whole checkpoints; the clock notes what it takes."""

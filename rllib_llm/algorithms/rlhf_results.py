@@ -43,7 +43,7 @@ def with_sampling(
     if len(scores) > 1:
         groups.setdefault("objective", {})["scores_std"] = float(scores.float().std())
     # Updates between the weights that sampled a token and those that learnt from it.
-    groups["train"]["staleness"] = learnt_version - float(sampled.versions.double().mean())
+    groups["train"]["staleness"] = learnt_version - sampled.mean_version()
     if ages:
         groups["off_policy"] = ages | with_effective_sample_size(groups.get("off_policy", {}))
     groups["env"] = sampled.env_metrics()

@@ -82,24 +82,18 @@ def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) ->
 
 def pad_right(rows: Sequence[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [rows, L] int64 and mask [rows, L] bool of rows of unequal length."""
-    longest = max(len(row) for row in rows)
-    ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(rows), longest), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = True
-    return ids, mask
+    lengths = torch.tensor([len(row) for row in rows])
+    longest = int(lengths.max())
+    ids = torch.tensor([[*row, *[pad_token_id] * (longest - len(row))] for row in rows])
+    return ids.long(), torch.arange(longest) < lengths.unsqueeze(1)
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [rows, P] int64 padded at the left and mask [rows, P] bool, P the longest row."""
-    length = max(len(row) for row in rows)
-    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(rows), length), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, length - len(row) :] = torch.tensor(row, dtype=torch.int64)
-        mask[i, length - len(row) :] = True
-    return ids, mask
+    lengths = torch.tensor([len(row) for row in rows])
+    longest = int(lengths.max())
+    ids = torch.tensor([[*[pad_token_id] * (longest - len(row)), *row] for row in rows])
+    return ids.long(), torch.arange(longest) >= longest - lengths.unsqueeze(1)
 
 
 def _without_added_eos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:

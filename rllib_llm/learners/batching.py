@@ -142,7 +142,7 @@ def micro_batch_indices(
 
 def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """The batch with these rows only, in this order."""
-    return {name: column[rows.to(column.device)] for name, column in batch.items()}
+    return {name: column.index_select(0, rows.to(column.device)) for name, column in batch.items()}
 
 
 def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tensor:

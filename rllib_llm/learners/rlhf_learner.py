@@ -217,10 +217,10 @@ class RLHFLearner(LanguageModelLearner):
             "val/ratio_square",
             "loss/ref_kl_avg",
         ):
-            self.means.add_count(name, mask.sum())
+            self.means.add_count(name, self.denominators.num_tokens)
         self._num_minibatches += 1
         if self._num_minibatches == 1:
-            self.means.add_count("sampler/logprob_gap", mask.sum())
+            self.means.add_count("sampler/logprob_gap", self.denominators.num_tokens)
         elif self._old_logprobs is not None:
             self._old_logprobs.recall(minibatch)
         self.correction.start_minibatch(

@@ -112,6 +112,12 @@ class JudgedBatch:
             means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].mean())
         return means
 
+    def mean_version(self) -> float:
+        """Of the weights that sampled each of the sampled tokens."""
+        mask = self.sampled_mask
+        versions = self.columns[columns.WEIGHTS_VERSION].where(mask, 0)
+        return float(versions.sum().double() / mask.sum())
+
     def env_metrics(self) -> dict[str, float]:
         """Means of the environment's diagnostics, and `distinct`: the share of completions that
         no other row of the batch has, counted once each."""
@@ -131,13 +137,17 @@ class JudgedBatch:
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         if columns.LOSS_MASK in self.columns:
             means["sampled_share"] = float(self.sampled_mask.sum() / mask.sum())
-        means["distinct"] = len(torch.unique(ids, dim=0)) / max(1, len(ids))
+        # Sorting rows, as torch.unique does, takes ten times as long.
+        means["distinct"] = len({row.tobytes() for row in ids.cpu().numpy()}) / max(1, len(ids))
         return means
 
     def weights_metrics(self) -> dict[str, float]:
         """`WeightsReceiver.metrics`, the highest of all samplers, and the oldest version that
         sampled a token."""
-        return {**self.weights, "oldest_version": int(self.versions.min())}
+        versions = self.columns[columns.WEIGHTS_VERSION]
+        latest = torch.iinfo(versions.dtype).max
+        oldest = versions.masked_fill(~self.sampled_mask, latest).min()
+        return {**self.weights, "oldest_version": int(oldest)}
 
 
 def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:

@@ -26,7 +26,13 @@ def ppo(**changes) -> AlgorithmConfig:
 
 
 def effective_after_one(algorithm) -> dict[str, float]:
-    return algorithm.train()["effective"]
+    result = algorithm.train()
+    learners = result["learners"]  # where RLlib has what its own learners report
+    for name, value in result["effective"].items():
+        assert learners["default_policy"][f"effective/{name}"] == value
+    num_parameters = sum(parameter.numel() for parameter in tiny.weights(algorithm).values())
+    assert 0 < learners["__all_modules__"]["num_trainable_parameters"] <= num_parameters
+    return result["effective"]
 
 
 @pytest.fixture(scope="module")

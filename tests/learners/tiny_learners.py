@@ -8,11 +8,10 @@ import torch
 from gymnasium.spaces import Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
-from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm import columns
-from rllib_llm.learners.language_model_learner import TOLD
+from rllib_llm.learners.language_model_learner import MEANS, TOLD
 
 SPACE = Repeated(Discrete(18), 8)  # ids of the character tokenizer
 
@@ -31,11 +30,7 @@ def update(learner, batch: dict[str, torch.Tensor]) -> dict[str, float]:
     """The metrics of one update with a copy of `batch`."""
     rows = SampleBatch(copy.deepcopy(batch))
     result = learner.update(batch=MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=len(rows)))
-    del result[TOLD]
-    logger = MetricsLogger(root=True)
-    logger.aggregate([result])
-    means = logger.peek((DEFAULT_MODULE_ID,))
-    return {name: float(value) for name, value in means.items()}
+    return result[TOLD][MEANS]
 
 
 def parameters(learner) -> dict[str, torch.Tensor]:
