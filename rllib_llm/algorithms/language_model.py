@@ -15,12 +15,7 @@ from pyarrow.fs import LocalFileSystem
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
-from ray.rllib.utils.metrics import (
-    ALL_MODULES,
-    LEARNER_RESULTS,
-    NUM_NON_TRAINABLE_PARAMETERS,
-    NUM_TRAINABLE_PARAMETERS,
-)
+from ray.rllib.utils.metrics import ALL_MODULES, LEARNER_RESULTS
 from ray.tune import Trainable
 
 from rllib_llm.algorithms.auto_precision import AUTO, with_decided_precision
@@ -29,7 +24,12 @@ from rllib_llm.algorithms.settings.placement import require_places
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
-from rllib_llm.learners.language_model_learner import MEANS, MESSAGES, TOLD
+from rllib_llm.learners.language_model_learner import (
+    MEANS,
+    MESSAGES,
+    NUM_PARAMETERS,
+    TOLD,
+)
 from rllib_llm.listening import Listener, Message
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
@@ -42,7 +42,6 @@ from rllib_llm.tune.setup_watch import is_trial, killed_after
 
 logger = logging.getLogger(__name__)
 
-PARAMETER_COUNTS = (NUM_TRAINABLE_PARAMETERS, NUM_NON_TRAINABLE_PARAMETERS)
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 
 
@@ -119,6 +118,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     def setup(self, config) -> None:
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self._learner_means: dict[str, float] = {}  # by name, of the iteration or call under way
+        self._num_parameters: dict[str, dict[str, int]] = {}  # of each module
         self._told_config: dict[str, Any] | None = None  # as results have it
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
@@ -252,6 +252,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """Gives every learner the whole batch; each takes its share of every mini-batch. Returns
         what learners tell beside their metrics, see `LanguageModelLearner.told`."""
         self.has_begun_to_learn = True
+        self._learner_means = {}  # RLlib may ask for several steps for one result: the last counts
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
         if self.learner_group.is_local:
             results = self.learner_group.update(batch=batch)
@@ -284,6 +285,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self.tell(mine[MESSAGES])
             for name, share in mine[MEANS].items():
                 self._learner_means[name] = self._learner_means.get(name, 0.0) + share
+            self._num_parameters = mine[NUM_PARAMETERS]
         if any(results):
             self.metrics.aggregate(results, key=LEARNER_RESULTS)
         return told
@@ -315,11 +317,15 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         """Puts the learners' means where RLlib has those that go through its logger; they are
         forgotten."""
         means, self._learner_means = self._learner_means, {}
-        counts = {name: means[name] for name in PARAMETER_COUNTS if name in means}
-        found = results.get(LEARNER_RESULTS, {})
-        for module, own in ((DEFAULT_MODULE_ID, means), (ALL_MODULES, counts)):
+        if not means:
+            return
+        counted = list(self._num_parameters.values())
+        total = {name: sum(each[name] for each in counted) for name in counted[0]}
+        told: dict[str, dict[str, Any]] = {**self._num_parameters, ALL_MODULES: total}
+        told[DEFAULT_MODULE_ID] = told[DEFAULT_MODULE_ID] | means
+        found = results.setdefault(LEARNER_RESULTS, {})
+        for module, own in told.items():
             found[module] = {**found.get(module, {}), **own}
-        results[LEARNER_RESULTS] = found
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """As of all whole checkpoints; the clock notes what it takes."""

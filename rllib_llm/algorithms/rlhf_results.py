@@ -61,7 +61,8 @@ def weights_metrics(
         **sampled.weights_metrics(),
     }
     sampled_with = published.version - 1  # the last ones are for the next iteration
-    found["versions_behind"] = sampled_with - found["oldest_version"]
+    if "oldest_version" in found:
+        found["versions_behind"] = sampled_with - found["oldest_version"]
     return found
 
 

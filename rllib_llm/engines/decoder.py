@@ -30,12 +30,13 @@ from rllib_llm.engines.kv_cache import (
     shares_prompts,
 )
 from rllib_llm.engines.like_lengths import alike, cost_of_block
-from rllib_llm.engines.llama_step import LlamaStep
+from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
 from rllib_llm.engines.prefill import prefill
 from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
 from rllib_llm.engines.row_block import RowBlock
 from rllib_llm.engines.row_blocks import RowBlocks
 from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
+from rllib_llm.engines.static_step import can_be_recorded
 
 # Further turns of conversations wait for each other until they have waited for so many steps
 # together, as a share of the rows that are sampled meanwhile: a prefill costs about as much as a
@@ -54,7 +55,8 @@ class Decoder:
         max_rows: rows in the batch at once, at least those of one prompt; None for no bound.
         free_share: share of `max_rows` that has to be free before waiting prompts are let in, if
             there are so many: a prefill of a few is poorly used.
-        room: rows and positions that the cache of all rows has from the start.
+        room: rows and positions that the cache has from the start; of several blocks each has as
+            many rows as it needs and no more positions.
         open_step: makes the decode step.
         value_head: see `engine.generate`.
         block_cost: row positions that one more block has to save; None is what it costs.
@@ -93,8 +95,7 @@ class Decoder:
         self._num_waited = 0  # steps that turns have waited for each other, each row's counted
         self.clock = 0
         if block_cost is None:
-            itemsize = next(model.parameters()).element_size()
-            block_cost = cost_of_block(model.config, itemsize, self.device)
+            block_cost = _cost_of_block(model, self.device)
         self.blocks = RowBlocks(model.config, self.device, block_cost)
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
@@ -211,7 +212,7 @@ class Decoder:
         self.close()
         self.queue = PromptQueue()
         self.rows = BatchRows(self.device)
-        self.blocks = RowBlocks(self.model.config, self.device, self.blocks.cost)
+        self.blocks.clear()
 
     def _keep(self, stays: torch.Tensor) -> list[int]:
         """Fills the places of rows that do not stay [rows] with rows from the back."""
@@ -249,7 +250,10 @@ class Decoder:
         """Prefills prompts and samples the first tokens of their rows, those of like length
         together."""
         self._opened_step()
-        for part in alike(*_sizes(groups), self.blocks.cost):
+        parts = alike(*_sizes(groups), self.blocks.cost)
+        if len(parts) > 1 and not len(self.rows):
+            self.blocks.clear()  # a part would hold on to what was made for rows that have left
+        for part in parts:
             alike_groups = [groups[i] for i in part]
             if alike_groups[0].prefix is None:
                 self._prefill(alike_groups)
@@ -339,6 +343,14 @@ class Decoder:
         if self.blocks.cost < float("inf"):
             bound = min(bound, positions)
         return rows, max(bound, block.length if len(block) else longest)
+
+
+def _cost_of_block(model: nn.Module, device: torch.device) -> float:
+    """Row positions that one more block has to save; infinite where the step knows none, or where
+    the rotation of all rows is that of the longest beside them."""
+    if not (is_llama_shaped(model) and can_be_recorded(model)):
+        return float("inf")
+    return cost_of_block(model.config, next(model.parameters()).element_size(), device)
 
 
 def _sizes(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:

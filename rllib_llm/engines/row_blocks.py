@@ -61,6 +61,10 @@ class RowBlocks:
             return self._blocks[-1]
         return min(fitting, key=lambda found: found[0])[1]
 
+    def clear(self) -> None:
+        """Forgets all rows and frees the memory of their caches."""
+        self._blocks, self.order = [self._new_block()], None
+
     def keep(self, moves: Moves, columns: np.ndarray, left: np.ndarray) -> None:
         """Lets rows go, then blocks that have none, or too few to be worth their cost.
 
@@ -86,12 +90,18 @@ class RowBlocks:
         for block in sorted(self._blocks, key=lambda block: -block.span):
             if not len(block):
                 continue
-            # Half of what a new one has to save: rows should not go to and fro.
-            if longer and 2 * len(block) * (longer[-1].span - block.span) <= self.cost:
+            if longer and self._may_join(block, longer[-1]):
                 longer[-1].take_in(block)
             else:
                 longer.append(block)
         self._blocks = longer or [self._new_block()]
+
+    def _may_join(self, block: RowBlock, longer: RowBlock) -> bool:
+        """Whether a block saves too little: half of what a new one has to, so that rows do not go
+        to and fro, and not more than that with the short rows that the longer one has already."""
+        lengths = np.concatenate([longer.lengths, block.lengths])
+        saved = len(block) * (longer.span - block.span)
+        return 2 * saved <= self.cost and is_alike(lengths, np.ones_like(lengths), self.cost)
 
     def find_order(self, columns: np.ndarray) -> None:
         """Finds where the rows of the batch, which has these columns, stand in the blocks."""

@@ -44,7 +44,7 @@ Record = Callable[[Callable[[], torch.Tensor], Recorded | None], Recorded]
 
 def can_be_recorded(model: nn.Module) -> bool:
     """Whether a Llama-shaped model's step is free of decisions on the host: dynamic rotary
-    embeddings change with the longest row."""
+    embeddings, and those of longrope, change with the longest row."""
     rope_type = model.model.rotary_emb.rope_type
     return "dynamic" not in rope_type and rope_type != "longrope"
 

@@ -45,7 +45,7 @@ from rllib_llm.listening import Listener, Message
 from rllib_llm.weights.exporter import WeightsExporter
 
 TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
-MESSAGES, MEANS = "messages", "means"  # of what is told
+MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
 
@@ -63,6 +63,7 @@ class LanguageModelLearner(SharedPasses):
         self.means = WeightedMeans()
         self.effective = EffectiveSettings()
         self._accumulated: list[tuple[torch.Tensor, Batch]] = []  # losses and batches since a step
+        self._num_parameters: dict[str, dict[str, int]] = {}  # of each module
         self._listener = Listener("learner") if self.config.num_learners else None
         with self._listening():
             self._build()
@@ -87,7 +88,11 @@ class LanguageModelLearner(SharedPasses):
         """What goes back with an update under `TOLD`: what this process has said, and its share of
         the means of all learners, which add up to them. (RLlib's logger, through which `metrics`
         go, takes a tenth of a millisecond for each name.)"""
-        return {MESSAGES: self.take_messages(), MEANS: self._take_means()}
+        return {
+            MESSAGES: self.take_messages(),
+            MEANS: self._take_means(),
+            NUM_PARAMETERS: self._num_parameters,
+        }
 
     def take_messages(self) -> list[Message]:
         """What an actor has said since the last call."""
@@ -323,7 +328,6 @@ class LanguageModelLearner(SharedPasses):
     def _take_means(self) -> dict[str, float]:
         local_only = {"lr", "grad_norm"}  # each learner has the whole
         shares = {f"effective/{name}": value for name, value in self.effective.pop().items()}
-        shares |= self._num_parameters
         shares["num_refused_updates"] = self._refusals.num_refused
         shares = {name: value / self.world_size for name, value in shares.items()}
         for name, value in self.means.pop().items():
@@ -333,13 +337,13 @@ class LanguageModelLearner(SharedPasses):
 
     def _log_trainable_parameters(self) -> None:
         """RLlib logs them once, and then reports NaN: here they are told with each update."""
-        counts = {NUM_TRAINABLE_PARAMETERS: 0, NUM_NON_TRAINABLE_PARAMETERS: 0}
-        for parameter in self.module[DEFAULT_MODULE_ID].unwrapped().parameters():
-            trains = parameter.requires_grad
-            counts[NUM_TRAINABLE_PARAMETERS if trains else NUM_NON_TRAINABLE_PARAMETERS] += (
-                parameter.numel()
-            )
-        self._num_parameters: dict[str, int] = counts
+        for module_id in self.module.keys():  # noqa: SIM118  (RLlib's module is no mapping)
+            counts = {NUM_TRAINABLE_PARAMETERS: 0, NUM_NON_TRAINABLE_PARAMETERS: 0}
+            for parameter in self.module[module_id].unwrapped().parameters():
+                is_trained = parameter.requires_grad
+                name = NUM_TRAINABLE_PARAMETERS if is_trained else NUM_NON_TRAINABLE_PARAMETERS
+                counts[name] += parameter.numel()
+            self._num_parameters[module_id] = counts
 
     def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
         """Learning rates are set per step by us: RLlib's own schedules have nothing to do."""

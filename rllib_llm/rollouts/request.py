@@ -143,7 +143,9 @@ class JudgedBatch:
 
     def weights_metrics(self) -> dict[str, float]:
         """`WeightsReceiver.metrics`, the highest of all samplers, and the oldest version that
-        sampled a token."""
+        sampled a token, where any was sampled."""
+        if not bool(self.sampled_mask.any()):
+            return dict(self.weights)
         versions = self.columns[columns.WEIGHTS_VERSION]
         latest = torch.iinfo(versions.dtype).max
         oldest = versions.masked_fill(~self.sampled_mask, latest).min()

@@ -46,7 +46,8 @@ def make_app(service: Service, clients: Clients | None = None, names_requests: b
     Args:
         service: that answers.
         clients: who may ask; None: as the service's settings say.
-        names_requests: whether answers have `x-request-id`; Ray Serve gives it by itself.
+        names_requests: whether answers have `x-request-id`; Ray Serve gives it by itself, and a
+            client's own as it came, also where it is no word and the log has another one.
     """
     settings = service.settings
     app = FastAPI(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))

@@ -24,7 +24,7 @@ HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT
 NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
 _ROOM_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
-_NAMES_ERROR = re.compile(r"([\w]+\.)*(?P<error>\w+(Error|Exception): .*)")
+_NAMES_ERROR = re.compile(r"([\w]+\.)*(?P<error>\w+(Error|Exception)(: (?!Traceback).*)?)\Z")
 
 logger = logging.getLogger(__name__)
 

@@ -55,6 +55,19 @@ def unperturbed(checkpoint):
         return tiny.weights(algorithm)
 
 
+def test_a_result_of_two_updates_has_the_means_of_the_last(ray_session):
+    """They are no sums: a learning rate of two updates is not twice as large."""
+    config = ppo(train_batch_size_per_learner=12).reporting(min_sample_timesteps_per_iteration=13)
+    with tiny.built(config) as algorithm:
+        steps = []
+        algorithm.learner_group.foreach_learner(lambda learner: steps.append(learner.num_updates))
+        used = effective_after_one(algorithm)
+        algorithm.learner_group.foreach_learner(lambda learner: steps.append(learner.num_updates))
+        assert algorithm.training_iteration == 1 and algorithm.learner_metrics() == {}
+    assert steps == [0, 2 * BASE["num_epochs"] * 12 // BASE["minibatch_size"]]
+    assert used["lr"] == BASE["lr"] and used["clip_param"] == BASE["clip_param"]
+
+
 @pytest.mark.parametrize("name", PERTURBED)
 def test_a_new_trial_uses_its_own_settings_on_another_s_checkpoint(checkpoint, unperturbed, name):
     with tiny.built(ppo(**{name: PERTURBED[name]})) as algorithm:

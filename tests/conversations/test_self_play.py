@@ -176,6 +176,10 @@ def test_both_sides_learn_and_each_from_its_own_rows():
         assert opened[DEFAULT_MODULE_ID] == {"<|user|>?<|end|><|assistant|>"}
         nobody = {"<pad>"}  # of a game that was over before the answerer was asked
         assert opened[OPPONENT] - nobody == {"<|user|>7:5<|end|><|assistant|>"}
+        learners, count = result["learners"], "num_trainable_parameters"
+        nums = {name: sum(p.numel() for p in module[name].parameters()) for name in before}
+        assert {name: learners[name][count] for name in nums} == nums
+        assert learners["__all_modules__"][count] == sum(nums.values())
         assert {"asker_score", "answerer_score"} <= result["env"].keys()
         assert result["val"]["ratio"] == pytest.approx(1.0, abs=1e-5)  # of both, on policy
 

@@ -201,6 +201,46 @@ def test_a_block_of_few_rows_moves_in_with_a_longer_one():
             rows.step()
 
 
+def test_rows_that_trickle_in_do_not_fill_the_block_of_a_long_one():
+    """Each of them alone would save half of what a block has to, and all of them more than that."""
+    ours = engine_with(tiny_model("llama", max_position_embeddings=128), 60)
+    params = SamplingParams(PAD, max_new_tokens=24)
+    ours.add([Row("long", [5] * 40, params)])
+    ours.step()
+    for i in range(6):
+        ours.add([Row((i, k), [5] * 10, params) for k in range(2)])
+        ours.step()
+        ours.abort([(i, 0)])  # where a row leaves, blocks are joined
+        ours.step()
+    blocks = sorted(ours._decoder.blocks, key=lambda block: -block.span)
+    short = [(block.lengths < block.span).sum() for block in blocks]
+    assert len(blocks) == 2 and sum(map(len, blocks)) == 7
+    # (40 - 10) * 2 positions are 60. A later row is shorter by what the long one has sampled.
+    assert short[0] <= 2
+
+
+def test_a_batch_in_parts_holds_nothing_of_the_batch_before():
+    """Of 12 long rows that ended together; the short row of the next batch would have their cache,
+    and its long ones one of their own."""
+    ours = engine_with(tiny_model("llama", max_position_embeddings=128), 40)
+    ours.add(rows_of((100,) * 12))
+    until_empty(ours)
+    ours.add(rows_of((2, 60, 60)))
+    ours.step()
+    shapes = [block.cache.layers[0].keys.shape[::2] for block in ours._decoder.blocks]
+    assert shapes == [(1, 2 + 2 * 24), (2, 60 + 2 * 24)]  # with room for as many tokens again
+
+
+def test_models_without_blocks_have_one():
+    """GPT-2 has no step that knows them; longrope rotates all rows as the longest."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4,
+                "original_max_position_embeddings": 16, **factors}  # fmt: skip
+    for model in (tiny_model("gpt2"), tiny_model("llama", rope_parameters=longrope)):
+        assert engine(model)._decoder.blocks.cost == float("inf")
+    assert engine(tiny_model("llama"))._decoder.blocks.cost < float("inf")
+
+
 # --- what is sampled -----------------------------------------------------------------------------
 
 PARAMS = SamplingParams(PAD, STOPS, max_new_tokens=24, min_new_tokens=2)

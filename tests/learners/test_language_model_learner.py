@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rllib_llm import columns
+from rllib_llm.learners.language_model_learner import NUM_PARAMETERS
 from rllib_llm.learners.refused_updates import MAX_IN_A_ROW
 from tests.algorithms.tiny_runs import assert_same_weights, ppo
 from tests.learners import tiny_learners as tiny
@@ -57,8 +58,12 @@ def test_the_number_of_parameters_is_reported_by_every_update():
     learner = tiny.build(ppo())
     batch = tiny.judged(learner)
     num = sum(parameter.numel() for parameter in tiny.module_of(learner).parameters())
-    reported = [tiny.update(learner, batch)["num_trainable_parameters"] for _ in range(3)]
-    assert reported == [num] * 3
+    told = []
+    for _ in range(3):
+        tiny.update(learner, batch)
+        told.append(learner.told()[NUM_PARAMETERS])
+    counts = {"num_trainable_parameters": num, "num_non_trainable_parameters": 0}
+    assert told == [{"default_policy": counts}] * 3
 
 
 def test_the_batch_given_is_left_as_it_was():

@@ -140,6 +140,9 @@ def test_of_a_replica_s_trace_the_error_is_told():
     )
     told = "UserError: checkpoint='x' must hold a model: there is none."
     assert deployment._last_error(["", trace]) == told
+    assert deployment._last_error([trace.rpartition("\n")[0] + "\nAssertionError"]) == (
+        "AssertionError"
+    )
     assert deployment._last_error(["The replica's node has gone."]) == ""
 
 
