@@ -35,6 +35,7 @@ from typing import Any
 from serving import KEY, NAME, Connection, make_model, prompt_of
 
 TOLERANCE = 1e-4
+REST_S = 2.0  # between swaps, about as long as one takes: both kinds of intervals are as many
 
 
 def two_weights(folder: str) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ def serve(folder: str, port: int, swaps: int) -> None:
 
     def swap() -> None:
         for version in range(1, swaps + 1):
-            time.sleep(0.2)
+            time.sleep(REST_S)
             start = time.perf_counter()
             service.load(weights[version % 2], epoch=0, version=version, source="benchmark")
             windows.append((start, time.perf_counter()))
@@ -121,7 +122,7 @@ def summary(
         return round(sorted(values)[int(share * (len(values) - 1))] - step, 2)
 
     return {
-        "swaps": len(windows),
+        "swaps": len(windows), "during": len(during), "others": len(other),
         "step_ms": round(step, 2),
         "pause_ms": added(during, 1.0), "pause_p99_ms": added(during, 0.99),
         "pause_p50_ms": added(during, 0.5),
