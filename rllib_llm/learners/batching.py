@@ -113,12 +113,13 @@ def split_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
 
 
 def micro_batch_indices(
-    batch: dict[str, Tensor],
+    lengths: Tensor,
     *,
     micro_batch_size: int | None = None,
     token_budget: int | None = None,
 ) -> list[Tensor]:
-    """Row indices of each micro-batch, rows of similar length together.
+    """Row indices of each micro-batch, rows of similar length (`lengths` [batch], in tokens)
+    together.
 
     By `micro_batch_size` rows, by `token_budget` (see `split_by_tokens`), or one with all rows.
     """
@@ -132,7 +133,6 @@ def micro_batch_indices(
             f"micro_batch_size={micro_batch_size!r} must be at least 1: it is the number of rows "
             "of one forward pass. Use None to pass all rows at once."
         )
-    lengths = row_lengths(batch)
     if token_budget is not None:
         return split_by_tokens(lengths, token_budget)
     if micro_batch_size is None or micro_batch_size >= len(lengths):
@@ -159,13 +159,13 @@ def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tens
 
 def row_lengths(batch: dict[str, Tensor]) -> Tensor:
     """Number of tokens that a model reads of each row over all its sequences, int64 [batch]."""
-    masks = [_read(batch, name) for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
-    if not masks:
+    lengths = [_num_read(batch, name) for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
+    if not lengths:
         raise ValueError(
             f"batch with columns {sorted(batch)} must have one of "
             f"{[*_LEFT_PADDED, *_RIGHT_PADDED]}: they say how long a row is. Add the mask."
         )
-    return torch.stack([mask.sum(dim=1) for mask in masks]).sum(dim=0)
+    return torch.stack(lengths).sum(dim=0)
 
 
 def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -177,31 +177,43 @@ def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     trimmed = dict(batch)
     for mask_name, names in _LEFT_PADDED.items():
         if mask_name in batch:
-            alive = batch[mask_name].any(dim=0)
-            dead = int(_num_leading_dead(alive))
+            mask = batch[mask_name]
+            dead = mask.shape[1] - _largest(_num_up_to_last(mask.flip(1)))
             _cut(trimmed, names, slice(dead, None))
     for mask_name, names in _RIGHT_PADDED.items():
         if mask_name in batch:
-            alive = _read(batch, mask_name).any(dim=0)
-            dead = int(_num_leading_dead(alive.flip(0)))
-            _cut(trimmed, names, slice(None, len(alive) - dead))
+            mask = (
+                columns.sampled_mask(batch)
+                if _ends_at_sampled(batch, mask_name)
+                else batch[mask_name]
+            )
+            _cut(trimmed, names, slice(None, _largest(_num_up_to_last(mask))))
     return trimmed
 
 
-def _read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
-    """Which tokens a model reads, [batch, length] bool: those that exist, and of a completion those
-    up to the last sampled one. Nobody asks what follows from tokens behind it."""
-    if mask_name != columns.COMPLETION_MASK or columns.LOSS_MASK not in batch:
-        return batch[mask_name]
-    return columns.sampled_mask(batch).flip(1).cumsum(dim=1).flip(1) > 0
+def _ends_at_sampled(batch: dict[str, Tensor], mask_name: str) -> bool:
+    """Whether a model reads up to the last sampled token: nobody asks what follows from those
+    behind it."""
+    return mask_name == columns.COMPLETION_MASK and columns.LOSS_MASK in batch
 
 
-def _num_leading_dead(alive: Tensor) -> int:
-    """Number of columns before the first live one, one column less than all at most."""
-    if not len(alive):
-        return 0
-    first_alive = int(alive.int().argmax())
-    return first_alive if bool(alive.any()) else len(alive) - 1
+def _num_read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
+    """How many tokens of each row a model reads, int64 [batch]."""
+    if _ends_at_sampled(batch, mask_name):
+        return _num_up_to_last(columns.sampled_mask(batch))
+    return batch[mask_name].sum(dim=1)
+
+
+def _num_up_to_last(mask: Tensor) -> Tensor:
+    """How many columns of each row end with its last True, int64 [batch]; 0 without one."""
+    if not mask.shape[1]:
+        return mask.sum(dim=1)
+    return (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)
+
+
+def _largest(lengths: Tensor) -> int:
+    """At least 1: a column stays."""
+    return max(1, int(lengths.amax())) if len(lengths) else 1
 
 
 def _cut(batch: dict[str, Tensor], names: tuple[str, ...], keep: slice) -> None:

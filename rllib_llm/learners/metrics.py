@@ -13,23 +13,23 @@ class WeightedMeans:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, torch.Tensor | float] = {}
-        self._counts: dict[str, torch.Tensor | float] = {}
+        self._totals: dict[str, list[torch.Tensor | float]] = {}  # to be added up by `pop`
+        self._counts: dict[str, list[torch.Tensor | float]] = {}
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float) -> None:
-        """Tensors are kept as tensors: nothing waits for the device before `pop`."""
-        if isinstance(total, torch.Tensor):
-            total = total.detach()
-        self._totals[name] = self._totals.get(name, 0.0) + total
-        self._counts[name] = self._counts.get(name, 0.0) + count
+        """Tensors are kept, not to be written to: nothing waits for the device before `pop`."""
+        self.add_total(name, total)
+        self.add_count(name, count)
 
     def add_count(self, name: str, count: torch.Tensor | float) -> None:
         """Counts `count` more items of `name`, whose totals are added by other calls."""
-        self.add(name, 0.0, count)
+        self._counts.setdefault(name, []).append(count)
 
     def add_total(self, name: str, total: torch.Tensor | float) -> None:
         """Adds to the total of `name`, whose items are counted by other calls."""
-        self.add(name, total, 0.0)
+        if isinstance(total, torch.Tensor):
+            total = total.detach()
+        self._totals.setdefault(name, []).append(total)
 
     def copy(self) -> WeightedMeans:
         """One with the same means, for `take`."""
@@ -39,14 +39,16 @@ class WeightedMeans:
 
     def take(self, other: WeightedMeans) -> None:
         """Has the means of another from now on."""
-        self._totals, self._counts = dict(other._totals), dict(other._counts)
+        self._totals = {name: list(parts) for name, parts in other._totals.items()}
+        self._counts = {name: list(parts) for name, parts in other._counts.items()}
 
     def pop(self) -> dict[str, float]:
         """All means, then forgets them; a name with nothing counted is left out."""
+        counts = {name: sum(map(float, parts)) for name, parts in self._counts.items()}
         means = {
-            name: float(total) / float(self._counts[name])
-            for name, total in self._totals.items()
-            if float(self._counts[name]) > 0
+            name: sum(map(float, self._totals.get(name, ()))) / count
+            for name, count in counts.items()
+            if count > 0
         }
         self._totals.clear()
         self._counts.clear()

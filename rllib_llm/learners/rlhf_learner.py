@@ -346,8 +346,10 @@ class RLHFLearner(LanguageModelLearner):
         }
         mine = torch.zeros_like(valid)
         mine[self.share(torch.arange(len(valid)))] = True
-        for name, column in per_row.items():
-            self.means.add(name, column[valid & mine].sum(), valid.sum())
+        totals = torch.stack(list(per_row.values())).where(valid & mine, 0.0).sum(dim=1)
+        num_valid = valid.sum()
+        for name, total in zip(per_row, totals, strict=True):
+            self.means.add(name, total, num_valid)
         self.means.add("objective/ref_kl_coeff", self.ref_kl.value / self.world_size, 1)
         self.means.add("train/num_invalid", (~valid & mine).sum(), 1)
 

@@ -98,11 +98,12 @@ class SharedPasses(TorchLearner):
 
     def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
         """Row indices of each micro-batch of this learner, or of another."""
-        mine = self.share(torch.arange(len(next(iter(batch.values())))), rank)
+        lengths = row_lengths(batch)
+        mine = self.share(torch.arange(len(lengths)), rank)
         if len(mine) == 0:
             return []
         indices = micro_batch_indices(
-            take_rows(batch, mine),
+            lengths[mine.to(lengths.device)],
             micro_batch_size=self.config.micro_batch_size,
             token_budget=self.config.micro_batch_tokens,
         )

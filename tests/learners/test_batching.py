@@ -111,7 +111,7 @@ def test_row_lengths_count_all_sequences_of_a_row():
 def test_micro_batches_hold_every_row_once_without_dead_columns():
     batch = rollouts([3, 1, 2, 1, 3], [2, 5, 1, 1, 4])
     for options in ({"micro_batch_size": 2}, {"token_budget": 12}, {}):
-        rows = micro_batch_indices(batch, **options)
+        rows = micro_batch_indices(row_lengths(batch), **options)
         parts = [trim(take_rows(batch, index)) for index in rows]
         seen = torch.cat([part[columns.SCORES] for part in parts])
         assert seen.sort().values.tolist() == [0, 1, 2, 3, 4]
@@ -123,14 +123,14 @@ def test_micro_batches_hold_every_row_once_without_dead_columns():
 
 def test_micro_batches_of_rows_of_similar_length():
     batch = rollouts([1, 1, 1, 1], [9, 1, 8, 2])
-    rows = micro_batch_indices(batch, micro_batch_size=2)
+    rows = micro_batch_indices(row_lengths(batch), micro_batch_size=2)
     assert [part.tolist() for part in rows] == [[0, 2], [3, 1]]
-    assert [part.tolist() for part in micro_batch_indices(batch)] == [[0, 1, 2, 3]]
+    assert [part.tolist() for part in micro_batch_indices(row_lengths(batch))] == [[0, 1, 2, 3]]
 
 
 def test_restore_rows_undoes_the_cut():
     batch = rollouts([3, 1, 2, 1, 3], [2, 5, 1, 1, 4])
-    rows = micro_batch_indices(batch, token_budget=12)
+    rows = micro_batch_indices(row_lengths(batch), token_budget=12)
     parts = [trim(take_rows(batch, index))[columns.ADVANTAGES] for index in rows]
     masks = [trim(take_rows(batch, index))[columns.COMPLETION_MASK] for index in rows]
     mask = batch[columns.COMPLETION_MASK]
@@ -142,11 +142,11 @@ def test_restore_rows_undoes_the_cut():
 def test_contradicting_or_senseless_sizes_are_refused():
     batch = rollouts([1], [1])
     with pytest.raises(ValueError, match="micro_batch_size=1 must be None when token_budget=8"):
-        micro_batch_indices(batch, micro_batch_size=1, token_budget=8)
+        micro_batch_indices(row_lengths(batch), micro_batch_size=1, token_budget=8)
     with pytest.raises(ValueError, match="micro_batch_size=0 must be at least 1"):
-        micro_batch_indices(batch, micro_batch_size=0)
+        micro_batch_indices(row_lengths(batch), micro_batch_size=0)
     with pytest.raises(ValueError, match="token_budget=0 must be at least 1"):
-        micro_batch_indices(batch, token_budget=0)
+        micro_batch_indices(row_lengths(batch), token_budget=0)
 
 
 # --- trimming ------------------------------------------------------------------------------------

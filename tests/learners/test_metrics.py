@@ -40,4 +40,4 @@ def test_pop_forgets_and_leaves_out_what_was_not_counted():
 def test_no_graph_is_kept():
     means = WeightedMeans()
     means.add("x", torch.ones((), requires_grad=True) * 2, 1)
-    assert not means._totals["x"].requires_grad
+    assert not means._totals["x"][0].requires_grad

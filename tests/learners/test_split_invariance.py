@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rllib_llm import columns
-from rllib_llm.learners.batching import micro_batch_indices, take_rows, trim
+from rllib_llm.learners.batching import micro_batch_indices, row_lengths, take_rows, trim
 from rllib_llm.modules.packing.logprobs import score_completions
 from rllib_llm.numerics.advantages import gae, masked_whiten
 from rllib_llm.numerics.kl import kl_estimate
@@ -97,7 +97,7 @@ def test_gradient_of_the_whole_is_the_sum_over_any_micro_batches(
     expected = gradients(model, critic)
 
     parts = torch.zeros(())
-    for index in micro_batch_indices(batch, **cut):
+    for index in micro_batch_indices(row_lengths(batch), **cut):
         micro_batch = trim(take_rows(batch, index))
         share = loss_of(model, critic, micro_batch, reduction, denominators, chunk_tokens)
         share.backward()
