@@ -4,12 +4,16 @@
 
 Rows with the same prompt share it, wherever in the batch they lie. Tokens that nothing wanted comes
 after (a completion's last) are left out: their states would not be read.
+
+Some processors' products want sizes that come again (`recurring_size`). Rows are then lengthened
+by filler, shortest first: attention looks back, so that no other token sees it.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rllib_llm.modules.packing.packed_attention import AttentionBlock, AttentionLayout
 from rllib_llm.modules.packing.packing import Rows, WantedTokens
@@ -18,11 +22,19 @@ from rllib_llm.modules.packing.packing import Rows, WantedTokens
 MAX_MASK = 2**24
 
 
-def pack_dense(rows: Rows, max_mask: int = MAX_MASK) -> WantedTokens:
+def recurring_size(number: int) -> int:
+    """`number` or a little more, at most a 32nd from 512 on: a multiple of 16, and one of 32 sizes
+    between two powers of two."""
+    step = max(16, 2 ** (number.bit_length() - 6))
+    return -(-number // step) * step
+
+
+def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) -> WantedTokens:
     """`rows` as tokens [1, tokens] with positions and attention layout; see `packing.pack`.
 
     At least one token must be wanted. `max_mask`: numbers in the attention mask of shared prompts
-    beyond which each row keeps its own.
+    beyond which each row keeps its own. `recurring`: filled up until tokens, wanted tokens and
+    rows' lengths are a `recurring_size`.
     """
     read = rows.attended & _before_last_wanted(rows.wanted)
     prompts, own = read[:, : rows.num_leading], read[:, rows.num_leading :]
@@ -30,14 +42,18 @@ def pack_dense(rows: Rows, max_mask: int = MAX_MASK) -> WantedTokens:
     if len(first) == len(read) or own.numel() * read.shape[1] > max_mask:
         first, group, own = first[:0], None, read
     prompt_mask = prompts[first]
+    own_ids = rows.ids[:, rows.ids.shape[1] - own.shape[1] :]
+    filler = torch.zeros_like(own)
+    if recurring:
+        own, own_ids, filler = _filled(own, own_ids, int(prompt_mask.sum()))
     prompt_lengths, own_lengths = prompt_mask.sum(dim=1), own.sum(dim=1)
     num_shared = prompt_lengths.new_zeros(len(read)) if group is None else prompt_lengths[group]
     prompt_starts = prompt_lengths.cumsum(dim=0) - prompt_lengths
     own_starts = prompt_lengths.sum() + own_lengths.cumsum(dim=0) - own_lengths
-    own_ids = rows.ids[:, rows.ids.shape[1] - own.shape[1] :]
     input_ids = torch.cat([rows.ids[first, : rows.num_leading][prompt_mask], own_ids[own]])
     prompt_positions = prompt_mask.cumsum(dim=1) - 1
     own_positions = num_shared.unsqueeze(1) + own.cumsum(dim=1) - 1
+    own_positions = own_positions.masked_fill(filler, 0)
 
     at_row, at_col = rows.wanted.nonzero(as_tuple=True)
     # How many tokens of its row come before a wanted one; its predecessor may be the prompt's last.
@@ -47,16 +63,35 @@ def pack_dense(rows: Rows, max_mask: int = MAX_MASK) -> WantedTokens:
         last_of_prompt = (prompt_starts + prompt_lengths - 1)[group[at_row]]
         predicted_at = torch.where(before == 0, last_of_prompt, predicted_at)
     result_length = rows.ids.shape[1] - rows.num_leading
+    targets = rows.ids[at_row, at_col]
+    if recurring:
+        again = targets.new_zeros(recurring_size(len(targets)) - len(targets))
+        predicted_at = torch.cat([predicted_at, predicted_at[again]])
+        targets = torch.cat([targets, targets[again]])
     return WantedTokens(
         input_ids=input_ids.unsqueeze(0),
-        targets=rows.ids[at_row, at_col],
+        targets=targets,
         predicted_at=predicted_at,
         places=at_row * result_length + at_col - rows.num_leading,
         shape=(len(rows.ids), result_length),
-        num_padding=0,
+        num_padding=int(filler.sum()) if recurring else 0,
         position_ids=torch.cat([prompt_positions[prompt_mask], own_positions[own]]).unsqueeze(0),
-        layout=_layout(prompt_starts, prompt_lengths, own_starts, own_lengths, group),
+        layout=_layout(prompt_starts, prompt_lengths, own_starts, own_lengths, group, recurring),
     )
+
+
+def _filled(own: Tensor, ids: Tensor, num_others: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask [batch, length] and ids of rows' own tokens, lengthened until they and `num_others`
+    are a `recurring_size`, and where they are filler."""
+    total = num_others + int(own.sum())
+    missing = recurring_size(total) - total
+    further = -(-missing // len(own))  # columns that suffice if no row has room of its own
+    own, ids = pad(own, (0, further)), pad(ids, (0, further))
+    ended = own.flip(1).cumsum(dim=1).flip(1) == 0
+    columns, at_row = ended.t().nonzero(as_tuple=True)
+    filler = torch.zeros_like(own)
+    filler[at_row[:missing], columns[:missing]] = True
+    return own | filler, ids.masked_fill(filler, 0), filler
 
 
 def _before_last_wanted(wanted: Tensor) -> Tensor:
@@ -97,14 +132,15 @@ def _layout(
     own_starts: Tensor,
     own_lengths: Tensor,
     group: Tensor | None,
+    recurring: bool,
 ) -> AttentionLayout:
     """Prompts attend to themselves, the tokens of a row to its prompt and to their own past."""
-    own_tokens, own_exists = _token_table(own_starts, own_lengths)
+    own_tokens, own_exists = _token_table(own_starts, own_lengths, recurring)
     if group is None:
         in_order = bool(own_exists.all())  # rows of one length
         only = AttentionBlock(own_tokens, own_tokens, None, in_order)
         return AttentionLayout((only,), _places(own_exists))
-    tokens, exists = _token_table(prompt_starts, prompt_lengths)
+    tokens, exists = _token_table(prompt_starts, prompt_lengths, recurring)
     length = own_tokens.shape[1]
     past = torch.ones(length, length, dtype=torch.bool, device=exists.device).tril()
     seen = torch.cat(
@@ -124,10 +160,12 @@ def _layout(
     return AttentionLayout(blocks, places)
 
 
-def _token_table(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of each row [rows, longest], any existing token in the padding, and where they are
-    the row's own."""
-    columns = torch.arange(max(1, int(lengths.max())), device=starts.device)
+def _token_table(starts: Tensor, lengths: Tensor, recurring: bool) -> tuple[Tensor, Tensor]:
+    """Tokens of each row [rows, longest or a little more], any existing token in the padding, and
+    where they are the row's own."""
+    longest = max(1, int(lengths.max()))
+    size = recurring_size(longest) if recurring else longest
+    columns = torch.arange(size, device=starts.device)
     exists = columns < lengths.unsqueeze(1)
     return (starts.unsqueeze(1) + columns).where(exists, 0), exists
 

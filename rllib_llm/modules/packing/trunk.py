@@ -37,7 +37,14 @@ def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
     window = getattr(trunk.config.get_text_config(), "sliding_window", None)
     if window is not None and int(rows.attended.sum(dim=1).max()) > window:
         return pack(rows)
-    return pack_dense(rows)
+    return pack_dense(rows, recurring=_wants_recurring_sizes(trunk))
+
+
+def _wants_recurring_sizes(trunk: nn.Module) -> bool:
+    """Whether each new number of tokens costs: oneDNN, which multiplies bfloat16 on processors,
+    makes code for every size of a product, milliseconds and up to a megabyte each."""
+    weight = trunk.get_input_embeddings().weight
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
@@ -56,7 +63,8 @@ def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
 
 
 def wanted_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
-    """Last hidden state [tokens, hidden] at the positions that predict the wanted tokens."""
+    """Last hidden state [tokens, hidden] at the positions that predict the wanted tokens, and
+    behind them what nobody wants."""
     if wanted.layout is not None and is_fusible(trunk):
         return fused_hidden(trunk, wanted)
     return wanted.pick(trunk_hidden(trunk, wanted))

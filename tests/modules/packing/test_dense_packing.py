@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.modules.packing import packed_attention
-from rllib_llm.modules.packing.dense_packing import pack_dense
+from rllib_llm.modules.packing import packed_attention, trunk
+from rllib_llm.modules.packing.dense_packing import pack_dense, recurring_size
 from rllib_llm.modules.packing.logprobs import score_completions, text_logprobs
 from rllib_llm.modules.packing.packing import (
     WantedTokens,
@@ -79,9 +79,10 @@ def test_rows_with_nothing_in_common_are_one_block_without_a_mask():
         ),
         min_size=1,
         max_size=6,
-    ).filter(lambda rows: any(any(completion) for _, completion, _ in rows))
+    ).filter(lambda rows: any(any(completion) for _, completion, _ in rows)),
+    st.booleans(),
 )
-def test_any_masks_give_what_padded_rows_give(rows):
+def test_any_masks_give_what_padded_rows_give(rows, recurring):
     num_rows = len(rows)
     prompt_mask = torch.tensor([prompt for prompt, _, _ in rows])
     completion_mask = torch.tensor([completion for _, completion, _ in rows])
@@ -89,15 +90,27 @@ def test_any_masks_give_what_padded_rows_give(rows):
     prompt_ids = torch.tensor([[10 + 3 * kind + col for col in range(3)] for _, _, kind in rows])
     completion_ids = torch.arange(500, 500 + num_rows * 5).view(num_rows, 5)
     packed = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    padded, dense = pack(packed), pack_dense(packed)
+    padded, dense = pack(packed), pack_dense(packed, recurring=recurring)
     longest = padded.input_ids.shape[1]
     expected = [
         (padded.input_ids[at // longest, : at % longest + 1].tolist(), target)
         for at, target in zip(padded.predicted_at.tolist(), padded.targets.tolist(), strict=True)
     ]
-    assert words(dense) == expected
+    assert words(dense)[: len(expected)] == expected
     assert torch.equal(dense.places, padded.places) and dense.shape == padded.shape
-    assert dense.input_ids.numel() <= padded.input_ids.numel() - padded.num_padding
+    num_read = dense.input_ids.numel() - dense.num_padding
+    assert num_read <= padded.input_ids.numel() - padded.num_padding
+    if recurring:
+        assert dense.input_ids.numel() % 16 == len(dense.targets) % 16 == 0
+        assert dense.num_padding < 16
+
+
+def test_sizes_that_come_again_are_few_and_hardly_larger():
+    # 16 up to 512, 32 up to 1024 ...: a multiple of a 32nd of the power of two below.
+    sizes = {1: 16, 16: 16, 17: 32, 500: 512, 513: 528, 1024: 1024, 1025: 1056, 2113: 2176}
+    assert {number: recurring_size(number) for number in sizes} == sizes
+    assert len({recurring_size(number) for number in range(2048, 4096)}) == 33  # 4096 among them
+    assert all(recurring_size(n) - n < n / 32 for n in range(512, 5000))
 
 
 # --- the same numbers -----------------------------------------------------------------------------
@@ -140,17 +153,20 @@ def stats_and_gradients(model, rows):
     return outputs, gradients
 
 
+@pytest.mark.parametrize(("dtype", "filler"), [(torch.float32, 0), (torch.float64, 4)])
 @pytest.mark.parametrize("family", DENSE)
-def test_log_probs_and_gradients_are_those_of_padded_rows(family):
-    model, rows = tiny_model(family), group_batch()
+def test_log_probs_and_gradients_are_those_of_padded_rows(family, dtype, filler, monkeypatch):
+    monkeypatch.setattr(trunk, "_wants_recurring_sizes", lambda _: bool(filler))
+    model, rows = tiny_model(family).to(dtype), group_batch()
     # Attention of another kind than torch's SDPA: rows are padded.
     model.set_attn_implementation("eager")
     expected, expected_gradients = stats_and_gradients(model, rows)
     assert expected.num_padding > 0
-    model = tiny_model(family)
+    model = tiny_model(family).to(dtype)
     outputs, gradients = stats_and_gradients(model, rows)
-    # Prompts of 3 and 5 tokens once, and every completion without its last token.
-    assert (outputs.num_computed, outputs.num_padding) == (8 + 3 + 6 + 0 + 6 + 1 + 4, 0)
+    # Prompts of 3 and 5 tokens once, and every completion without its last token; up to 32.
+    num_read = 8 + 3 + 6 + 0 + 6 + 1 + 4
+    assert (outputs.num_computed, outputs.num_padding) == (num_read + filler, filler)
     for name in ("logprobs", "entropy", "hidden"):
         torch.testing.assert_close(
             getattr(outputs, name), getattr(expected, name), atol=1e-5, rtol=1e-5
@@ -216,3 +232,9 @@ def test_long_prompts_are_not_shared_where_the_mask_would_outgrow_them():
     apart = pack_dense(rows, max_mask=4 * 5 * 9 - 1)
     assert len(shared.layout.blocks) == 2 and len(apart.layout.blocks) == 1
     assert words(shared) == words(apart)
+
+
+@pytest.mark.parametrize(("dtype", "num_padding"), [(torch.bfloat16, 4), (torch.float32, 0)])
+def test_products_of_bfloat16_on_a_processor_get_sizes_that_come_again(dtype, num_padding):
+    outputs = score_completions(tiny_model("llama").to(dtype), **group_batch())
+    assert outputs.num_padding == num_padding
