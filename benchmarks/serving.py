@@ -68,6 +68,7 @@ def make_model(folder: Path) -> None:
 
 def serve(mode: str, folder: str, port: int) -> None:
     """Serves until it is killed; says "ready"."""
+    from rllib_llm.garbage import forget_startup
     from rllib_llm.serving import deployment
     from rllib_llm.serving.http_server import HttpServer
     from rllib_llm.serving.opening import open_service
@@ -79,7 +80,12 @@ def serve(mode: str, folder: str, port: int) -> None:
     )  # fmt: skip
     if mode in ("uvicorn", "thread"):
         server = HttpServer(open_service(settings))
-        server.on_start = lambda: print("ready", flush=True)
+
+        def started() -> None:
+            forget_startup()  # as `rllib serve` does
+            print("ready", flush=True)
+
+        server.on_start = started
         server.serve_here()
         return
     deployment.start(settings)

@@ -57,6 +57,7 @@ def serve(folder: str, port: int, swaps: int) -> None:
     """Serves, swaps as often and prints what was timed."""
     from rllib_llm.engines.completions import Tokens
     from rllib_llm.engines.protocol import Ended
+    from rllib_llm.garbage import forget_startup
     from rllib_llm.modules.pretrained import load_tokenizer
     from rllib_llm.serving.engine_process import EngineProcess, Events
     from rllib_llm.serving.http_server import HttpServer
@@ -96,6 +97,7 @@ def serve(folder: str, port: int, swaps: int) -> None:
         print(json.dumps(summary(host.intervals, windows)), flush=True)
 
     def started() -> None:
+        forget_startup()  # as `rllib serve` does
         print("ready", flush=True)
         threading.Thread(target=swap, daemon=True).start()
 

@@ -97,6 +97,7 @@ def _show(settings: Any) -> None:
 
 
 def _serve_here(settings: Any, ray_address: str | None) -> None:
+    from rllib_llm.garbage import forget_startup
     from rllib_llm.serving.clients import read_clients
     from rllib_llm.serving.deployment import follow
     from rllib_llm.serving.http_server import HttpServer
@@ -114,6 +115,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
     def started() -> None:
         follow(service)
+        forget_startup()
         _told(settings, server.port)
 
     server.on_start = started

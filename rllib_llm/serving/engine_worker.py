@@ -23,6 +23,7 @@ from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.engines.scoring import Scores
+from rllib_llm.garbage import forget_startup
 from rllib_llm.modules.pretrained import load_tokenizer
 from rllib_llm.serving.channel import Channel
 from rllib_llm.serving.engine_host import Counts, open_thread
@@ -147,6 +148,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  (the border of the process: the server raises it)
         channel.send(error)
         return
+    forget_startup()
     worker.run()
 
 
