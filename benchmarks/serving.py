@@ -80,12 +80,8 @@ def serve(mode: str, folder: str, port: int) -> None:
     )  # fmt: skip
     if mode in ("uvicorn", "thread"):
         server = HttpServer(open_service(settings))
-
-        def started() -> None:
-            forget_startup()  # as `rllib serve` does
-            print("ready", flush=True)
-
-        server.on_start = started
+        server.on_start = lambda: print("ready", flush=True)
+        forget_startup()  # as `rllib serve` does
         server.serve_here()
         return
     deployment.start(settings)

@@ -97,11 +97,11 @@ def serve(folder: str, port: int, swaps: int) -> None:
         print(json.dumps(summary(host.intervals, windows)), flush=True)
 
     def started() -> None:
-        forget_startup()  # as `rllib serve` does
         print("ready", flush=True)
         threading.Thread(target=swap, daemon=True).start()
 
     server.on_start = started
+    forget_startup()  # as `rllib serve` does
     server.serve_here()
 
 

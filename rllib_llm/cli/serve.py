@@ -115,10 +115,10 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
     def started() -> None:
         follow(service)
-        forget_startup()
         _told(settings, server.port)
 
     server.on_start = started
+    forget_startup()
     server.serve_here()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 
@@ -44,12 +46,23 @@ class WeightedMeans:
 
     def pop(self) -> dict[str, float]:
         """All means, then forgets them; a name with nothing counted is left out."""
-        counts = {name: sum(map(float, parts)) for name, parts in self._counts.items()}
+        number = _fetched([*self._totals.values(), *self._counts.values()])
+        counts = {name: sum(map(number, parts)) for name, parts in self._counts.items()}
         means = {
-            name: sum(map(float, self._totals.get(name, ()))) / count
+            name: sum(map(number, self._totals.get(name, ()))) / count
             for name, count in counts.items()
             if count > 0
         }
         self._totals.clear()
         self._counts.clear()
         return means
+
+
+def _fetched(
+    lists: Iterable[list[torch.Tensor | float]],
+) -> Callable[[torch.Tensor | float], float]:
+    """The number in each part of the lists; those on a GPU have been fetched all at once."""
+    remote = [p for parts in lists for p in parts if isinstance(p, torch.Tensor) and p.is_cuda]
+    numbers = torch.stack([part.double() for part in remote]).tolist() if remote else []
+    known = {id(part): number for part, number in zip(remote, numbers, strict=True)}
+    return lambda part: known[id(part)] if id(part) in known else float(part)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from rllib_llm.garbage import forget_startup
 from rllib_llm.serving.autoscaling import COMPLETIONS, POLICY
 from rllib_llm.serving.clients import read_clients
 from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
@@ -51,7 +50,6 @@ class Replica:
 
         await self._service.start()
         self._source = follow(self._service)
-        forget_startup()
         return make_app(self._service, read_clients(self._settings), names_requests=False)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

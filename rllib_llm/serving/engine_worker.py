@@ -50,14 +50,14 @@ class EngineWorker:
         self._host = open_thread(settings, source, self._flush)
         ends = self._host.facts.eos_token_ids
         self._guides = Guides(load_tokenizer(source), ends[0] if ends else None)
-        self._send(self._host.facts)
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the server has ended, which `run` sees
             self._channel.send(message)
 
     def run(self) -> None:
-        """Does what it is told until the server ends."""
+        """Tells the server what the model is, then does what it is told until that ends."""
+        self._send(self._host.facts)
         with contextlib.suppress(EOFError):
             while not self._is_closed:
                 for name, *arguments in self._channel.arrived(waits=True):

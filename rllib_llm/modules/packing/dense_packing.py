@@ -6,7 +6,12 @@ Rows with the same prompt share it, wherever in the batch they lie. Tokens that 
 after (a completion's last) are left out: their states would not be read.
 
 Some processors' products want sizes that come again (`recurring_size`). Rows are then lengthened
-by filler, shortest first: attention looks back, so that no other token sees it.
+by filler, shortest first, and wanted tokens are followed by surplus ones:
+
+    tokens   [prompt a | completion a1 + filler | completion a2 | ...]
+    wanted   [a1's tokens | a2's tokens | ... | surplus: the first one again]
+
+Attention looks back, so that no other token sees filler, and nobody reads the surplus.
 """
 
 from __future__ import annotations
@@ -22,24 +27,30 @@ from rllib_llm.modules.packing.packing import Rows, WantedTokens
 MAX_MASK = 2**24
 
 
-def recurring_size(number: int) -> int:
-    """`number` or a little more, at most a 32nd from 512 on: a multiple of 16, and one of 32 sizes
-    between two powers of two."""
-    step = max(16, 2 ** (number.bit_length() - 6))
+def recurring_size(number: int, least_step: int = 16) -> int:
+    """`number` or a little more: a multiple of `least_step`, and from 32 times that on one of 32
+    sizes between two powers of two."""
+    step = max(least_step, 2 ** (number.bit_length() - 6))
     return -(-number // step) * step
+
+
+_WIDTH_STEP = 8  # of rows' lengths in attention, which are small and cost with their square
 
 
 def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) -> WantedTokens:
     """`rows` as tokens [1, tokens] with positions and attention layout; see `packing.pack`.
 
     At least one token must be wanted. `max_mask`: numbers in the attention mask of shared prompts
-    beyond which each row keeps its own. `recurring`: filled up until tokens, wanted tokens and
-    rows' lengths are a `recurring_size`.
+    beyond which each row keeps its own. `recurring`: filled up until tokens, wanted tokens and,
+    where they differ, rows' lengths in attention are a `recurring_size`.
     """
     read = rows.attended & _before_last_wanted(rows.wanted)
     prompts, own = read[:, : rows.num_leading], read[:, rows.num_leading :]
     first, group = _distinct(rows.ids[:, : rows.num_leading], prompts)
-    if len(first) == len(read) or own.numel() * read.shape[1] > max_mask:
+    widths = [max(1, prompts.shape[1]), max(1, own.shape[1])]
+    if recurring:
+        widths = [recurring_size(width, _WIDTH_STEP) for width in widths]
+    if len(first) == len(read) or len(read) * widths[1] * sum(widths) > max_mask:
         first, group, own = first[:0], None, read
     prompt_mask = prompts[first]
     own_ids = rows.ids[:, rows.ids.shape[1] - own.shape[1] :]
@@ -87,10 +98,10 @@ def _filled(own: Tensor, ids: Tensor, num_others: int) -> tuple[Tensor, Tensor, 
     missing = recurring_size(total) - total
     further = -(-missing // len(own))  # columns that suffice if no row has room of its own
     own, ids = pad(own, (0, further)), pad(ids, (0, further))
-    ended = own.flip(1).cumsum(dim=1).flip(1) == 0
-    columns, at_row = ended.t().nonzero(as_tuple=True)
-    filler = torch.zeros_like(own)
-    filler[at_row[:missing], columns[:missing]] = True
+    behind = (own.flip(1).cumsum(dim=1).flip(1) == 0).cumsum(dim=1)  # 1, 2 ... behind a row's end
+    length = (own.sum(dim=1, keepdim=True) + behind).where(behind > 0, own.shape[1] + 1)
+    chosen = length.flatten().argsort(stable=True)[:missing]
+    filler = torch.zeros_like(own).flatten().index_fill_(0, chosen, True).view_as(own)
     return own | filler, ids.masked_fill(filler, 0), filler
 
 
@@ -164,7 +175,8 @@ def _token_table(starts: Tensor, lengths: Tensor, recurring: bool) -> tuple[Tens
     """Tokens of each row [rows, longest or a little more], any existing token in the padding, and
     where they are the row's own."""
     longest = max(1, int(lengths.max()))
-    size = recurring_size(longest) if recurring else longest
+    is_even = not recurring or longest == int(lengths.min())
+    size = longest if is_even else recurring_size(longest, _WIDTH_STEP)
     columns = torch.arange(size, device=starts.device)
     exists = columns < lengths.unsqueeze(1)
     return (starts.unsqueeze(1) + columns).where(exists, 0), exists

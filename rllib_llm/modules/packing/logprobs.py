@@ -209,7 +209,9 @@ def _full_kl(
         return (full_kl(run.logits_of(states).float() / temperature, ref_logits),)
 
     chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
-    (kl,) = in_chunks(kl_of, (run.states, ref_run.states), chunk_tokens)
+    # The reference may read its rows in the other form, and have no surplus or more.
+    both = (each.wanted.without_surplus(each.states) for each in (run, ref_run))
+    (kl,) = in_chunks(kl_of, tuple(both), chunk_tokens)
     return kl
 
 

@@ -21,8 +21,8 @@ class WantedTokens:
     input_ids [batch, length], right-padded, or [1, tokens] with `position_ids` [1, tokens] and the
     `layout` of their attention; num_padding: how many of them are padding; targets, predicted_at
     (index into the flattened input_ids) and places (index into the flattened result) int64
-    [tokens], in the order of rows and columns; shape: (batch, result length). Of targets and
-    predicted_at there may be more, which nobody wants.
+    [tokens], in the order of rows and columns; shape: (batch, result length). Behind its targets
+    and predicted_at there may be surplus ones, of which `places` has none.
     """
 
     input_ids: Tensor
@@ -36,14 +36,17 @@ class WantedTokens:
 
     def pick(self, per_position: Tensor) -> Tensor:
         """[batch, length, ...] -> [tokens, ...] at the positions that predict the wanted tokens,
-        and behind them what nobody wants."""
+        and at the surplus ones behind them."""
         return per_position.flatten(0, 1).index_select(0, self.predicted_at)
 
+    def without_surplus(self, per_token: Tensor) -> Tensor:
+        """[tokens and surplus ones, ...] -> [tokens, ...]."""
+        return per_token[: len(self.places)]
+
     def unpack(self, per_token: Tensor) -> Tensor:
-        """[tokens, ...], what nobody wants behind them, -> [batch, result length, ...], 0
-        elsewhere."""
+        """[tokens, ...], perhaps with surplus ones, -> [batch, result length, ...], 0 elsewhere."""
         batch, length = self.shape
-        per_token = per_token[: len(self.places)]
+        per_token = self.without_surplus(per_token)
         whole = per_token.new_zeros((batch * length, *per_token.shape[1:]))
         return whole.index_copy(0, self.places, per_token).unflatten(0, self.shape)
 

@@ -57,7 +57,7 @@ def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     )
     wanted = wanted_tokens(trunk if bool(lengths.all()) else None, rows)
     if wanted.layout is not None:
-        return wanted_hidden(trunk, wanted)[: len(ids)]
+        return wanted.without_surplus(wanted_hidden(trunk, wanted))
     hidden = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
     return hidden[torch.arange(len(ids), device=ids.device), (lengths - 1).clamp(min=0)]
 

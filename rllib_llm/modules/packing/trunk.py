@@ -43,8 +43,9 @@ def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
 def _wants_recurring_sizes(trunk: nn.Module) -> bool:
     """Whether each new number of tokens costs: oneDNN, which multiplies bfloat16 on processors,
     makes code for every size of a product, milliseconds and up to a megabyte each."""
-    weight = trunk.get_input_embeddings().weight
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    weight = next(trunk.get_input_embeddings().parameters())
+    is_half = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return is_half and torch.backends.mkldnn.is_available()
 
 
 def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
@@ -63,8 +64,8 @@ def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
 
 
 def wanted_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
-    """Last hidden state [tokens, hidden] at the positions that predict the wanted tokens, and
-    behind them what nobody wants."""
+    """Last hidden state [tokens, hidden] at the positions that predict the wanted tokens and the
+    surplus ones."""
     if wanted.layout is not None and is_fusible(trunk):
         return fused_hidden(trunk, wanted)
     return wanted.pick(trunk_hidden(trunk, wanted))

@@ -6,17 +6,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification
 
-from rllib_llm.modules.packing import packed_attention, trunk
+from rllib_llm.modules.packing import packed_attention
 from rllib_llm.modules.packing.dense_packing import pack_dense, recurring_size
-from rllib_llm.modules.packing.logprobs import score_completions, text_logprobs
+from rllib_llm.modules.packing.logprobs import (
+    ReferencePolicy,
+    score_completions,
+    text_logprobs,
+)
 from rllib_llm.modules.packing.packing import (
     WantedTokens,
     completion_rows,
     pack,
     text_rows,
 )
-from rllib_llm.modules.packing.trunk import reads_dense, wanted_tokens
+from rllib_llm.modules.packing.sequence_scores import sequence_scores
+from rllib_llm.modules.packing.trunk import (
+    is_fusible,
+    reads_dense,
+    trunk_hidden,
+    wanted_hidden,
+    wanted_tokens,
+)
 from tests.modules.tiny_models import FAMILIES, VOCAB, tiny_model
 
 
@@ -107,6 +119,7 @@ def test_any_masks_give_what_padded_rows_give(rows, recurring):
 
 def test_sizes_that_come_again_are_few_and_hardly_larger():
     # 16 up to 512, 32 up to 1024 ...: a multiple of a 32nd of the power of two below.
+    assert [recurring_size(width, 8) for width in (7, 9, 95, 257)] == [8, 16, 96, 264]
     sizes = {1: 16, 16: 16, 17: 32, 500: 512, 513: 528, 1024: 1024, 1025: 1056, 2113: 2176}
     assert {number: recurring_size(number) for number in sizes} == sizes
     assert len({recurring_size(number) for number in range(2048, 4096)}) == 33  # 4096 among them
@@ -153,20 +166,17 @@ def stats_and_gradients(model, rows):
     return outputs, gradients
 
 
-@pytest.mark.parametrize(("dtype", "filler"), [(torch.float32, 0), (torch.float64, 4)])
 @pytest.mark.parametrize("family", DENSE)
-def test_log_probs_and_gradients_are_those_of_padded_rows(family, dtype, filler, monkeypatch):
-    monkeypatch.setattr(trunk, "_wants_recurring_sizes", lambda _: bool(filler))
-    model, rows = tiny_model(family).to(dtype), group_batch()
+def test_log_probs_and_gradients_are_those_of_padded_rows(family):
+    model, rows = tiny_model(family), group_batch()
     # Attention of another kind than torch's SDPA: rows are padded.
     model.set_attn_implementation("eager")
     expected, expected_gradients = stats_and_gradients(model, rows)
     assert expected.num_padding > 0
-    model = tiny_model(family).to(dtype)
+    model = tiny_model(family)
     outputs, gradients = stats_and_gradients(model, rows)
-    # Prompts of 3 and 5 tokens once, and every completion without its last token; up to 32.
-    num_read = 8 + 3 + 6 + 0 + 6 + 1 + 4
-    assert (outputs.num_computed, outputs.num_padding) == (num_read + filler, filler)
+    # Prompts of 3 and 5 tokens once, and every completion without its last token.
+    assert (outputs.num_computed, outputs.num_padding) == (8 + 3 + 6 + 0 + 6 + 1 + 4, 0)
     for name in ("logprobs", "entropy", "hidden"):
         torch.testing.assert_close(
             getattr(outputs, name), getattr(expected, name), atol=1e-5, rtol=1e-5
@@ -234,7 +244,108 @@ def test_long_prompts_are_not_shared_where_the_mask_would_outgrow_them():
     assert words(shared) == words(apart)
 
 
-@pytest.mark.parametrize(("dtype", "num_padding"), [(torch.bfloat16, 4), (torch.float32, 0)])
-def test_products_of_bfloat16_on_a_processor_get_sizes_that_come_again(dtype, num_padding):
-    outputs = score_completions(tiny_model("llama").to(dtype), **group_batch())
-    assert outputs.num_padding == num_padding
+# --- sizes that come again ------------------------------------------------------------------------
+
+
+def states_and_gradients(hidden_of, trunk, wanted: WantedTokens) -> list[torch.Tensor]:
+    trunk.zero_grad(set_to_none=True)
+    states = wanted.unpack(hidden_of(trunk, wanted))
+    states.square().sum().backward()
+    gradients = [p.grad for p in trunk.parameters() if p.grad is not None]
+    return [states.detach(), *gradients]
+
+
+def both_forms(rows: dict[str, torch.Tensor]) -> tuple[WantedTokens, WantedTokens]:
+    packed = completion_rows(*rows.values())
+    plain, filled = pack_dense(packed), pack_dense(packed, recurring=True)
+    assert (plain.num_padding, filled.num_padding, len(filled.targets) % 16) == (0, 4, 0)
+    return plain, filled
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_filler_changes_no_state_and_no_gradient(family):
+    trunk = tiny_model(family).double().get_decoder()
+    assert reads_dense(trunk)
+    expected, found = (
+        states_and_gradients(own_states, trunk, form) for form in both_forms(group_batch())
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def own_states(trunk, wanted: WantedTokens) -> torch.Tensor:
+    """By transformers' own layers."""
+    return wanted.pick(trunk_hidden(trunk, wanted))
+
+
+def away(found: list[torch.Tensor], exact: list[torch.Tensor]) -> torch.Tensor:
+    """Relative differences of the states, and of all gradients together."""
+
+    def norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
+
+    off = [a.double() - b.double() for a, b in zip(found, exact, strict=True)]
+    return torch.stack([norm(off[:1]) / norm(exact[:1]), norm(off[1:]) / norm(exact[1:])])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 (tied)", "qwen3"])
+def test_fused_layers_read_filler_like_any_token(family):
+    trunk = tiny_model(family).get_decoder()
+    assert is_fusible(trunk)
+    plain, filled = (
+        states_and_gradients(wanted_hidden, trunk, form) for form in both_forms(group_batch())
+    )
+    assert float(away(filled, plain).max()) < 2e-5
+
+    # In bfloat16 other numbers are rounded: as far from float64, on average over a few batches.
+    half = tiny_model(family).bfloat16().get_decoder()
+    exact_trunk = tiny_model(family).bfloat16().double().get_decoder()
+    assert is_fusible(half) and reads_dense(exact_trunk)
+    errors = []
+    for seed in range(6):
+        forms = both_forms(group_batch(seed))
+        exact = states_and_gradients(own_states, exact_trunk, forms[0])
+        errors.append(
+            torch.stack([away(states_and_gradients(wanted_hidden, half, f), exact) for f in forms])
+        )
+    without, with_filler = torch.stack(errors).mean(dim=0)
+    assert (with_filler < 1.1 * without).all()
+
+
+def test_only_products_of_bfloat16_on_a_processor_get_them():
+    rows = group_batch()
+    for dtype, num_padding in ((torch.bfloat16, 4), (torch.float32, 0)):
+        assert score_completions(tiny_model("llama").to(dtype), **rows).num_padding == num_padding
+
+
+def test_surplus_tokens_are_nobodys_business():
+    rows = group_batch()
+    half, exact = tiny_model("llama").bfloat16(), tiny_model("llama")
+    # Between two forms of the same weights, in pieces whose last is of another size than the first.
+    for chunk in (None, 5):
+        kl = score_completions(
+            half, **rows, full_kl_to=ReferencePolicy(exact), logits_chunk_tokens=chunk
+        ).full_kl
+        assert kl.shape == rows["completion_mask"].shape
+        assert float(kl.detach().abs().max()) < 0.01
+        assert not kl[~rows["completion_mask"]].any()
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_config(half.config).eval()
+    ids, mask = rows["completion_ids"], rows["completion_mask"].clone()
+    mask[:, 0] = True
+    expected = sequence_scores(judge, ids, mask, label=1)
+    found = sequence_scores(judge.bfloat16(), ids, mask, label=1)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
+
+
+def test_the_shortest_rows_are_filled_first():
+    # Left-padded prompts of 9 and 2 tokens, nothing in common; completions of 1 and 5 tokens.
+    prompts = torch.arange(1, 19).view(2, 9)
+    prompt_mask = torch.arange(9) >= torch.tensor([[0], [7]])
+    mask = torch.arange(5) < torch.tensor([[1], [5]])
+    rows = completion_rows(prompts, prompt_mask, torch.arange(20, 30).view(2, 5), mask)
+    wanted = pack_dense(rows, recurring=True)
+    # 9 and 6 tokens are read; one of filler makes 16 of them, and goes to the second row.
+    assert (wanted.input_ids.numel(), wanted.num_padding) == (16, 1)
+    (block,) = wanted.layout.blocks
+    assert block.queries.shape == (2, 16)
+    assert wanted.input_ids[0, -1] == 0 and wanted.position_ids[0, -1] == 0

@@ -25,7 +25,8 @@ def layout_of(
     prompt_mask[:4, : prompt // 2] = not mixed
     lengths = torch.randint(1, completion + 1, (rows, 1)) if mixed else completion
     mask = torch.arange(completion).expand(rows, -1) < lengths
-    packed = pack_dense(completion_rows(prompts, prompt_mask, torch.randint(100, mask.shape), mask))
+    rows_of_text = completion_rows(prompts, prompt_mask, torch.randint(100, mask.shape), mask)
+    packed = pack_dense(rows_of_text, recurring=mixed)  # as on processors, or as elsewhere
     assert packed.layout is not None
     return packed.layout
 
