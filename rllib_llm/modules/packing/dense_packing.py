@@ -63,8 +63,7 @@ def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) ->
     own_starts = prompt_lengths.sum() + own_lengths.cumsum(dim=0) - own_lengths
     input_ids = torch.cat([rows.ids[first, : rows.num_leading][prompt_mask], own_ids[own]])
     prompt_positions = prompt_mask.cumsum(dim=1) - 1
-    own_positions = num_shared.unsqueeze(1) + own.cumsum(dim=1) - 1
-    own_positions = own_positions.masked_fill(filler, 0)
+    own_positions = (num_shared.unsqueeze(1) + own.cumsum(dim=1) - 1).masked_fill(filler, 0)
 
     at_row, at_col = rows.wanted.nonzero(as_tuple=True)
     # How many tokens of its row come before a wanted one; its predecessor may be the prompt's last.
@@ -76,9 +75,7 @@ def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) ->
     result_length = rows.ids.shape[1] - rows.num_leading
     targets = rows.ids[at_row, at_col]
     if recurring:
-        again = targets.new_zeros(recurring_size(len(targets)) - len(targets))
-        predicted_at = torch.cat([predicted_at, predicted_at[again]])
-        targets = torch.cat([targets, targets[again]])
+        predicted_at, targets = _with_surplus(predicted_at), _with_surplus(targets)
     return WantedTokens(
         input_ids=input_ids.unsqueeze(0),
         targets=targets,
@@ -103,6 +100,13 @@ def _filled(own: Tensor, ids: Tensor, num_others: int) -> tuple[Tensor, Tensor, 
     chosen = length.flatten().argsort(stable=True)[:missing]
     filler = torch.zeros_like(own).flatten().index_fill_(0, chosen, True).view_as(own)
     return own | filler, ids.masked_fill(filler, 0), filler
+
+
+def _with_surplus(per_token: Tensor) -> Tensor:
+    """Its first number again and again behind it, until there are a `recurring_size`."""
+    return torch.cat(
+        [per_token, per_token[:1].expand(recurring_size(len(per_token)) - len(per_token))]
+    )
 
 
 def _before_last_wanted(wanted: Tensor) -> Tensor:
