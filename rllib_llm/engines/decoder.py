@@ -17,6 +17,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
 from rllib_llm.engines.completions import CompletionBuffers
@@ -31,12 +32,13 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.like_lengths import alike, cost_of_block
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
-from rllib_llm.engines.prefill import prefill
+from rllib_llm.engines.prefill import prefill, recurring_length
 from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
 from rllib_llm.engines.row_block import RowBlock
 from rllib_llm.engines.row_blocks import RowBlocks
 from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
 from rllib_llm.engines.static_step import can_be_recorded
+from rllib_llm.modules.packing.trunk import wants_recurring_sizes
 
 # Further turns of conversations wait for each other until they have waited for so many steps
 # together, as a share of the rows that are sampled meanwhile: a prefill costs about as much as a
@@ -97,6 +99,7 @@ class Decoder:
         if block_cost is None:
             block_cost = _cost_of_block(model, self.device)
         self.blocks = RowBlocks(model.config, self.device, block_cost)
+        self._recurs = wants_recurring_sizes(next(model.parameters()))
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 
@@ -266,14 +269,18 @@ class Decoder:
         ids, mask = padded(groups)
         longest = ids.shape[1]
         block = self.blocks.block_for(*_sizes(groups))
-        prompts = make_cache(self.model.config, 1, longest)
-        shares = isinstance(prompts, SharedPromptCache)
+        shares = shares_prompts(self.model.config)
+        more = recurring_length(len(groups), longest) - longest if self._recurs and shares else 0
+        ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
+        prompts = make_cache(self.model.config, 1, longest + more)
         repeats = torch.tensor(copies, device=self.device)
         if not shares:
             block.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
         self.num_prefilled += sum(group.length for group in groups)
         logits = prefill(self.model, self.value_head, ids, mask, prompts)
+        if more:
+            prompts.look_from(more)
         before = len(self.rows)
         room = self._room_for(block, groups, longest) if shares else (0, 0)
         self._admit(block, prompts, groups, longest, room)
@@ -288,6 +295,8 @@ class Decoder:
         held = [len(prefix.token_ids) for prefix in prefixes]
         new = max(length - kept for length, kept in zip(lengths, held, strict=True))
         longest, before = max(lengths), len(self.rows)
+        if self._recurs and recurring_length(len(groups), new) < longest:
+            new = recurring_length(len(groups), new)
         if new >= longest or not shares_prompts(self.model.config):
             self._prefill(groups)
             return

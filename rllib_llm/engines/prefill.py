@@ -2,6 +2,9 @@
 at once needs more memory than the keys and values that are kept of them.
 
     cache  [ kept | piece | piece | piece ]──▶ logits behind the last token
+
+Where products want sizes that come again, prompts are read with a few positions more: of padding,
+or of what was kept.
 """
 
 from __future__ import annotations
@@ -11,9 +14,20 @@ from torch import nn
 
 from rllib_llm.engines.decode_step import last_logits
 from rllib_llm.engines.kv_cache import RepeatedPromptCache, SharedPromptCache
+from rllib_llm.modules.packing.dense_packing import recurring_size
 
 # Tokens of all prompts in a piece: enough for a GPU to be busy with.
 PIECE_TOKENS = 16_384
+
+
+def recurring_length(num_prompts: int, length: int) -> int:
+    """`length` positions or a few more, of which so many prompts have a `recurring_size` of tokens
+    together; `length` where 15 or an eighth more do not suffice."""
+    most = length + max(15, length // 8)
+    for longer in range(length, most + 1):
+        if recurring_size(num_prompts * longer) == num_prompts * longer:
+            return longer
+    return length
 
 
 def prefill(

@@ -170,3 +170,36 @@ def test_prefixes_are_bounded_and_taken_once():
     assert kept.take("d", [4, 2, 3]) is None
     kept.put("e", prefix(*range(100)))
     assert kept.take("e", list(range(101))) is None  # more than fits
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral (sliding window)", "gpt2"])
+def test_in_bfloat16_prompts_and_turns_are_read_in_sizes_that_come_again(family):
+    half = tiny_model(family).bfloat16()
+    exact = tiny_model(family).bfloat16().double()
+    found = iter(dialogues(engine(half), keeps=True))
+    for i, prompt in enumerate(prompts()[:4]):
+        said = list(prompt)
+        for turn in range(3):
+            token_ids, logprobs = next(found)
+            with torch.no_grad():
+                logits = exact(torch.tensor([said + token_ids])).logits[0, len(said) - 1 : -1]
+            expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(token_ids)[:, None])
+            # A few roundings of eight bits in each of two layers.
+            torch.testing.assert_close(
+                torch.tensor(logprobs).double(), expected.squeeze(1), atol=0.05, rtol=0.05
+            )
+            said += token_ids
+            if turn < 2:
+                said += RESULTS[i][turn]
+
+    sizes: list[int] = []
+
+    def note(embedding, arguments) -> None:
+        if arguments[0].shape[1] > 1:
+            sizes.append(arguments[0].numel())
+
+    half.get_input_embeddings().register_forward_pre_hook(note)
+    dialogues(engine(half), keeps=True)
+    # But for a turn of a row that has no 16 positions yet.
+    assert sum(size % 16 == 0 for size in sizes) > 3
+    assert all(size % 16 == 0 or size < 16 for size in sizes)

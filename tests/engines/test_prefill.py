@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.kv_cache import make_cache
-from rllib_llm.engines.prefill import prefill
+from rllib_llm.engines.prefill import prefill, recurring_length
 from tests.engines.test_torch_engine import tiny_model
 
 LENGTHS = (9, 4, 7)
@@ -49,3 +49,11 @@ def test_pieces_compute_what_the_whole_does(family):
                     getattr(each, name)[:, :, :9].transpose(1, 2)[mask] for each in (layer, other)
                 )
                 torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
+
+
+def test_a_few_positions_more_make_sizes_that_come_again():
+    # Prompts, longest: 16 and 32 tokens; 8 x 32; 3 x 48 = 144; 64 a step from 2048 on: 2 x 1088.
+    lengths = {(1, 9): 16, (1, 20): 32, (8, 32): 32, (3, 41): 48, (2, 1060): 1088}
+    assert {key: recurring_length(*key) for key in lengths} == lengths
+    # 31 x 128 would be the next: 28 % more.
+    assert recurring_length(31, 100) == 100

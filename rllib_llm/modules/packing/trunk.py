@@ -37,13 +37,14 @@ def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
     window = getattr(trunk.config.get_text_config(), "sliding_window", None)
     if window is not None and int(rows.attended.sum(dim=1).max()) > window:
         return pack(rows)
-    return pack_dense(rows, recurring=_wants_recurring_sizes(trunk))
+    embedding = next(trunk.get_input_embeddings().parameters())
+    return pack_dense(rows, recurring=wants_recurring_sizes(embedding))
 
 
-def _wants_recurring_sizes(trunk: nn.Module) -> bool:
-    """Whether each new number of tokens costs: oneDNN, which multiplies bfloat16 on processors,
-    makes code for every size of a product, milliseconds and up to a megabyte each."""
-    weight = next(trunk.get_input_embeddings().parameters())
+def wants_recurring_sizes(weight: Tensor) -> bool:
+    """Whether each new number of tokens costs a model of such weights: oneDNN, which multiplies
+    bfloat16 on processors, makes code for every size of a product, milliseconds and up to a
+    megabyte each."""
     is_half = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return is_half and torch.backends.mkldnn.is_available()
 
