@@ -263,6 +263,10 @@ class Decoder:
             else:
                 self._prefill_rest(alike_groups)
 
+    def _length_to_read(self, num_prompts: int, length: int) -> int:
+        """How many positions of so many prompts are read where `length` would do."""
+        return recurring_length(num_prompts, length) if self._recurs else length
+
     def _prefill(self, groups: Sequence[Group]) -> None:
         """Lets prompts of like length in."""
         copies = [len(group.columns) for group in groups]
@@ -270,8 +274,9 @@ class Decoder:
         longest = ids.shape[1]
         block = self.blocks.block_for(*_sizes(groups))
         shares = shares_prompts(self.model.config)
-        more = recurring_length(len(groups), longest) - longest if self._recurs and shares else 0
-        ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
+        more = self._length_to_read(len(groups), longest) - longest if shares else 0
+        if more:
+            ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
         prompts = make_cache(self.model.config, 1, longest + more)
         repeats = torch.tensor(copies, device=self.device)
         if not shares:
@@ -295,8 +300,9 @@ class Decoder:
         held = [len(prefix.token_ids) for prefix in prefixes]
         new = max(length - kept for length, kept in zip(lengths, held, strict=True))
         longest, before = max(lengths), len(self.rows)
-        if self._recurs and recurring_length(len(groups), new) < longest:
-            new = recurring_length(len(groups), new)
+        longer = self._length_to_read(len(groups), new)
+        if longer < longest:
+            new = longer
         if new >= longest or not shares_prompts(self.model.config):
             self._prefill(groups)
             return

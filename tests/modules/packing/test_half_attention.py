@@ -16,7 +16,7 @@ HEAD_DIM = 16
 
 
 def layout_of(
-    rows: int, prompt: int, completion: int, *, shared: bool, mixed: bool
+    rows: int, prompt: int, completion: int, *, shared: bool, mixed: bool, recurring: bool = False
 ) -> AttentionLayout:
     """Rows of which four have each prompt, or one; of one length, or of 1 to the longest."""
     groups = rows // 4 if shared else rows
@@ -26,7 +26,7 @@ def layout_of(
     lengths = torch.randint(1, completion + 1, (rows, 1)) if mixed else completion
     mask = torch.arange(completion).expand(rows, -1) < lengths
     rows_of_text = completion_rows(prompts, prompt_mask, torch.randint(100, mask.shape), mask)
-    packed = pack_dense(rows_of_text, recurring=mixed)  # as on processors, or as elsewhere
+    packed = pack_dense(rows_of_text, recurring=recurring)
     assert packed.layout is not None
     return packed.layout
 
@@ -70,9 +70,10 @@ def differences(
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_result_and_gradients_are_exact_up_to_rounding(shared, mixed, key_heads):
+@pytest.mark.parametrize("recurring", [True, False])
+def test_result_and_gradients_are_exact_up_to_rounding(shared, mixed, key_heads, recurring):
     torch.manual_seed(0)
-    layout = layout_of(8, 6, 11, shared=shared, mixed=mixed)
+    layout = layout_of(8, 6, 11, shared=shared, mixed=mixed, recurring=recurring)
     ours, _ = differences(layout, 4, key_heads, 1.0)
     # Each number is rounded a few times, by 2^-9 at most: 0.2 %.
     assert max(ours) < 0.006
