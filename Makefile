@@ -1,6 +1,7 @@
 # make demo    a language model trained with reinforcement learning from feedback, in minutes
 # make test    the test suite          make check   lint, types, tests
 # make test-slow  its long ones: faults by the dozen, whole trainings
+# make test-shaken  where roundings matter: products round otherwise wherever they are cut otherwise
 # make lint    ruff                    make types   mypy
 # make docs    the documentation, as a site in site/ (Zensical, into .venv)
 # make bench   the benchmarks          make clean   remove .venv, results and caches
@@ -13,13 +14,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 RESULTS ?= results
+# Of `make test-shaken`: another one, other roundings.
+SHAKE ?= 1
 # Processes that run tests side by side, each with a Ray of its own (some 2 GB).
 TEST_WORKERS ?= 2
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-vllm test-nixl check lint types docs bench bench-gpu clean install
+.PHONY: demo test test-slow test-shaken test-vllm test-nixl check lint types docs bench bench-gpu clean install
 
 demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
@@ -30,6 +33,10 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 1200 -n $(TEST_WORKERS) --dist loadfile -m slow
 
+test-shaken: $(STAMP)
+	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow' \
+	  --shake $(SHAKE) $(addprefix tests/,numerics modules engines learners rollouts)
+
 test-vllm:
 	PYTHON='$(PYTHON)' PIP_FLAGS='$(PIP_FLAGS)' .ci/vllm
 
@@ -38,7 +45,7 @@ test-nixl: $(STAMP)
 	  --constraint constraints.txt --editable '.[nixl]'
 	$(BIN)/python -m pytest -q --timeout 600 -m nixl tests
 
-check: lint types test test-slow
+check: lint types test test-shaken test-slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["rllib_llm", "rllib_llm.*"]),
     package_data={
-        "rllib_llm.reports": ["page/*"],
+        "rllib_llm.runs": ["page/*"],
         "rllib_llm.serving": ["page.html", "dashboard.json"],
     },
     cmdclass={"build_py": BuildWithExamples},

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from rllib_llm.algorithms.settings.schema import build_config
-from rllib_llm.experiments.algorithms import algorithm_class
-from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
-from rllib_llm.experiments.yaml_loader import read
-from rllib_llm.tune.flat_results import flatten
+from rllib_llm.config.schema import build_config
+from rllib_llm.runs.algorithms import algorithm_class
+from rllib_llm.runs.flat_results import flatten
+from rllib_llm.runs.yaml_experiments import Experiment, fill, load
+from rllib_llm.runs.yaml_loader import read
 
 PRECISIONS = ("float32", "bf16")
 FOLDER = Path(__file__).parents[1] / "tuned_examples"

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from rllib_llm import GRPOConfig, default_callbacks
 from rllib_llm.envs.toys import arithmetic
 from rllib_llm.overseer.client import Run, find_run
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 
 NAMES = ("pause", "scale", "checkpoint", "stop")
 WEIGHTS = (4, 4, 3, 2)  # how often each is told; resume follows a pause

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rllib_llm import columns
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.envs.toys import arithmetic
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.source import RolloutSource
+from rllib_llm.shared import columns
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers
 HERE = "benchmarks.chaos_run"

@@ -31,7 +31,7 @@ from typing import Any
 
 from peer_task import Task, import_bench, make_config, make_mixed_assets, model_folders
 
-from rllib_llm.processor import multiplies_bfloat16
+from rllib_llm.shared.process import multiplies_bfloat16
 
 SPANS = ("generate", "score", "train", "total")
 THEIR_NAMES = {"generate": "gen", "score": "score", "train": "train", "total": "total"}

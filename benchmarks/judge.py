@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from rllib_llm.modules.packing.sequence_scores import sequence_scores
-from rllib_llm.modules.quantize import quantize
-from rllib_llm.modules.quantized_layers import model_bytes
-from rllib_llm.processor import multiplies_bfloat16
+from rllib_llm.modules.quantize import model_bytes, quantize
+from rllib_llm.shared.process import multiplies_bfloat16
 
 FORMS = ("none", "bf16", "int8")
 

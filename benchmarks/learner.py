@@ -201,7 +201,7 @@ def main() -> None:
     if args.side is not None:
         print(json.dumps(run_side(args)))
         return
-    from rllib_llm.processor import multiplies_bfloat16  # TRL's interpreter has no rllib_llm
+    from rllib_llm.shared.process import multiplies_bfloat16  # TRL's interpreter has no rllib_llm
 
     if args.precision == "bf16" and not multiplies_bfloat16():
         print("skipped: the processor has neither AMX nor AVX512-BF16")

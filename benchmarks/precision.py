@@ -27,7 +27,7 @@ from stopwatch import Stopwatch, add
 
 from rllib_llm import GRPOConfig
 from rllib_llm.envs.toys import arithmetic
-from rllib_llm.experiments.doctor.machine import Machine
+from rllib_llm.runs.doctor.machine import Machine
 
 SPANS = ("generate", "score", "train", "total")
 PRECISIONS = {"float32": None, "bf16": "bf16"}

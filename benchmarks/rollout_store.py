@@ -26,13 +26,14 @@ import ray
 import torch
 from full_length import full_length
 
-from rllib_llm import GRPOConfig, columns
+from rllib_llm import GRPOConfig
 from rllib_llm.data.rollout_schema import conform
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.stored import StoredRollouts
 from rllib_llm.rollouts.stored_rows import AboutRun, rows_of
+from rllib_llm.shared import columns
 
 ABOUT = AboutRun(
     run="benchmark", env="rllib_llm/RLHF-v0", num_completions=8, num_held_out_completions=1,

@@ -68,11 +68,10 @@ def make_model(folder: Path) -> None:
 
 def serve(mode: str, folder: str, port: int) -> None:
     """Serves until it is killed; says "ready"."""
-    from rllib_llm.garbage import forget_startup
     from rllib_llm.serving import deployment
-    from rllib_llm.serving.http_server import HttpServer
-    from rllib_llm.serving.opening import open_service
+    from rllib_llm.serving.http_server import HttpServer, open_service
     from rllib_llm.serving.settings import ServeSettings
+    from rllib_llm.shared.process import forget_startup
 
     settings = ServeSettings(
         model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy",

@@ -57,12 +57,12 @@ def serve(folder: str, port: int, swaps: int) -> None:
     """Serves, swaps as often and prints what was timed."""
     from rllib_llm.engines.completions import Tokens
     from rllib_llm.engines.protocol import Ended
-    from rllib_llm.garbage import forget_startup
     from rllib_llm.modules.pretrained import load_tokenizer
     from rllib_llm.serving.engine_process import EngineProcess, Events
     from rllib_llm.serving.http_server import HttpServer
     from rllib_llm.serving.service import Service
     from rllib_llm.serving.settings import ServeSettings
+    from rllib_llm.shared.process import forget_startup
 
     class TimedEngine(EngineProcess):
         """Notes when what has come of a step is here."""

@@ -32,13 +32,13 @@ import psutil
 import ray
 import torch
 
-from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.direct import DirectTransport, has_nixl
 from rllib_llm.weights.flat_buffer import lay_side_by_side, pack, scatter, verify
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.publisher import BackgroundPublisher
 from rllib_llm.weights.receiver import WeightsReceiver
 
 NUM_RECEIVERS = 4

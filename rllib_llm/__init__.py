@@ -11,9 +11,8 @@ from typing import Any
 
 from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
-from rllib_llm.moved import forward_old_names
-from rllib_llm.quiet import quiet_libraries
-from rllib_llm.ray_compat import check_ray
+from rllib_llm.shared.quiet import quiet_libraries
+from rllib_llm.shared.ray_compat import check_ray
 
 __version__ = "0.1.0"
 
@@ -31,8 +30,8 @@ _PUBLIC = {
     "DPOConfig": "rllib_llm.algorithms.dpo",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.checks.check_env",
-    "Progress": "rllib_llm.reports.progress",
-    "default_callbacks": "rllib_llm.tune",
+    "Progress": "rllib_llm.runs.progress",
+    "default_callbacks": "rllib_llm.runs",
     "serve": "rllib_llm.serving.deployment",
 }
 __all__ = [*_PUBLIC, "__version__"]
@@ -50,6 +49,5 @@ def __dir__() -> list[str]:
 
 check_ray()
 quiet_libraries()
-forward_old_names()
 register_envs()
 register_algorithms()

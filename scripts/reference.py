@@ -17,10 +17,10 @@ import typer
 
 import rllib_llm
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
-from rllib_llm.algorithms.settings.listing import settings_of
 from rllib_llm.cli.main import app
-from rllib_llm.experiments.experiment import KEYS, CheckpointConfig, Experiment
-from rllib_llm.reports.metric_names import GROUPS
+from rllib_llm.config.listing import settings_of
+from rllib_llm.runs.experiment import KEYS, CheckpointConfig, Experiment
+from rllib_llm.runs.metric_names import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 _COLUMN = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<meaning>.*)$')
@@ -29,13 +29,14 @@ _SECTION = re.compile(r"^# --- (?P<title>.*?) -+$")
 
 
 def columns_page() -> str:
-    """Every column of a training batch, from the comments of `rllib_llm/columns.py`."""
+    """Every column of a training batch, from the comments of `rllib_llm/shared/columns.py`."""
     lines = [
         "# Columns", "",
         "Shapes: B completions (rows), P prompt tokens (left-padded), T completion tokens "
         "(right-padded), N texts of L tokens. Masks are bool and True where a token counts.",
     ]  # fmt: skip
-    source = Path(rllib_llm.__file__).with_name("columns.py").read_text(encoding="utf-8")
+    file = Path(rllib_llm.__file__).parent / "shared" / "columns.py"
+    source = file.read_text(encoding="utf-8")
     for line in source.splitlines():
         if section := _SECTION.match(line):
             lines += ["", f"## {_sentence(section['title'])}", "", "| column | what it is |"]
@@ -130,9 +131,8 @@ def settings_page() -> str:
         "# Settings", "",
         "A section is a method in Python (`.sampling(temperature=0.7)`) and a mapping in YAML "
         "(`sampling: {temperature: 0.7}`); in YAML a setting may also stand by itself, under the "
-        "name in brackets where it has a longer one. Those of `prompts`, `rewards` and `reference` "
-        "marked (env) are kept in `env_config`. `rllib config ALGO` prints this for one algorithm, "
-        "with its own defaults.",
+        "name in brackets where it has a longer one. Those marked (env) are kept in `env_config`. "
+        "`rllib config ALGO` prints this for one algorithm, with its own defaults.",
     ]  # fmt: skip
     rows = {}
     for name in ALGORITHMS:

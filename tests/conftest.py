@@ -1,4 +1,4 @@
-"""What all tests share: one thread for torch, and one Ray for the whole session."""
+"""What all tests share: few threads for torch, and one Ray for the whole session."""
 
 from __future__ import annotations
 
@@ -26,14 +26,33 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.shaker import SEED, Shaker  # noqa: E402
+
 OBJECT_STORE_BYTES = 256 * 1024**2
+SHAKEN = {"worker_process_setup_hook": "tests.shaker.shake_worker"}
 NUM_CPUS = 4  # slots for processes, whatever the machine has
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shake",
+        type=int,
+        metavar="SEED",
+        help="round matrix products otherwise wherever they are cut otherwise; see tests/shaker.py",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--shake")
+    if seed is not None:
+        os.environ[SEED] = str(seed)
+        Shaker(seed).start()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Tests compare floats and share a machine: one thread each."""
-    torch.set_num_threads(1)
+def few_threads() -> None:
+    """Tests share a machine: one thread each, or OMP_NUM_THREADS."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +70,7 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        runtime_env=SHAKEN if SEED in os.environ else None,
     )
     yield
     ray.shutdown()

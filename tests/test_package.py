@@ -16,14 +16,14 @@ HEAVY = ("torch", "transformers", "datasets", "bitsandbytes", "torchao", "peft",
 # Numerics know torch and nothing of Ray; what is below the algorithms does not know them; the
 # command only calls what Python users can call.
 RULES = [
-    (("columns.py", "numerics/", "modules/packing/logprobs.py"),
+    (("shared/columns.py", "numerics/", "modules/packing/logprobs.py"),
      ("ray", "rllib_llm.envs", "rllib_llm.engines", "rllib_llm.rollouts")),
     (("modules/",),
      ("rllib_llm.engines", "rllib_llm.envs", "rllib_llm.learners", "rllib_llm.rollouts",
       "rllib_llm.weights")),
     (("envs/", "modules/", "engines/", "rollouts/", "weights/", "learners/", "data/"),
-     ("rllib_llm.algorithms", "rllib_llm.cli", "rllib_llm.experiments", "rllib_llm.reports")),
-    (("algorithms/", "checkpoints/", "tune/", "experiments/", "reports/"), ("rllib_llm.cli",)),
+     ("rllib_llm.algorithms", "rllib_llm.cli", "rllib_llm.runs")),
+    (("algorithms/", "checkpoints/", "overseer/", "config/", "runs/"), ("rllib_llm.cli",)),
     (("engines/", "weights/", "modules/", "algorithms/", "rollouts/", "conversations/"),
      ("fastapi",)),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.tune.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.runs.trial_logs import before_and_after, read_json_lines, read_results
 
 YAML = Path(__file__).resolve().parents[1] / "tuned_examples" / "stories_sentiment.yaml"
 # 12 texts, 8 pairs, 2 iterations of 4 completions of 4 tokens.

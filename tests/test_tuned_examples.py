@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rllib_llm.algorithms.settings.schema import allowed_keys, build_config
-from rllib_llm.experiments.algorithms import algorithm_class
-from rllib_llm.experiments.plan import check_experiments, search_space
-from rllib_llm.experiments.stage_result import export_model
-from rllib_llm.experiments.yaml_experiments import Experiment, fill, load
-from rllib_llm.experiments.yaml_loader import read
-from rllib_llm.tune.flat_results import flatten
-from rllib_llm.tune.search_space import examples
-from rllib_llm.user_errors import UserError
+from rllib_llm.config.schema import allowed_keys, build_config
+from rllib_llm.runs.algorithms import algorithm_class
+from rllib_llm.runs.flat_results import flatten
+from rllib_llm.runs.plan import check_experiments, search_space
+from rllib_llm.runs.search_space import examples
+from rllib_llm.runs.stage_result import export_model
+from rllib_llm.runs.yaml_experiments import Experiment, fill, load
+from rllib_llm.runs.yaml_loader import read
+from rllib_llm.shared.errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "tuned_examples"
 FILES = sorted(FOLDER.glob("*.yaml"))

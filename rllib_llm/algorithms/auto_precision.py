@@ -1,4 +1,7 @@
-"""`mixed_precision: "auto"`: bf16 where the learners' hardware has it, decided where a run begins.
+"""Settings left to the hardware, decided where a run begins.
+
+`mixed_precision: "auto"` is bf16 where learners have it; `float32_products: "auto"` is the library
+that is faster on this kind of processor.
 
 config ("auto") ─▶ here: "bf16" or None ─▶ said, built, kept in every checkpoint
                                                             │
@@ -7,6 +10,7 @@ config ("auto") ─▶ here: "bf16" or None ─▶ said, built, kept in every ch
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +18,12 @@ from typing import Any
 import ray
 
 from rllib_llm.modules.mixed_precision import cuda_multiplies_bfloat16
-from rllib_llm.processor import multiplies_bfloat16
+from rllib_llm.modules.products import faster_library
+from rllib_llm.shared.process import multiplies_bfloat16
 
+logger = logging.getLogger(__name__)
 AUTO = "auto"
+DECIDED = ("mixed_precision", "float32_products")  # the settings that may be "auto"
 
 
 def decided(config: Any, on_processor: Callable[[], bool] = multiplies_bfloat16) -> str | None:
@@ -37,6 +44,11 @@ def decided(config: Any, on_processor: Callable[[], bool] = multiplies_bfloat16)
 
 def with_decided_precision(config: Any) -> Any:
     """The AlgorithmConfig `config`, frozen, "auto" replaced by what it is here, which is said."""
+    if config.float32_products == AUTO:
+        config = config.copy(copy_frozen=False)
+        config.float32_products = faster_library()
+        config.freeze()
+        logger.info("float32_products='auto' is %r in this run.", config.float32_products)
     if config.mixed_precision != AUTO:
         return config
     config = config.copy(copy_frozen=False)

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.config.checks import require
 
 # Classes that older checkpoints and imports look for here -> their own files.
 _MOVED = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rllib_llm.algorithms.settings.checks import require
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.preferences import PREFERENCES
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.config.checks import require
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tables.preferences import PREFERENCES
 from rllib_llm.data.preferences import PromptedPairSource
 
 
@@ -22,7 +22,7 @@ class DPOConfig(SupervisedConfig):
         self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
 
     def module_class(self) -> type:
-        from rllib_llm.modules.preference_module import PreferenceModule
+        from rllib_llm.modules.pair_modules import PreferenceModule
 
         return PreferenceModule
 
@@ -31,7 +31,7 @@ class DPOConfig(SupervisedConfig):
         return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.dpo_learner import DPOLearner
+        from rllib_llm.learners.supervised_learners import DPOLearner
 
         return DPOLearner
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rllib_llm.algorithms.settings.checks import require
+from rllib_llm.config.checks import require
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 

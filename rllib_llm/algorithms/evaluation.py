@@ -21,10 +21,10 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
-from rllib_llm import columns
 from rllib_llm.algorithms.pass_metrics import pass_metrics
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.shared import columns
 
 logger = logging.getLogger(__name__)
 

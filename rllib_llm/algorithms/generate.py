@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
-from rllib_llm.algorithms.settings.checks import given, require
-from rllib_llm.algorithms.settings.section_method import SectionMethod
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tabled_config import TabledConfig
-from rllib_llm.algorithms.settings.tables.model import MODEL
-from rllib_llm.algorithms.settings.tables.sampling import DTYPE, GENERATE, SEED
 from rllib_llm.checkpoints.folder import check, write_manifest
+from rllib_llm.config.checks import given, require
+from rllib_llm.config.section_method import SectionMethod
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tabled_config import TabledConfig
+from rllib_llm.config.tables.model import MODEL
+from rllib_llm.config.tables.sampling import DTYPE, GENERATE, SEED
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 

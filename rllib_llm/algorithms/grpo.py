@@ -11,9 +11,9 @@ class GRPOConfig(CriticFreeConfig):
 
     Published variants are settings: Dr. GRPO `loss_reduction="dr_grpo", scale_by_std=False`; DAPO
     `loss_reduction="token_mean", clip_param_high=0.28, ref_kl_coeff=0, overlong_buffer=...,
-    drop_zero_variance_groups=True`; GSPO `policy_loss="gspo"`, clip ranges near 3e-4; CISPO
-    `policy_loss="cispo", clip_param=1.0, clip_param_high=4.0, loss_reduction="token_mean"`: weights
-    up to 5, nothing held from below.
+    filters=["reward_spread"]` (dynamic sampling); GSPO `policy_loss="gspo"`, clip ranges near 3e-4;
+    CISPO `policy_loss="cispo", clip_param=1.0, clip_param_high=4.0, loss_reduction="token_mean"`:
+    weights up to 5, nothing held from below.
     """
 
     ignored_settings = (

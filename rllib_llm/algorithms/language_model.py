@@ -18,27 +18,27 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import ALL_MODULES, LEARNER_RESULTS
 from ray.tune import Trainable
 
-from rllib_llm.algorithms.auto_precision import AUTO, with_decided_precision
+from rllib_llm.algorithms.auto_precision import AUTO, DECIDED, with_decided_precision
+from rllib_llm.algorithms.headline import HEADLINE, with_headline
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.algorithms.settings.placement import require_places
+from rllib_llm.algorithms.setup_watch import is_trial, killed_after
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.started_in import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
+from rllib_llm.config.placement import require_places
 from rllib_llm.learners.language_model_learner import (
     MEANS,
     MESSAGES,
     NUM_PARAMETERS,
     TOLD,
 )
-from rllib_llm.listening import Listener, Message
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
+from rllib_llm.overseer.messages import MESSAGES_FILE, MessageLog
 from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.storage import fetch_file
-from rllib_llm.tracebacks import raise_plainly
-from rllib_llm.tune.headline import HEADLINE, with_headline
-from rllib_llm.tune.messages import MESSAGES_FILE, MessageLog
-from rllib_llm.tune.samples import SAMPLES_FILE
-from rllib_llm.tune.setup_watch import is_trial, killed_after
+from rllib_llm.rollouts.samples import SAMPLES_FILE
+from rllib_llm.shared.listening import Listener, Message
+from rllib_llm.shared.storage import fetch_file
+from rllib_llm.shared.tracebacks import raise_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -210,25 +210,32 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def about(self) -> dict[str, Any]:
         """As of all checkpoints, and what "auto" was decided to be."""
-        return {**super().about(), "mixed_precision": self.config.mixed_precision}
+        return super().about() | {name: getattr(self.config, name) for name in DECIDED}
 
     def go_on_from(self, about: dict[str, Any]) -> None:
         """Computes as the checkpoint's run did where it was left to the hardware, which may be
         another here."""
         config, env = self._given
-        kept = about.get("mixed_precision", self.config.mixed_precision)
-        given = config.get("mixed_precision", self.get_default_config().mixed_precision)
-        if given != AUTO or kept == self.config.mixed_precision:
+        defaults = self.get_default_config()
+        kept = {
+            name: about[name]
+            for name in DECIDED
+            if config.get(name, getattr(defaults, name)) == AUTO
+            and about.get(name, getattr(self.config, name)) != getattr(self.config, name)
+        }
+        if not kept:
             return
+        for name, value in kept.items():
+            logger.warning(
+                "%s='auto' is %r in this run, as its checkpoint has it, and not what it would be "
+                "here.", name, value,
+            )  # fmt: skip
         if isinstance(config, Mapping):
-            config = {**config, "mixed_precision": kept}
+            config = {**config, **kept}
         else:
             config = config.copy(copy_frozen=False)
-            config.mixed_precision = kept
-        logger.warning(
-            "mixed_precision='auto' is %r in this run, as its checkpoint has it, and not what it "
-            "would be here.", kept,
-        )  # fmt: skip
+            for name, value in kept.items():
+                setattr(config, name, value)
         self._begin_again(config, env)
 
     @property

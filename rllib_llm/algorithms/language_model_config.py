@@ -8,22 +8,22 @@ from typing import Any
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.settings.checks import (
+from rllib_llm.config.checks import (
     check_adapters,
     check_cuts,
     check_optimiser,
     check_precision,
     given,
 )
-from rllib_llm.algorithms.settings.lookup import defaults
-from rllib_llm.algorithms.settings.no_effect import warn_of_no_effect
-from rllib_llm.algorithms.settings.section_method import SectionMethod
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tabled_config import TabledConfig
-from rllib_llm.algorithms.settings.tables.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS
-from rllib_llm.algorithms.settings.tables.optimiser import OPTIMISER
-from rllib_llm.complaints import noted
+from rllib_llm.config.lookup import defaults
+from rllib_llm.config.no_effect import warn_of_no_effect
+from rllib_llm.config.section_method import SectionMethod
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tabled_config import TabledConfig
+from rllib_llm.config.tables.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS
+from rllib_llm.config.tables.optimiser import OPTIMISER
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
+from rllib_llm.shared.errors import noted
 
 
 class LanguageModelConfig(TabledConfig):
@@ -81,6 +81,7 @@ class LanguageModelConfig(TabledConfig):
             "chat_template": self.chat_template,
             "dtype": self.dtype,
             "mixed_precision": self.mixed_precision,
+            "float32_products": self.float32_products,
             "gradient_checkpointing": self.gradient_checkpointing,
             "lora": self.lora,
             "quantization": self.quantization,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 
 
 def pass_metrics(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.algorithms.settings.checks import require
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.supervised import PTX
+from rllib_llm.config.checks import require
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tables.supervised import PTX
 
 
 class PPOPtxConfig(RLHFConfig):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from rllib_llm.dotted import import_dotted, looks_dotted
-from rllib_llm.ray_compat import register_trainable, rllib_algorithm_class
+from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_class
 
 ALGORITHMS: dict[str, str] = {
     "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",

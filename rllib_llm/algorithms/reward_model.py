@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.supervised import REWARD_MODEL
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tables.supervised import REWARD_MODEL
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.data.texts import TextSource
 
@@ -31,12 +31,12 @@ class RewardModelConfig(SupervisedConfig):
         )
 
     def module_class(self) -> type:
-        from rllib_llm.modules.reward_model_module import RewardModelModule
+        from rllib_llm.modules.pair_modules import RewardModelModule
 
         return RewardModelModule
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.reward_model_learner import RewardModelLearner
+        from rllib_llm.learners.supervised_learners import RewardModelLearner
 
         return RewardModelLearner
 

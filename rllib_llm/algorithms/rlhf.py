@@ -19,7 +19,6 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
-from rllib_llm import columns
 from rllib_llm.algorithms import rlhf_results
 from rllib_llm.algorithms.eval_envs import open_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_by_request
@@ -31,7 +30,6 @@ from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
-from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import PublishedWeightsLostError
@@ -42,9 +40,11 @@ from rllib_llm.rollouts.replayed import replayed
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.samples import SampleLog
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streaming.opening import open_stream
-from rllib_llm.tune.samples import SampleLog
+from rllib_llm.rollouts.streaming.source import open_stream
+from rllib_llm.shared import columns
+from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.published import PublishedWeights
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
@@ -195,6 +195,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         if not self.config.store_rollouts:
             return
         found = {name: told[name] for name in (columns.ADVANTAGES,) if name in told}
+        sampled = sampled.to("cpu")  # where the advantages are
         sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
         self.recorder.record(sampled.fresh, "trained", iteration=self.weights_version + 1)
 

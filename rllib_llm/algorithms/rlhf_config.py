@@ -11,33 +11,33 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.eval_envs import check_eval_envs
 from rllib_llm.algorithms.evaluation import evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.algorithms.settings.checks import check_reference, require
-from rllib_llm.algorithms.settings.engine_checks import check_engine
-from rllib_llm.algorithms.settings.lookup import defaults
-from rllib_llm.algorithms.settings.off_policy_checks import check_off_policy, check_replay
-from rllib_llm.algorithms.settings.rlhf_checks import (
+from rllib_llm.config.checks import check_reference, require
+from rllib_llm.config.engine_checks import check_engine
+from rllib_llm.config.lookup import defaults
+from rllib_llm.config.off_policy_checks import check_off_policy, check_replay
+from rllib_llm.config.rlhf_checks import (
     check_evaluation,
     check_loss,
     check_others,
     check_sampling,
     check_transport,
 )
-from rllib_llm.algorithms.settings.section_method import SectionMethod
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.streaming_checks import check_streaming
-from rllib_llm.algorithms.settings.tables import rllib
-from rllib_llm.algorithms.settings.tables.environment import PROMPTS, REWARDS
-from rllib_llm.algorithms.settings.tables.loss import LOSS, REFERENCE
-from rllib_llm.algorithms.settings.tables.model import SAMPLER_FAULTS
-from rllib_llm.algorithms.settings.tables.off_policy import OFF_POLICY
-from rllib_llm.algorithms.settings.tables.replay import REPLAY
-from rllib_llm.algorithms.settings.tables.rollouts import ROLLOUTS
-from rllib_llm.algorithms.settings.tables.sampling import SAMPLING
-from rllib_llm.algorithms.settings.tables.streaming import STREAMING
-from rllib_llm.algorithms.settings.tables.weights import WEIGHTS
+from rllib_llm.config.section_method import SectionMethod
+from rllib_llm.config.setting import Section
+from rllib_llm.config.streaming_checks import check_streaming
+from rllib_llm.config.tables import rllib
+from rllib_llm.config.tables.environment import CONVERSATION, PROMPTS, REWARDS
+from rllib_llm.config.tables.loss import LOSS, REFERENCE
+from rllib_llm.config.tables.model import SAMPLER_FAULTS
+from rllib_llm.config.tables.off_policy import OFF_POLICY
+from rllib_llm.config.tables.replay import REPLAY
+from rllib_llm.config.tables.rollouts import ROLLOUTS
+from rllib_llm.config.tables.sampling import SAMPLING
+from rllib_llm.config.tables.streaming import STREAMING
+from rllib_llm.config.tables.weights import WEIGHTS
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.serving import ServingSettings
+from rllib_llm.rollouts.streaming.sampler import ServingSettings
 
 
 class RLHFConfig(LanguageModelConfig):
@@ -51,6 +51,7 @@ class RLHFConfig(LanguageModelConfig):
         REPLAY,
         PROMPTS,
         REWARDS,
+        CONVERSATION,
         REFERENCE,
         LOSS,
         OFF_POLICY,
@@ -65,6 +66,7 @@ class RLHFConfig(LanguageModelConfig):
     replay = SectionMethod()
     prompts = SectionMethod()
     rewards = SectionMethod()
+    conversation = SectionMethod()
     reference = SectionMethod()
     weights = SectionMethod()
     weight_broadcast = SectionMethod("weights")  # its name before there were sections

@@ -1,4 +1,4 @@
-"""What an iteration of RLHF reports: by group and name as in `reports/metric_names.py`, and under
+"""What an iteration of RLHF reports: by group and name as in `runs/metric_names.py`, and under
 the names that RLlib uses for all algorithms."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
-from rllib_llm import columns
 from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 
 Groups = dict[str, dict[str, Any]]

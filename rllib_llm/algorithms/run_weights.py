@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
 from rllib_llm.weights.push import WeightsPush, open_servers
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
-from rllib_llm.algorithms.settings.checks import require
-from rllib_llm.algorithms.settings.section_method import SectionMethod
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.self_play import SELF_PLAY
-from rllib_llm.ray_compat import local_learner
-from rllib_llm.weights.two_modules import OPPONENT
+from rllib_llm.config.checks import require
+from rllib_llm.config.section_method import SectionMethod
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tables.self_play import SELF_PLAY
+from rllib_llm.shared.ray_compat import local_learner
+from rllib_llm.weights.exporter import OPPONENT
 
 
 class SelfPlayConfig(GRPOConfig):

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from typing import Any
 
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.supervised import LOSS_ON
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tables.supervised import LOSS_ON
 from rllib_llm.data.texts import TextSource
 
 
@@ -33,7 +33,7 @@ class SFTConfig(SupervisedConfig):
         return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.sft_learner import SFTLearner
+        from rllib_llm.learners.supervised_learners import SFTLearner
 
         return SFTLearner
 

@@ -16,9 +16,9 @@ from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.algorithms.settings.checks import check_range, given, require
-from rllib_llm.algorithms.settings.setting import Section
-from rllib_llm.algorithms.settings.tables.supervised import SUPERVISED
+from rllib_llm.config.checks import check_range, given, require
+from rllib_llm.config.setting import Section
+from rllib_llm.config.tables.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.modules.model_limits import num_positions
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING

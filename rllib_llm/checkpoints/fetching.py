@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rllib_llm.checkpoints.folder import CheckpointError, check
-from rllib_llm.storage import UrlPath, is_url, local_copy
+from rllib_llm.shared.storage import UrlPath, is_url, local_copy
 
 
 def fetched(given: str | Path) -> Path:

@@ -15,7 +15,7 @@ from rllib_llm.checkpoints.folder import (
     read_manifest,
 )
 from rllib_llm.checkpoints.whole import WholeCheckpoints
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 
 
 def restore_source(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, checkpoints_in, newest_usable
-from rllib_llm.storage import UrlPath, is_url, local_copy
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import UrlPath, is_url, local_copy
 
 
 def _here(given: str) -> Path:

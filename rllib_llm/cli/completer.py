@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rllib_llm.suggestions import suggestion
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.cli.panel import user_errors
+from rllib_llm.shared.errors import UserError, suggestion
 
 
 def show_config(
@@ -25,7 +25,7 @@ def show_config(
 ) -> None:
     """List an algorithm's settings: what each may be, its default, and when it has an effect."""
     with user_errors():
-        from rllib_llm.algorithms.settings.listing import settings_of
+        from rllib_llm.config.listing import settings_of
 
         rows = [row for row in settings_of(_config_class(algo)) if _has(row, search)]
         if not rows:
@@ -40,7 +40,7 @@ def show_config(
 
 def _config_class(algo: str) -> type:
     from rllib_llm.algorithms.registry import ALGORITHMS
-    from rllib_llm.experiments.algorithms import algorithm_class
+    from rllib_llm.runs.algorithms import algorithm_class
 
     config_class = type(algorithm_class(algo, "algo").get_default_config())
     if not hasattr(config_class, "sections"):

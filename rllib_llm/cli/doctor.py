@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from rllib_llm.cli.options import IMPORT_HELP
+from rllib_llm.cli.panel import user_errors
 from rllib_llm.cli.session import check_address, prepare
-from rllib_llm.experiments.overrides import HELP as SET_HELP
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.runs.overrides import HELP as SET_HELP
+from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
-    from rllib_llm.experiments.doctor.finding import Finding
-    from rllib_llm.experiments.experiment import Experiment
+    from rllib_llm.runs.doctor.finding import Finding
+    from rllib_llm.runs.experiment import Experiment
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -57,7 +58,7 @@ def doctor(
     """
     prepare(0, imports)
     with user_errors():
-        from rllib_llm.experiments.doctor.finding import distinct, exit_code
+        from rllib_llm.runs.doctor.finding import distinct, exit_code
 
         found = list(_findings(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
@@ -76,12 +77,12 @@ def _findings(
     storage_path: str,
     overrides: list[str] | None,
 ) -> Iterator[Finding]:
-    from rllib_llm.experiments.doctor.examine import examine
-    from rllib_llm.experiments.doctor.finding import Finding
-    from rllib_llm.experiments.doctor.machine import Machine
-    from rllib_llm.experiments.doctor.ray_rules import ray_rules
-    from rllib_llm.experiments.yaml_experiments import load
-    from rllib_llm.experiments.yaml_loader import read
+    from rllib_llm.runs.doctor.examine import examine
+    from rllib_llm.runs.doctor.finding import Finding
+    from rllib_llm.runs.doctor.machine import Machine
+    from rllib_llm.runs.doctor.ray_rules import ray_rules
+    from rllib_llm.runs.yaml_experiments import load
+    from rllib_llm.runs.yaml_loader import read
 
     folder = Path(storage_path).expanduser()
     experiments: list[Experiment] = []
@@ -104,10 +105,10 @@ def _findings(
 
 
 def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
-    from rllib_llm.experiments.doctor.deep import deep_rules
-    from rllib_llm.experiments.doctor.finding import Finding
-    from rllib_llm.experiments.doctor.stage import make_stage
-    from rllib_llm.experiments.stand_ins import with_stand_ins
+    from rllib_llm.runs.doctor.deep import deep_rules
+    from rllib_llm.runs.doctor.finding import Finding
+    from rllib_llm.runs.doctor.stage import make_stage
+    from rllib_llm.runs.stand_ins import with_stand_ins
 
     for experiment in with_stand_ins(experiments):
         try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from rllib_llm.cli.options import IMPORT_HELP
+from rllib_llm.cli.panel import shown_warnings, user_errors
 from rllib_llm.cli.session import prepare
-from rllib_llm.experiments.yaml_loader import parse_mapping
-from rllib_llm.user_errors import shown_warnings, user_errors
+from rllib_llm.runs.yaml_loader import parse_mapping
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -79,6 +79,7 @@ def check(
             num_prompts=num_prompts,
             num_completions=num_completions,
             report=lambda line: console.print(f"chat template, {line}", markup=False),
+            agent_server=_open_agent_server,
         )
     if not problems:
         console.print(f"[green]{env} keeps the contract.[/green]", highlight=False)
@@ -87,3 +88,10 @@ def check(
     for problem in problems:
         console.print(f"  - {problem}", markup=False, highlight=False)
     raise typer.Exit(1)
+
+
+def _open_agent_server(*arguments: Any, **settings: Any) -> Any:
+    # Here, since it wants the packages of `rllib-llm[serve]`.
+    from rllib_llm.serving.agent_server import open_agent_server
+
+    return open_agent_server(*arguments, **settings)

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from rllib_llm.cli.options import RayOptions, takes
+from rllib_llm.cli.panel import show, stderr, user_errors
 from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.experiments.yaml_loader import parse_mapping
-from rllib_llm.tune.flat_results import flatten, number
-from rllib_llm.user_errors import show, stderr, user_errors
+from rllib_llm.runs.flat_results import flatten, number
+from rllib_llm.runs.yaml_loader import parse_mapping
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 @takes(RayOptions)
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint folder of `rllib train`, or a trial's folder.")
+        str,
+        typer.Argument(help="Checkpoint folder of `rllib train`, or a trial's folder; or its URL."),
     ],
     duration: Annotated[
         int | None,
@@ -92,16 +93,16 @@ def evaluate(
             }
         from rllib_llm.checkpoints.finding import find_checkpoint
 
-        checkpoint = find_checkpoint(checkpoint)
-        algorithm_config = checkpoint_config(checkpoint, settings)
+        folder = find_checkpoint(checkpoint)
+        algorithm_config = checkpoint_config(folder, settings)
     with ray_session(options), user_errors(options.verbose):
-        results = run_evaluation(checkpoint, algorithm_config, options.verbose)
+        results = run_evaluation(folder, algorithm_config, options.verbose)
     flat = {key: value for key, raw in results.items() if (value := number(raw)) is not None}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(flat, indent=1), encoding="utf-8")
     console = Console()
-    console.print(f"[bold]{escape(str(checkpoint))}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(str(folder))}[/bold]", highlight=False, soft_wrap=True)
     console.print(_table(flat))
 
 
@@ -130,9 +131,9 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
-    from rllib_llm.algorithms.settings.schema import check_keys, check_values, resolve_classes
     from rllib_llm.checkpoints import made_by
     from rllib_llm.checkpoints.started_in import in_its_folder
+    from rllib_llm.config.schema import check_keys, check_values, resolve_classes
 
     import_from_where_it_was_made(checkpoint)
     made, arguments = made_by.read(checkpoint)

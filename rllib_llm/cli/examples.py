@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rllib_llm.cli.options import RunOptions, takes
+from rllib_llm.cli.panel import user_errors
 from rllib_llm.cli.train import run_file
-from rllib_llm.experiments.include import examples_folder
-from rllib_llm.suggestions import suggestion
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.runs.include import examples_folder
+from rllib_llm.shared.errors import UserError, suggestion
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)
 # A full stop after a whole word and before a capital: not those of "et al." and "Dr. GRPO".

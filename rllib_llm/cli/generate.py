@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from rllib_llm.cli.completer import Completer, Messages, Sampling
+from rllib_llm.cli.panel import shown_warnings, user_errors
 from rllib_llm.cli.session import prepare
-from rllib_llm.user_errors import shown_warnings, user_errors
 
 BATCH_PROMPTS = 32
 NEW_CHAT = "/new"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from rllib_llm.cli import (
@@ -28,6 +30,32 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        names = ("rllib-llm", "ray", "torch", "transformers")
+        print(", ".join(f"{name} {version(name)}" for name in names))
+        raise typer.Exit()
+
+
+@app.callback()
+def rllib(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Show the versions of this package and of what it is built on.",
+            callback=_show_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Reinforcement learning from feedback for language models, on Ray RLlib."""
+
+
 app.add_typer(train.app, name="train")
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)

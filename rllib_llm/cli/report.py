@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rllib_llm.user_errors import user_errors
+from rllib_llm.cli.panel import user_errors
 
 
 def report(
@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Write a run's report page, also while the run goes on: one HTML file, for any browser."""
     with user_errors():
-        from rllib_llm.reports.report_page import PAGE_FILE, find_trials, write_page
+        from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 
         groups = {}
         for run in runs:

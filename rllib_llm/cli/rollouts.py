@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.cli.panel import user_errors
+from rllib_llm.shared.errors import UserError
 
 NUM_SHOWN = 5
 
@@ -44,7 +45,7 @@ def rollouts(
 ) -> None:
     """Look at the completions that a run sampled: trained, rejected, failed and held-out ones.
 
-    Conditions are SQL where DuckDB is installed, else comparisons joined by AND, OR and NOT.
+    Conditions are SQL, read by DuckDB: pip install 'rllib-llm[rollouts]'.
     """
     console = Console(highlight=False)
     with user_errors():
@@ -61,6 +62,8 @@ def rollouts(
             return
         _print_summary(console, found)
         rows = query(found, where=where, sort=sort, limit=show).to_pylist() if show else []
+    if show and not rows:
+        console.print(f"No completion matches --where {where!r}." if where else "There is none.")
     for row in rows:
         _print_row(console, row)
 

@@ -10,13 +10,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from rllib_llm.cli.panel import user_errors
 from rllib_llm.cli.session import prepare
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.shared.errors import UserError
 
 MISSING = (
     "`rllib serve` must find the packages of the extra `serve`: {error}. Install them: "
     "pip install 'rllib-llm[serve]'."
 )
+_SECRETS = ("api_keys", "admin_key")
 
 
 def serve(
@@ -86,7 +88,13 @@ def _named(pairs: Any) -> dict[str, Any]:
         name, is_given, value = pair.partition("=")
         if not is_given:
             raise UserError(f"--set={pair!r} must be NAME=VALUE. Give the setting a value.")
-        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        name = name.strip().replace("-", "_")
+        if name in _SECRETS:
+            raise UserError(
+                f"--set={name}=... must be left out: whoever lists processes reads it. Set "
+                f"RLLIB_SERVE_{name.upper()} in the environment, or {name}_file."
+            )
+        found[name] = yaml.safe_load(value)
     return found
 
 
@@ -97,11 +105,10 @@ def _show(settings: Any) -> None:
 
 
 def _serve_here(settings: Any, ray_address: str | None) -> None:
-    from rllib_llm.garbage import forget_startup
-    from rllib_llm.serving.clients import read_clients
     from rllib_llm.serving.deployment import follow
-    from rllib_llm.serving.http_server import HttpServer
-    from rllib_llm.serving.opening import open_service, show_log
+    from rllib_llm.serving.http_server import HttpServer, open_service, show_log
+    from rllib_llm.serving.security import read_clients
+    from rllib_llm.shared.process import forget_startup
 
     clients = read_clients(settings)
     settings.check_exposure(bool(clients.clients))
@@ -111,7 +118,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
         ray.init(address=ray_address or "auto", log_to_driver=False)
     show_log()
     service = open_service(settings)
-    server = HttpServer(service, clients)
+    server = HttpServer(service, clients, ends_with_engine=True)
 
     def started() -> None:
         follow(service)
@@ -120,6 +127,8 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
     server.on_start = started
     forget_startup()
     server.serve_here()
+    if server.engine_has_ended:
+        raise typer.Exit(1)
 
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:

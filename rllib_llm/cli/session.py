@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.modules.model_size import num_elements
-from rllib_llm.named_imports import name_imports, runtime_env
-from rllib_llm.quiet import LOGGERS as LIBRARIES
-from rllib_llm.user_errors import UserError, user_errors
-from rllib_llm.verbosity import VERBOSE
+from rllib_llm.cli.panel import user_errors
+from rllib_llm.modules.model_limits import num_elements
+from rllib_llm.shared.dotted import name_imports, runtime_env
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.quiet import LOGGERS as LIBRARIES
+from rllib_llm.shared.tracebacks import VERBOSE
 
 if TYPE_CHECKING:
-    from rllib_llm.experiments.yaml_experiments import Experiment
+    from rllib_llm.runs.yaml_experiments import Experiment
 
 logger = logging.getLogger(__name__)
 
@@ -203,9 +204,9 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> f
     Infinite where a model's size is not known: of a hub id it is not before the model is loaded.
     Adapters, which are small, count as nothing, and so do models that a function makes.
     """
-    from rllib_llm.experiments.plan import search_space
-    from rllib_llm.experiments.stand_ins import with_stand_ins
-    from rllib_llm.tune.search_space import examples
+    from rllib_llm.runs.plan import search_space
+    from rllib_llm.runs.search_space import examples
+    from rllib_llm.runs.stand_ins import with_stand_ins
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
     most = 0.0

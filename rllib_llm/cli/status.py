@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rllib_llm.cli.panel import user_errors
 from rllib_llm.overseer.client import find_run
-from rllib_llm.user_errors import user_errors
 
 Folder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or a stage's.")]
 REFRESH_S = 1.0

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from rllib_llm.cli.panel import user_errors
 from rllib_llm.cli.status import Folder
 from rllib_llm.overseer.client import find_run
 from rllib_llm.overseer.commands import DONE, WAITING
-from rllib_llm.user_errors import UserError, user_errors
+from rllib_llm.shared.errors import UserError
 
 DEFAULT_WAIT_S = 60.0
 NOT_ANSWERED = 2  # the exit code where a command was refused or lost

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 
 from rllib_llm.cli.options import RunOptions, laid_over, takes
+from rllib_llm.cli.panel import show, shown_warnings, user_errors
 from rllib_llm.cli.session import prepare, ray_session, weights_in_store
-from rllib_llm.experiments.yaml_experiments import Experiment, load
-from rllib_llm.experiments.yaml_loader import parse_mapping, read
-from rllib_llm.storage import Place, UrlPath, place
-from rllib_llm.user_errors import UserError, show, shown_warnings, user_errors
+from rllib_llm.runs.run_folder import COMMAND_LINE
+from rllib_llm.runs.yaml_experiments import Experiment, load
+from rllib_llm.runs.yaml_loader import parse_mapping, read
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import Place
+
+
+class TrainGroup(typer.core.TyperGroup):
+    """`rllib train x.yaml` means `rllib train file x.yaml`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0].endswith((".yaml", ".yml")):
+            args = ["file", *args]
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
-    help="Train: from a YAML file, or with --algo and --env.", invoke_without_command=True
+    cls=TrainGroup,
+    help="Train: from a YAML file, or with --algo and --env.",
+    invoke_without_command=True,
 )
 
 
@@ -84,7 +97,7 @@ def train(
         return
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        from rllib_llm.experiments.stage_result import short_name
+        from rllib_llm.runs.stage_result import short_name
 
         if not algo:
             raise UserError(
@@ -94,7 +107,7 @@ def train(
         spec = {"run": algo, "env": env, "config": parse_mapping(config, "--config")}
         name = short_name(algo).lower()
         experiments = load({name: spec}, "the command line", tuple(options.overrides or ()))
-    execute(experiments, "default", options)
+    execute(experiments, "default", options, COMMAND_LINE)
 
 
 def _no_algorithm(algo: str | None, env: str | None, config: str) -> None:
@@ -113,7 +126,7 @@ def run_file(file: Path, options: RunOptions) -> None:
     with user_errors(options.verbose):
         here = file.resolve().parent
         experiments = load(read(file), str(file), tuple(options.overrides or ()), here)
-    execute(experiments, file.stem, options)
+    execute(experiments, file.stem, options, str(file.resolve()))
 
 
 def with_options(experiments: list[Experiment], options: RunOptions) -> list[Experiment]:
@@ -156,23 +169,38 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
     ]
 
 
-def execute(experiments: list[Experiment], name: str, options: RunOptions) -> None:
-    """Check the experiments, run them in order, and report. Exits with 1 where one fails."""
+def execute(experiments: list[Experiment], name: str, options: RunOptions, source: str) -> None:
+    """Check the experiments, run them in order, and report. Exits with 1 where one fails.
+
+    Args:
+        name: what the run's folder is called, with the time.
+        source: the file that describes them, or `COMMAND_LINE`.
+    """
     console = Console()
     with user_errors(options.verbose):
-        from rllib_llm.experiments.doctor.examine import before_a_run
-        from rllib_llm.experiments.plan import check_experiments
-        from rllib_llm.experiments.room import check_disk, check_resources
+        from rllib_llm.runs.doctor.examine import before_a_run
+        from rllib_llm.runs.plan import check_experiments
+        from rllib_llm.runs.room import check_disk, check_resources
+        from rllib_llm.runs.run_folder import (
+            check_writable,
+            new_folder,
+            resumed_folder,
+            storage_root,
+        )
 
         experiments = with_options(experiments, options)
         with shown_warnings() as told:
             needed = check_experiments(experiments)
             before_a_run(experiments)
-        folder = run_folder(name, options, experiments)
-        check_disk(experiments, folder)
-        loggers = _loggers(options, folder.name, len(experiments))
-    from rllib_llm.experiments.report import report
-    from rllib_llm.experiments.stages import StageFailed, StageInterrupted, run_stages
+        root = storage_root(options.storage_path, experiments)
+        if not options.resume:
+            check_writable(root)
+        check_disk(experiments, root)
+        logger_of = _loggers(options, len(experiments))
+        run = (root, name, options.experiment_name, source, experiments)
+        folder = resumed_folder(*run) if options.resume else new_folder(*run)
+    from rllib_llm.runs.report import report
+    from rllib_llm.runs.stages import StageFailed, StageInterrupted, run_stages
 
     try:
         weights_bytes = weights_in_store(experiments, needed["CPU"])
@@ -180,7 +208,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions) -> No
         with user_errors(options.verbose), session as cluster:
             check_resources(needed, cluster)
             results = run_stages(
-                experiments, folder, console, resume=options.resume, loggers=loggers, told=told
+                experiments,
+                folder,
+                console,
+                resume=options.resume,
+                loggers=lambda stage: logger_of(folder.name, stage),
+                told=told,
             )
     except (StageFailed, OSError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
@@ -207,115 +240,43 @@ def _explained(error: BaseException, folder: Place) -> str:
 
 
 def resume_command(folder: Place, options: RunOptions) -> str:
-    """Return the command line that goes on with the run in `folder`."""
-    words = [word for word in sys.argv[1:] if word != "--resume"]
+    """Return the command line that goes on with the run in `folder`, without secrets: W&B's key
+    is looked for in the environment and in its login, too."""
+    words = without_option(sys.argv[1:], "--wandb-key")
+    words = [word for word in words if word != "--resume"]
     if options.experiment_name is None:
         words += ["--experiment-name", folder.name]
     return shlex.join(["rllib", *words, "--resume"])
 
 
-def _loggers(options: RunOptions, run: str, num_stages: int) -> Callable[[str], list[Any]]:
-    """Return a function from a stage's name to the callbacks that log it elsewhere."""
+def without_option(words: Sequence[str], option: str) -> list[str]:
+    """Return the words of a command line without an option and its value."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] == option:
+            kept.pop()
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
+
+
+def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[Any]]:
+    """Return a function from the names of the run and of a stage to callbacks that log it."""
     if not (options.wandb_project or options.wandb_key):
         if options.wandb_run_name:
             raise UserError(
                 f"--wandb-run-name={options.wandb_run_name!r} must come with --wandb-project: "
                 "alone it has no effect. Name a project, or drop it."
             )
-        return lambda stage: []
-    from rllib_llm.tune.wandb_logger import check_wandb, wandb_logger
+        return lambda run, stage: []
+    from rllib_llm.runs.wandb_logger import check_wandb, wandb_logger
 
     check_wandb(options.wandb_key)
     project = options.wandb_project or "rllib_llm"
-    base = options.wandb_run_name or run
 
-    def loggers(stage: str) -> list[Any]:
+    def loggers(run: str, stage: str) -> list[Any]:
+        base = options.wandb_run_name or run
         name = base if num_stages == 1 else f"{base}-{stage}"
-        return [wandb_logger(project, name, run, options.wandb_key)]
+        return [wandb_logger(project, name, run)]
 
     return loggers
-
-
-def run_folder(name: str, options: RunOptions, experiments: list[Experiment]) -> Place:
-    """Return the folder of this run: a new one, or with --resume the one to continue.
-
-    Raises:
-        UserError: nothing to resume, a run of that name is there already, or nothing can be
-            written there.
-    """
-    storage = (
-        options.storage_path
-        or next((e.storage_path for e in experiments if e.storage_path), None)
-        or "~/ray_results"
-    )
-    root = place(storage)
-    if isinstance(root, Path):
-        root = root.resolve()
-    if options.resume:
-        return _run_to_resume(name, root, options)
-    if isinstance(root, Path):
-        _check_writable(root)
-    else:
-        _check_url(root)
-    if not options.experiment_name:
-        return root / f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    folder = root / options.experiment_name
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(
-            f"experiment_name={options.experiment_name!r} must be new: a run lies in "
-            f"{str(folder)!r} already, and two would be mixed. Add --resume to go on with it, or "
-            "choose another name."
-        )
-    return folder
-
-
-def _run_to_resume(name: str, root: Place, options: RunOptions) -> Place:
-    if options.experiment_name:
-        folder = root / options.experiment_name
-        if not folder.is_dir():
-            raise UserError(
-                f"--resume: {str(folder)!r} must exist: it is the run to continue. "
-                "Check --storage-path and --experiment-name."
-            )
-        return folder
-    # Of `name` alone: a run of name_2 begins with name_ as well.
-    of_this_file = re.compile(re.escape(name) + r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
-    found = (path for path in root.glob("*") if of_this_file.fullmatch(path.name))
-    runs = sorted(found, key=lambda path: path.name)
-    if not runs:
-        raise UserError(
-            f"--resume: no run of {name!r} lies in {str(root)!r}. "
-            "Check --storage-path, or start without --resume."
-        )
-    return runs[-1]
-
-
-def _check_url(root: UrlPath) -> None:
-    """Refuse a URL at which nothing can be written."""
-    try:
-        root.mkdir()
-    except OSError as error:
-        raise UserError(
-            f"storage_path={str(root)!r} must be a URL that can be written to: {error}. Check the "
-            "bucket, and the credentials in the environment."
-        ) from error
-
-
-def _check_writable(root: Path) -> None:
-    """Refuse a place for results where none can be made."""
-    existing = next(path for path in (root, *root.parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(
-            f"storage_path={str(root)!r} must be a folder: {str(existing)!r} is a file. Choose "
-            "another with --storage-path."
-        )
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(root, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
-    except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise UserError(
-            f"storage_path={str(root)!r} must be a folder that can be written to: "
-            f"{reason.lower()}. Choose another with --storage-path, or change its permissions."
-        )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.nodes import NO_VERSION
 from rllib_llm.conversations.training_rows import TrainingRow
+from rllib_llm.data.encoding import pad_left
+from rllib_llm.shared import columns
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         filled = [values + [filler] * (longest - len(values)) for values in lists]
         return torch.tensor(filled, dtype=dtype)
 
-    prompt_ids, prompt_mask = _left([row.prompt_ids for row in rows], pad_token_id)
+    prompt_ids, prompt_mask = pad_left([row.prompt_ids for row in rows], pad_token_id)
     lengths = torch.tensor([len(row.completion_ids) for row in rows])
     has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
@@ -81,10 +82,3 @@ def _nothing(conversation: Conversation, pad_token_id: int) -> TrainingRow:
     """A row without a token that is learnt from."""
     prompt = conversation.token_ids or [pad_token_id]
     return TrainingRow(prompt, [pad_token_id], [False], [0.0], [NO_VERSION], [0.0])
-
-
-def _left(rows: Sequence[Sequence[int]], filler: int) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([[filler] * (longest - len(row)) + list(row) for row in rows])
-    starts = torch.tensor([longest - len(row) for row in rows])
-    return ids, torch.arange(longest) >= starts.unsqueeze(1)

@@ -16,21 +16,22 @@ Of a family that the package `renderers` knows the suffix is the renderer's, whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from rllib_llm.chat_text import render_chat
 from rllib_llm.conversations.families import AUTO, bridged, family_renderer
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
+from rllib_llm.shared.chat_text import render_chat
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 HISTORIES = ("fork", "keep")
 _THOUGHTS = "<think>"
-_CLEANED_ROLES = ("user", "tool")
+_MARKER = "qqq"
 
 
 class ChatFormatError(ValueError):
@@ -49,6 +50,15 @@ class Suffix:
 
     how: Literal["exact", "rewritten", "kept", "fork", "bridged"]
     token_ids: list[int]
+
+
+class _Ends(NamedTuple):
+    """Tokens that end an assistant's turn: `text` of an old turn without calls, `last` of the
+    newest one, `calls` of one with tool calls. One and the same in most templates."""
+
+    text: str
+    last: str
+    calls: str
 
 
 class ChatFormat:
@@ -97,10 +107,16 @@ class ChatFormat:
         self.tools = [dict(tool) for tool in tools]
         self.tool_names = frozenset(tool["function"]["name"] for tool in self.tools)
         self.syntax = syntax or syntax_of(str(tokenizer.chat_template))
+        # Without tools an answer in JSON is an answer, unless somebody says how calls are written.
+        self._reads_calls = bool(self.tools) or syntax is not None
+        functions = [tool["function"] for tool in self.tools]
+        self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        self.turn_end, self._turn_end_id = self._find_turn_end()
-        ends = stop_token_ids or (self._turn_end_id, *_eos(tokenizer))
+        self._ends = self._find_ends()
+        self.turn_end = self._ends.last
+        ids = (self._id_of(end) for end in (self._ends.last, self._ends.calls))
+        ends = stop_token_ids or (*ids, *_eos(tokenizer))
         self.stop_token_ids = tuple(dict.fromkeys(ends))
         self.renderer, self.renderer_note = family_renderer(tokenizer, renderer, self._settings)
 
@@ -122,17 +138,32 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def cleaned(self, message: Message) -> dict[str, Any]:
-        """The message, its content as text. Texts of special tokens in what a user or a tool says
-        are broken up, so that nobody ends a turn or opens one by quoting a token."""
+        """The message, its content as text. Texts of special tokens in what anybody but the system
+        says, in calls and names, too, are broken up, so that nobody ends a turn or opens one by
+        quoting a token."""
         cleaned = dict(message)
         content = cleaned.get("content")
         if content is not None and not isinstance(content, (str, list)):
             content = json.dumps(content, ensure_ascii=False, default=str)
-        if isinstance(content, str) and cleaned.get("role") in _CLEANED_ROLES:
-            for token in self._special_texts:
-                content = content.replace(token, f"{token[0]} {token[1:]}")
         cleaned["content"] = content
-        return cleaned
+        if cleaned.get("role") == "system":
+            return cleaned
+        return {
+            name: value if name == "role" else self._broken_up(value)
+            for name, value in cleaned.items()
+        }
+
+    def _broken_up(self, value: Any) -> Any:
+        """The value, no text in it that of a special token."""
+        if isinstance(value, str):
+            for token in self._special_texts:
+                value = value.replace(token, f"{token[0]} {token[1:]}")
+            return value
+        if isinstance(value, Mapping):
+            return {self._broken_up(key): self._broken_up(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._broken_up(part) for part in value]
+        return value
 
     @functools.cached_property
     def _special_texts(self) -> list[str]:
@@ -154,7 +185,7 @@ class ChatFormat:
         reply: ParsedReply,
         new: Sequence[Message],
         *,
-        finished: bool,
+        last_id: int | None,
     ) -> Suffix:
         """What to append behind a sampled turn, or that a path of its own begins.
 
@@ -162,7 +193,8 @@ class ChatFormat:
             before: messages that the turn answered.
             reply: the turn.
             new: messages that answer it.
-            finished: whether it ends as the template ends a turn; else that end comes first.
+            last_id: the turn's last token. Where that is not what the template ends the turn with,
+                the end comes first.
 
         Raises:
             ChatFormatError: the template refuses the messages, or forgets the turn.
@@ -170,17 +202,51 @@ class ChatFormat:
         asked = self.render(before, generation_prompt=True)
         turn = reply.as_message()
         rendered = self.render([*before, turn, *new], generation_prompt=True)
-        said = asked + reply.text + self.turn_end
-        if rendered.startswith(said):
-            return Suffix("exact", self._behind_turn(rendered[len(said) :], finished))
-        until_turn = self.render([*before, turn])
-        closed = self._upto_end(until_turn, until_turn.count(self.turn_end))
-        kept = rendered.startswith(closed) and rendered.startswith(asked)
-        if kept and reply.reasoning in closed[len(asked) :]:
-            return Suffix("rewritten", self._behind_turn(rendered[len(closed) :], finished))
+        behind = self._end_at(rendered, asked + reply.text)
+        if behind is not None:
+            return Suffix("exact", self._behind_turn(*behind, last_id))
+        said, _ = self._without_end(asked, self.render([*before, turn]), turn)
+        behind = self._end_at(rendered, said) if rendered.startswith(asked) else None
+        if behind is not None and reply.reasoning in said[len(asked) :]:
+            return Suffix("rewritten", self._behind_turn(*behind, last_id))
         if self.history == "fork":
             return Suffix("fork", [])
-        return Suffix("kept", self._behind_turns(rendered, until_turn, finished))
+        return Suffix("kept", self.written_behind(before, turn, new, last_id=last_id))
+
+    def said(self, before: Sequence[Message], turn: Message) -> str | None:
+        """What the assistant samples of a turn as the template writes it: from the generation
+        prompt to the turn's end. None where the turn does not begin with the generation prompt."""
+        asked = self.render(before, generation_prompt=True)
+        rendered = self.render([*before, turn])
+        if not rendered.startswith(asked):
+            return None
+        said, end = self._without_end(asked, rendered, turn)
+        return said[len(asked) :] + (end or self.end_of(turn))
+
+    def end_of(self, turn: Message) -> str:
+        """The token that ends a turn when it is the newest."""
+        return self._ends.calls if turn.get("tool_calls") else self._ends.last
+
+    def _without_end(self, asked: str, rendered: str, turn: Message) -> tuple[str, str]:
+        """A conversation up to the end of its last turn, and that end, "" where none is written."""
+        ends = self._ends
+        kinds = (ends.calls, ends.last, ends.text) if turn.get("tool_calls") else (
+            ends.last, ends.text, ends.calls)  # fmt: skip
+        for end in kinds:
+            place = rendered.rfind(end, len(asked))
+            if place >= 0:
+                return rendered[:place], end
+        return rendered.rstrip(), ""
+
+    def _end_at(self, rendered: str, said: str) -> tuple[str, str] | None:
+        """The end of a turn that follows `said`, and the text behind that end."""
+        if not rendered.startswith(said):
+            return None
+        rest = rendered[len(said) :]
+        for end in sorted({*self._ends}, key=len, reverse=True):
+            if rest.startswith(end):
+                return end, rest[len(end) :]
+        return None
 
     def written_behind(
         self,
@@ -188,17 +254,21 @@ class ChatFormat:
         turn: Message,
         new: Sequence[Message],
         *,
-        finished: bool,
+        last_id: int | None,
     ) -> list[int]:
         """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
-        return self._behind_turns(rendered, self.render([*before, turn]), finished)
-
-    def _behind_turns(self, rendered: str, until_turn: str, finished: bool) -> list[int]:
-        """Ids behind as many ends of turns as `until_turn` has."""
-        told = self._upto_end(rendered, until_turn.count(self.turn_end))
-        return self._behind_turn(rendered[len(told) :], finished)
+        end = self._ends.calls if turn.get("tool_calls") else self._ends.text
+        until_turn = self.render([*before, turn])
+        if not turn.get("tool_calls"):  # a turn that no template changes shows where it ends
+            plain = {"role": "assistant", "content": _MARKER}
+            shown = self.render([*before, plain, *new], generation_prompt=True)
+            behind = self._end_at(shown, shown[: shown.rfind(_MARKER) + len(_MARKER)])
+            if _MARKER in shown and behind is not None and rendered.endswith("".join(behind)):
+                return self._behind_turn(*behind, last_id)
+        told = self._upto_end(rendered, end, until_turn.count(end))
+        return self._behind_turn(end, rendered[len(told) :], last_id)
 
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
@@ -214,48 +284,114 @@ class ChatFormat:
         """Leaves all to the template from now on."""
         self.renderer, self.renderer_note = None, why
 
-    def ends_turn(self, token_ids: Sequence[int]) -> bool:
-        """Whether a sampled turn ends as the template ends one; a turn that was cut off or ended by
-        another stop token is ended by the environment."""
-        return bool(token_ids) and token_ids[-1] == self._turn_end_id
-
-    def _upto_end(self, text: str, count: int) -> str:
+    def _upto_end(self, text: str, end: str, count: int) -> str:
         """The text up to the end of its `count`-th turn."""
-        parts = text.split(self.turn_end, count)
+        parts = text.split(end, count)
         if len(parts) <= count or not count:
             raise ChatFormatError(
-                f"a turn must end with {self.turn_end!r} wherever it stands: the chat template "
-                f"wrote {text.count(self.turn_end)} such ends in place of {max(count, 1)}. Give a "
+                f"a turn must end with {end!r} wherever it stands: the chat template "
+                f"wrote {text.count(end)} such ends in place of {max(count, 1)}. Give a "
                 "template that renders turns alike."
             )
         return text[: len(text) - len(parts[-1])]
 
-    def _behind_turn(self, text: str, finished: bool) -> list[int]:
+    def _behind_turn(self, end: str, text: str, last_id: int | None) -> list[int]:
         """Ids of text that follows the end of a turn, and of that end, where it was not sampled."""
         # Behind the token that is there: some tokenizers begin every text with a space.
-        anchor = self.encode(self.turn_end)
-        ids = self.encode(self.turn_end + text)
+        anchor = self.encode(end)
+        ids = self.encode(end + text)
         if ids[: len(anchor)] != anchor:
             raise ChatFormatError(
-                f"turn_end={self.turn_end!r} must keep its tokens whatever follows: with "
+                f"turn_end={end!r} must keep its tokens whatever follows: with "
                 f"{text[:40]!r} behind it they differ. Make it a special token of the tokenizer."
             )
-        return ids[len(anchor) :] if finished else ids
+        closed = {anchor[-1]}
+        if end == self._ends.text:  # the newest turn may be closed by another token than old ones
+            closed.add(self._id_of(self._ends.last))
+        return ids[len(anchor) :] if last_id in closed else ids
 
-    def _find_turn_end(self) -> tuple[str, int]:
-        """What ends an assistant's turn: the text of a token, and its id."""
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "qqq"}]
-        rendered = self.render(turns)
-        tail = rendered[rendered.rfind("qqq") + 3 :] if "qqq" in rendered else ""
-        found = [token for token in self._special_texts if tail.lstrip().startswith(token)]
-        if not found:
+    def as_closed(self, token_ids: Sequence[int]) -> list[int]:
+        """Ids where what ends the newest turn is what ends an old one."""
+        last, text = self._id_of(self._ends.last), self._id_of(self._ends.text)
+        return [text if token == last else token for token in token_ids]
+
+    def _id_of(self, token: str) -> int:
+        return self.encode(token)[-1]
+
+    def _find_ends(self) -> _Ends:
+        """What ends an assistant's turns: texts of tokens."""
+        user, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}
+        alone, history = self.render([user, says]), self.render([user, says, user])
+        tail, old_tail = _behind(alone, _MARKER), _behind(history, _MARKER)
+        last = self._first_end(tail.lstrip())
+        # Where nothing ends the newest turn, what the next one begins with ends it.
+        text = self._first_end(old_tail.lstrip() if last else old_tail)
+        last = last or text
+        if text is None or last is None:
             raise ChatFormatError(
-                f"the end of an assistant's turn, {tail[:40]!r}, must begin with a special token: "
-                "what ends the sampled turn would not be what the chat template writes, and the "
-                "next turn would be read after another text. Give a template that ends turns with "
-                "the EOS token."
+                f"the end of an assistant's turn, {tail[:40]!r}, must begin "
+                "with a special token: what ends the sampled turn would not be what the chat "
+                "template writes, and the next turn would be read after another text. Give a "
+                "template that ends turns with the EOS token."
             )
-        return found[0], self.encode(found[0])[-1]
+        calls = last
+        if self.tools:
+            with contextlib.suppress(ChatFormatError):  # the proof says what becomes of calls
+                calls = self._end_of_calls(user) or last
+        return _Ends(text, last, calls)
+
+    def _end_of_calls(self, user: Message) -> str | None:
+        name = min(self.tool_names)
+        call = {"type": "function", "id": "call00000",
+                "function": {"name": name, "arguments": {"text": _MARKER}}}  # fmt: skip
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "y"}
+        alone = self.render([user, calls])
+        history = self.render([user, calls, result], generation_prompt=True)
+        eos, start = str(self.tokenizer.eos_token), alone.rfind(_MARKER)
+        place = alone.find(eos, start)
+        if place >= 0 and history.startswith(alone[:place] + eos):
+            return eos
+        alone = alone.rstrip()
+        ends = [token for token in self._special_texts if alone.endswith(token)]
+        if ends and len(alone) - len(ends[0]) > start:
+            return ends[0]
+        return self._first_end(history[len(alone) :]) if history.startswith(alone) else None
+
+    def _first_end(self, tail: str) -> str | None:
+        """The token that a text begins with which follows a turn: EOS where it is among the special
+        tokens that stand there together, else the first of them."""
+        run, rest = [], tail
+        while found := next((t for t in self._special_texts if rest.startswith(t)), None):
+            run.append(found)
+            rest = rest[len(found) :]
+        eos = self.tokenizer.eos_token
+        return eos if eos in run else run[0] if run else None
+
+    @functools.cached_property
+    def max_calls(self) -> int | None:
+        """Most calls of a turn that the template can write; None: any number."""
+        if not self.tools:
+            return None
+        name = min(self.tool_names)
+        calls = [
+            {
+                "type": "function",
+                "id": f"call0000{i}",
+                "function": {"name": name, "arguments": {"text": "x"}},
+            }
+            for i in range(2)
+        ]
+        results = [{"role": "tool", "name": name, "tool_call_id": call["id"], "content": "y"}
+                   for call in calls]  # fmt: skip
+        user = {"role": "user", "content": "x"}
+        try:
+            for count in (1, 2):
+                turn = {"role": "assistant", "content": "", "tool_calls": calls[:count]}
+                self.render([user, turn, *results[:count]])
+        except ChatFormatError:
+            return 1 if count == 2 else None
+        return None
 
     # --- replies -----------------------------------------------------------------------------
 
@@ -266,8 +402,10 @@ class ChatFormat:
         finish: str = "stop",
         first_call: int = 0,
         prompt_ids: Sequence[int] = (),
+        syntax: str | None = None,
     ) -> ParsedReply:
-        """A sampled turn, read. `prompt_ids`: what it answers, whose end may open its thoughts."""
+        """A sampled turn, read. `prompt_ids`: what it answers, whose end may open its thoughts;
+        `syntax`: of its calls, where it is another than the template's."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -277,11 +415,31 @@ class ChatFormat:
             )
         )
         asked = str(self.tokenizer.decode(list(prompt_ids)[-16:])) if prompt_ids else ""
+        opens = asked.rstrip().endswith(_THOUGHTS)
+        return self.read(
+            text, finish=finish, first_call=first_call, opens_thoughts=opens, syntax=syntax
+        )
+
+    def read(
+        self,
+        text: str,
+        *,
+        finish: str = "stop",
+        first_call: int = 0,
+        opens_thoughts: bool = False,
+        syntax: str | None = None,
+    ) -> ParsedReply:
+        """The text of a turn, without its end, taken apart; see `parse_reply`."""
         return parse_reply(
-            text, syntax=self.syntax, finish=finish, first_call=first_call,
-            tools=self.tool_names if self.tools else None,
-            opens_thoughts=asked.rstrip().endswith(_THOUGHTS),
+            text, syntax=syntax or self.syntax, finish=finish, first_call=first_call,
+            opens_thoughts=opens_thoughts, tools=self._schemas if self.tools else None,
+            max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None,
         )  # fmt: skip
+
+
+def _behind(text: str, part: str) -> str:
+    """What follows the last `part` of a text; "" where there is none."""
+    return text[text.rfind(part) + len(part) :] if part in text else ""
 
 
 def _eos(tokenizer: Any) -> list[int]:

@@ -122,16 +122,18 @@ class Conversation:
             )
         assert self.reply is not None, "a sampled node was parsed"
         earlier = [message for node in before[:-1] for message in node.messages]
-        finished = self.chat_format.ends_turn(before[-1].token_ids)
+        last_id = before[-1].token_ids[-1]
         asked = [token for node in before[:-1] for token in node.token_ids]
         suffix = self.chat_format.bridge(asked, before[-1].token_ids, cleaned)
         if suffix is None:
-            suffix = self.chat_format.suffix(earlier, self.reply, cleaned, finished=finished)
+            suffix = self.chat_format.suffix(earlier, self.reply, cleaned, last_id=last_id)
         self.suffixes[suffix.how] += 1
         if suffix.how != "fork":
             self._append(Node(self._leaf, cleaned, tuple(suffix.token_ids)))
             return
-        history = (*earlier, *before[-1].messages, *cleaned)
+        # What was sampled is written again: what the policy merely spelled becomes no token.
+        said = (self.chat_format.cleaned(message) for message in (*earlier, *before[-1].messages))
+        history = (*said, *cleaned)
         self._append(Node(None, history, tuple(self.chat_format.prompt_ids(history))))
 
     def append_last_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:

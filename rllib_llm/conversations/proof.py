@@ -14,8 +14,11 @@ from typing import Any, Literal
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.conversations.tool_calls import ParsedReply
 
-Outcome = Literal["appends", "forks", "keeps", "unsupported", "ignored", "proven"]
+Outcome = Literal[
+    "appends", "forks", "keeps", "unsupported", "ignored", "unreadable", "proven"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Finding:
     appends: each turn is a suffix of the one before; forks: a further turn changes earlier ones, so
     that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
     (`history="keep"`, or a renderer); unsupported: the template refuses such dialogues; ignored: it
-    writes nothing of them; proven: of a renderer, that it appends what the template writes behind a
-    turn.
+    writes nothing of them; unreadable: it writes calls that `tool_syntax` does not read; proven: of
+    a renderer, that it appends what the template writes behind a turn.
     """
 
     dialogue: str
@@ -96,19 +99,19 @@ def _bridge(
     """What the renderer appends behind a turn, beside what the template writes there; "left" where
     it leaves that to the template."""
     before, turn = turns[:place], turns[place]
-    said = _said(chat_format, before, turn)
-    if said is None:
-        return "left"
     following = [i for i in range(place + 1, len(turns)) if turns[i]["role"] == "assistant"]
     new = turns[place + 1 : min(following, default=len(turns))]
-    asked, sampled = chat_format.prompt_ids(before), chat_format.encode(said)
+    said = chat_format.said(before, turn)
+    if said is None:
+        return "left"
+    asked, sampled = chat_format.prompt_ids(before), _sampled_ids(chat_format, before, said)
     found: Literal["same", "left"] = "left"
     for finished in (True, False):
         ids = sampled if finished else sampled[:-1]
         suffix = chat_format.bridge(asked, ids, new)
         if suffix is None:
             continue
-        written = chat_format.written_behind(before, turn, new, finished=finished)
+        written = chat_format.written_behind(before, turn, new, last_id=ids[-1] if ids else None)
         if suffix.token_ids != written:
             return "differs"
         found = "same"
@@ -123,23 +126,34 @@ def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
     calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "two: 2"}
     thoughtful = {**calls, "reasoning_content": "One and one."}
-    return {
+    dialogues = {
         "turns": [USER, SAYS, MORE, ENDS],
         "system message": [SYSTEM, USER, SAYS, MORE, ENDS],
         "thoughts": [USER, THINKS],
         "turns after thoughts": [USER, THINKS, MORE, ENDS],
+    }
+    if not chat_format.tools:  # nobody will call any
+        return dialogues
+    return {
+        **dialogues,
         "tool calls": [USER, calls, result, ENDS],
         "tool calls after thoughts": [USER, thoughtful, result, ENDS],
         "turns after tool calls": [USER, calls, result, ENDS, MORE, SAYS],
     }
 
 
+_NO_TOOLS = ("unsupported", "ignored", "unreadable")
+
+
 def require_tools(chat_format: ChatFormat, findings: list[Finding]) -> None:
     """Raises ChatFormatError where a template does not write tools, or what they answer."""
-    (calls,) = (finding for finding in findings if finding.dialogue == "tool calls")
+    walked = [finding for finding in findings if finding.dialogue.startswith("tool calls")]
+    # A generation prompt that opens thoughts fits turns with thoughts alone.
+    calls = next((finding for finding in walked if finding.outcome not in _NO_TOOLS), walked[0])
+    calls = next((finding for finding in walked if finding.outcome == "unreadable"), calls)
     written = chat_format.render([USER], generation_prompt=True)
     unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
-    if unknown or calls.outcome in ("unsupported", "ignored") or chat_format.syntax == "none":
+    if unknown or calls.outcome in _NO_TOOLS or chat_format.syntax == "none":
         raise ChatFormatError(
             f"chat_template must write tools, their calls and results: it does not name {unknown}, "
             f"dialogues with {calls}, and calls are of the syntax {chat_format.syntax!r}. Give a "
@@ -178,24 +192,34 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:
             continue
         conversation.append_messages(waiting)
         waiting = []
-        said = _said(chat_format, turns[:place], turn)
-        if said is None:
+        said = chat_format.said(turns[:place], turn)
+        if not said:
             return Finding(name, "ignored", "a turn does not begin with the generation prompt")
-        ids = chat_format.encode(said)
+        ids = _sampled_ids(chat_format, turns[:place], said)
         conversation.append_sampled(ids, [0.0] * len(ids))
+        # The text and not the ids: a small vocabulary may not spell what is said here.
+        wrong = _misread(turn, chat_format.read(said.removesuffix(chat_format.end_of(turn))))
+        if wrong:
+            return Finding(name, "unreadable", wrong)
     if conversation.suffixes["fork"]:
         return Finding(name, "forks", "a further turn changes earlier ones")
     return _compared(chat_format, name, turns, conversation)
 
 
-def _said(chat_format: ChatFormat, before: Messages, turn: Mapping[str, Any]) -> str | None:
-    """What the assistant samples of a turn: from the generation prompt to the end of the turn."""
+def _sampled_ids(chat_format: ChatFormat, before: Messages, said: str) -> list[int]:
+    """Ids of what is sampled behind a prompt: some tokenizers begin every text with a space."""
     asked = chat_format.render(before, generation_prompt=True)
-    rendered = chat_format.render([*before, turn])
-    if not rendered.startswith(asked):
-        return None
-    said, end, _ = rendered[len(asked) :].rpartition(chat_format.turn_end)
-    return said + end
+    prompt, whole = chat_format.encode(asked), chat_format.encode(asked + said)
+    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else chat_format.encode(said)
+
+
+def _misread(turn: Mapping[str, Any], reply: ParsedReply) -> str:
+    """How what was read of a turn's calls differs from the turn; "" where it does not."""
+    written = [call["function"] for call in turn.get("tool_calls", ())]
+    read = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
+    if written == read:
+        return ""
+    return f"its own call is read as {[call.status for call in reply.tool_calls] or 'words'}"
 
 
 def _compared(
@@ -203,11 +227,13 @@ def _compared(
 ) -> Finding:
     """Whether the walked tokens are those of the whole, up to the end of the last turn."""
     walked = conversation.token_ids
-    text = chat_format.render(turns)
-    text = text[: text.rfind(chat_format.turn_end) + len(chat_format.turn_end)]
+    said = chat_format.said(turns[:-1], turns[-1])
+    text = chat_format.render(turns[:-1], generation_prompt=True) + str(said)
     expected = chat_format.encode(text)
     if walked == expected:
         return Finding(name, "appends")
+    if chat_format.as_closed(walked) == chat_format.as_closed(expected):
+        return Finding(name, "keeps", "old turns keep the token that ended them when they were new")
     if conversation.suffixes["kept"] or conversation.suffixes["bridged"]:
         return Finding(name, "keeps", "earlier turns stay as they were sampled")
     same = next(

@@ -6,26 +6,53 @@ length limit is `truncated`, and never run.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 CallStatus = Literal[
-    "ok", "truncated", "invalid_json", "missing_name", "invalid_arguments", "unknown_tool"
-]
-"""Whole; cut off; no JSON; JSON without a name; arguments that are no object; no such tool."""
-SYNTAXES = ("hermes", "xml", "mistral", "llama3", "none")
+    "ok", "truncated", "invalid_json", "missing_name", "invalid_arguments", "unknown_tool",
+    "too_many_calls",
+]  # fmt: skip
+"""Whole; cut off; no JSON; JSON without a name; arguments that are no object; no such tool; more in
+a turn than the chat template can write."""
+SYNTAXES = (
+    "hermes", "xml", "glm", "mistral", "llama3", "harmony", "gemma4", "pythonic", "cohere", "none",
+)  # fmt: skip
 """<tool_call>{JSON}</tool_call> (Hermes, Qwen); <tool_call><function=...> (Qwen3-Coder);
-[TOOL_CALLS][{JSON}] (Mistral); {JSON} alone (Llama 3); no calls."""
+<tool_call>name<arg_key>... (GLM); [TOOL_CALLS][{JSON}] or [TOOL_CALLS]name[ARGS]{JSON} (Mistral);
+{JSON} alone (Llama 3); channels with recipients (gpt-oss); <|tool_call>call:name{...} (Gemma 4);
+<|tool_call_start|>[name(key=value)] (LFM2); <|START_ACTION|>[{JSON}] (Command R); no calls."""
 
 _HERMES = ("<tool_call>", "</tool_call>")
+_GEMMA = ("<|tool_call>", "<tool_call|>")
+_PYTHONIC = ("<|tool_call_start|>", "<|tool_call_end|>")
+_COHERE = ("<|START_ACTION|>", "<|END_ACTION|>")
 _MISTRAL = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
-_THINK = ("<think>", "</think>")
+# What stands around thoughts, by the syntax that has marks of its own.
+_THINK = {
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+_THINK_DEFAULT = ("<think>", "</think>")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_NAMED_MISTRAL = re.compile(
+    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL
+)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
+
+_MOST_PYTHON = 65_536  # characters of a list of calls that Python's parser is given
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of tools' parameters by their names."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +101,16 @@ class ParsedReply:
         return message
 
 
+_SIGNS = {
+    "<arg_key>": "glm", "<|channel|>": "harmony", "<|tool_call>": "gemma4",
+    "<|tool_call_start|>": "pythonic", "<|START_ACTION|>": "cohere", "<function=": "xml",
+    "<tool_call>": "hermes", _MISTRAL: "mistral", _PYTHON_TAG: "llama3", '"parameters": ': "llama3",
+}  # fmt: skip
+
+
 def syntax_of(template: str) -> str:
     """The syntax of tool calls that a chat template writes, one of `SYNTAXES`."""
-    if "<function=" in template:
-        return "xml"
-    if _HERMES[0] in template:
-        return "hermes"
-    if _MISTRAL in template:
-        return "mistral"
-    if _PYTHON_TAG in template or '"parameters": ' in template:
-        return "llama3"
-    return "none"
+    return next((syntax for sign, syntax in _SIGNS.items() if sign in template), "none")
 
 
 def parse_reply(
@@ -92,9 +118,11 @@ def parse_reply(
     *,
     syntax: str,
     finish: str = "stop",
-    tools: Collection[str] | None = None,
+    tools: Collection[str] | Schemas | None = None,
     opens_thoughts: bool = False,
     first_call: int = 0,
+    max_calls: int | None = None,
+    reads_calls: bool = True,
 ) -> ParsedReply:
     """Takes an assistant's turn apart.
 
@@ -103,9 +131,12 @@ def parse_reply(
         syntax: one of `SYNTAXES`.
         finish: of the sampling; a call at the very end of a turn that did not end by "stop" may
             lack something, and is `truncated` even where it could be read.
-        tools: names that there are; None: any.
+        tools: names that there are, or their parameters' schemas by name, which say what is a text
+            where a syntax writes all values as text; None: any.
         opens_thoughts: whether the generation prompt ended with <think>.
         first_call: number of the conversation's first call in this turn, for the ids.
+        max_calls: most calls of a turn; later ones are `too_many_calls`.
+        reads_calls: whether there can be any; else what looks like one is words.
 
     Raises:
         ValueError: the syntax is unknown.
@@ -115,17 +146,32 @@ def parse_reply(
             f"syntax={syntax!r} must be one of {SYNTAXES}: it says how a tool call is written. "
             "Take the one that the chat template writes."
         )
-    reasoning, said = _split_thoughts(text, opens_thoughts)
-    content, found = _FINDERS[syntax](said, finish == "stop")
-    calls = tuple(
-        _checked(call, tools, f"call{first_call + i:05d}") for i, call in enumerate(found)
-    )
-    return ParsedReply(content.strip(), reasoning.strip(), calls, text)
+    if syntax == "harmony":
+        reasoning, content, found = _read_harmony(text, finish == "stop", reads_calls)
+    else:
+        marks = _THINK.get(syntax, _THINK_DEFAULT)
+        reasoning, said = _split_thoughts(text, opens_thoughts, marks)
+        schemas = tools if isinstance(tools, Mapping) else {}
+        if syntax == "cohere":
+            said = _COHERE_RESPONSE.sub("", said)
+        find = _FINDERS[syntax if reads_calls else "none"]
+        content, found = find(said, finish == "stop", schemas)
+    calls = []
+    for i, call in enumerate(found):
+        status = call.status
+        if max_calls is not None and i >= max_calls:
+            call, status = replace(call, arguments=None), "too_many_calls"
+        elif status == "ok" and tools is not None and call.name not in tools:
+            status = "unknown_tool"
+        calls.append(replace(call, status=status, id=f"call{first_call + i:05d}"))
+    return ParsedReply(content.strip(), reasoning.strip(), tuple(calls), text)
 
 
-def _split_thoughts(text: str, opens_thoughts: bool) -> tuple[str, str]:
+def _split_thoughts(
+    text: str, opens_thoughts: bool, marks: tuple[str, str] = _THINK_DEFAULT
+) -> tuple[str, str]:
     """Thoughts, and what comes behind them. Thoughts that do not end are all there is."""
-    start, end = _THINK
+    start, end = marks
     begins = text.lstrip().startswith(start)
     if not begins and not opens_thoughts:
         return "", text
@@ -134,27 +180,45 @@ def _split_thoughts(text: str, opens_thoughts: bool) -> tuple[str, str]:
     return thoughts, rest
 
 
-def _checked(call: ToolCall, tools: Collection[str] | None, call_id: str) -> ToolCall:
-    status = call.status
-    if status == "ok" and tools is not None and call.name not in tools:
-        status = "unknown_tool"
-    return ToolCall(call.name, call.arguments, call.raw, status, call_id)
+Found = tuple[str, list[ToolCall]]
 
 
-def _find_hermes(text: str, is_whole: bool) -> tuple[str, list[ToolCall]]:
+def _find_hermes(text: str, is_whole: bool, schemas: Schemas) -> Found:
     content, blocks = _blocks(text)
     return content, [_from_json(body, raw, closed) for body, raw, closed in blocks]
 
 
-def _find_xml(text: str, is_whole: bool) -> tuple[str, list[ToolCall]]:
+def _find_xml(text: str, is_whole: bool, schemas: Schemas) -> Found:
     content, blocks = _blocks(text)
-    return content, [_from_xml(body, raw, closed) for body, raw, closed in blocks]
+    return content, [_from_xml(body, raw, closed, schemas) for body, raw, closed in blocks]
 
 
-def _blocks(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
-    """Text outside <tool_call> blocks; and of each block what is in it, all of it, and whether it
-    is closed."""
-    start, end = _HERMES
+def _find_glm(text: str, is_whole: bool, schemas: Schemas) -> Found:
+    content, blocks = _blocks(text)
+    return content, [_from_glm(body, raw, closed, schemas) for body, raw, closed in blocks]
+
+
+def _find_gemma4(text: str, is_whole: bool, schemas: Schemas) -> Found:
+    content, blocks = _blocks(text, _GEMMA)
+    return content, [_from_gemma(body, raw, closed) for body, raw, closed in blocks]
+
+
+def _find_pythonic(text: str, is_whole: bool, schemas: Schemas) -> Found:
+    content, blocks = _blocks(text, _PYTHONIC)
+    return content, [call for block in blocks for call in _from_python(*block)]
+
+
+def _find_cohere(text: str, is_whole: bool, schemas: Schemas) -> Found:
+    content, blocks = _blocks(text, _COHERE)
+    return content, [
+        call for body, raw, closed in blocks for call in _from_array(body, raw, closed)
+    ]
+
+
+def _blocks(text: str, marks: tuple[str, str] = _HERMES) -> tuple[str, list[tuple[str, str, bool]]]:
+    """Text outside blocks between two marks; and of each block what is in it, all of it, and
+    whether it is closed."""
+    start, end = marks
     content, _, rest = text.partition(start)
     blocks = []
     more = len(content) < len(text)
@@ -166,34 +230,81 @@ def _blocks(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
     return content, blocks
 
 
-def _find_mistral(text: str, is_whole: bool) -> tuple[str, list[ToolCall]]:
+def _find_mistral(text: str, is_whole: bool, schemas: Schemas) -> Found:
     content, mark, body = text.partition(_MISTRAL)
     if not mark:
         return text, []
-    return content, _from_array(body, mark + body, is_whole)
+    if not _NAMED_MISTRAL.fullmatch(body):
+        return content, _from_array(body, mark + body, is_whole)
+    calls = []
+    for part in (parts := body.split(_MISTRAL)):
+        named, is_last = _NAMED_MISTRAL.fullmatch(part), part is parts[-1]
+        raw = mark + part
+        if is_last and not is_whole:
+            calls.append(ToolCall("", None, raw, "truncated"))
+        elif named is None:
+            calls.append(ToolCall("", None, raw, "missing_name"))
+        else:
+            calls.append(_named(named[1], named[2], raw))
+    return content, calls
 
 
-def _find_llama3(text: str, is_whole: bool) -> tuple[str, list[ToolCall]]:
+def _find_llama3(text: str, is_whole: bool, schemas: Schemas) -> Found:
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     if not body.startswith("{") or '"name"' not in body:
         return text, []
     return "", list(_each_object(body, is_whole))
 
 
-def _find_none(text: str, is_whole: bool) -> tuple[str, list[ToolCall]]:
+def _find_none(text: str, is_whole: bool, schemas: Schemas) -> Found:
     return text, []
 
 
 _FINDERS = {
-    "hermes": _find_hermes, "xml": _find_xml, "mistral": _find_mistral, "llama3": _find_llama3,
-    "none": _find_none,
+    "hermes": _find_hermes, "xml": _find_xml, "glm": _find_glm, "mistral": _find_mistral,
+    "llama3": _find_llama3, "gemma4": _find_gemma4, "pythonic": _find_pythonic,
+    "cohere": _find_cohere, "none": _find_none,
 }  # fmt: skip
+
+
+def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, str, list[ToolCall]]:
+    """Thoughts, words and calls of messages in channels: header<|message|>body<|end|>."""
+    thoughts, words, calls = [], [], []
+    parts = [part for part in text.split("<|start|>assistant") if part.strip()]
+    for place, part in enumerate(parts):
+        header, mark, body = part.partition("<|message|>")
+        body, closing, _ = body.partition("<|end|>")
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if not mark:
+            words.append(part)
+        elif recipient is not None and reads_calls:
+            is_cut = place == len(parts) - 1 and not is_whole
+            raw = "<|start|>assistant" + part
+            calls.append(
+                ToolCall("", None, raw, "truncated") if is_cut else _named(recipient[1], body, raw)
+            )
+        elif channel is not None and channel[1] == "analysis":
+            thoughts.append(body)
+        else:
+            words.append(body)
+    return "\n".join(thoughts), "\n".join(words), calls
+
+
+def _named(name: str, arguments: str, raw: str) -> ToolCall:
+    """A call whose arguments are JSON beside its name."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return ToolCall(name, None, raw, "invalid_json")
+    if not isinstance(found, Mapping):
+        return ToolCall(name, None, raw, "invalid_arguments")
+    return ToolCall(name, found, raw, "ok")
 
 
 def _from_array(body: str, raw: str, is_whole: bool) -> list[ToolCall]:
     try:
         listed = json.loads(body)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return [ToolCall("", None, raw, "invalid_json" if is_whole else "truncated")]
     if not is_whole:
         return [ToolCall("", None, raw, "truncated")]
@@ -207,7 +318,7 @@ def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:
     while place < len(body):
         try:
             found, end = decoder.raw_decode(body, place)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             status: CallStatus = "invalid_json" if is_whole else "truncated"
             yield ToolCall("", None, body[place:], status)
             return
@@ -225,37 +336,107 @@ def _from_json(body: str, raw: str, closed: bool) -> ToolCall:
         return ToolCall("", None, raw, "truncated")
     try:
         return _from_object(json.loads(body), raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return ToolCall("", None, raw, "invalid_json")
 
 
 def _from_object(found: Any, raw: str) -> ToolCall:
+    if isinstance(found, Mapping) and "tool_name" in found:
+        found = {**found, "name": found["tool_name"]}
     if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         return ToolCall("", None, raw, "missing_name")
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):  # as OpenAI writes them
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return ToolCall(found["name"], None, raw, "invalid_json")
     if not isinstance(arguments, Mapping):
         return ToolCall(found["name"], None, raw, "invalid_arguments")
     return ToolCall(found["name"], arguments, raw, "ok")
 
 
-def _from_xml(body: str, raw: str, closed: bool) -> ToolCall:
+def _from_xml(body: str, raw: str, closed: bool, schemas: Schemas) -> ToolCall:
     if not closed:
         return ToolCall("", None, raw, "truncated")
     match = _FUNCTION.fullmatch(body)
     if match is None:
         return ToolCall("", None, raw, "missing_name")
-    arguments = {name: _value(value) for name, value in _PARAMETER.findall(match[2])}
-    return ToolCall(match[1].strip(), arguments, raw, "ok")
+    return _of_texts(match[1].strip(), _PARAMETER.findall(match[2]), raw, schemas)
 
 
-def _value(text: str) -> Any:
-    """A parameter written as text: JSON where it is such, else the text."""
+def _from_glm(body: str, raw: str, closed: bool, schemas: Schemas) -> ToolCall:
+    if not closed:
+        return ToolCall("", None, raw, "truncated")
+    name = body.partition("<arg_key>")[0].strip()
+    if not name or name.startswith("{"):
+        return ToolCall("", None, raw, "missing_name")
+    return _of_texts(name, _GLM_ARGUMENT.findall(body), raw, schemas)
+
+
+def _of_texts(name: str, texts: list[tuple[str, str]], raw: str, schemas: Schemas) -> ToolCall:
+    """A call whose values are written as text, whatever they are."""
+    kinds = schemas.get(name, {}).get("properties", {})
+    arguments = {key: _value(text, kinds.get(key)) for key, text in texts}
+    return ToolCall(name, arguments, raw, "ok")
+
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """A value written as text: what the schema says that it is; without one JSON where it is."""
+    if schema is not None and _is_text(schema):
+        return text
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    except (ValueError, RecursionError):
+        return _PYTHON_WORDS.get(text.strip(), text)
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema takes nothing but texts."""
+    kinds = schema.get("type")
+    options = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if kinds is None:
+        return bool(options) and all(isinstance(option, str) for option in options)
+    return kinds == "string" or kinds == ["string"]
+
+
+def _from_gemma(body: str, raw: str, closed: bool) -> ToolCall:
+    if not closed:
+        return ToolCall("", None, raw, "truncated")
+    name, _, rest = body.strip().removeprefix("call:").partition("{")
+    if not name.strip() or not body.strip().startswith("call:"):
+        return ToolCall("", None, raw, "missing_name")
+    strings = rest.split('<|"|>')  # texts stand at odd places
+    for i, part in enumerate(strings):
+        if i % 2:
+            strings[i] = json.dumps(part)
+        else:
+            strings[i] = re.sub(r"(^|[{,])\s*([\w.-]+)\s*:", r'\1"\2":', part)
+    return _named(name.strip(), "{" + "".join(strings), raw)
+
+
+def _from_python(body: str, raw: str, closed: bool) -> list[ToolCall]:
+    """Calls as a Python list of them, whose arguments are literals."""
+    if not closed:
+        return [ToolCall("", None, raw, "truncated")]
+    if len(body) > _MOST_PYTHON:
+        return [ToolCall("", None, raw, "invalid_json")]
+    try:
+        listed = ast.parse(body.strip(), mode="eval").body
+        calls = listed.elts if isinstance(listed, ast.List) else [listed]
+        return [_from_call(call) for call in calls]
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return [ToolCall("", None, raw, "invalid_json")]
+
+
+def _from_call(call: ast.expr) -> ToolCall:
+    if not isinstance(call, ast.Call):
+        return ToolCall("", None, ast.unparse(call), "missing_name")
+    raw, name = ast.unparse(call), ast.unparse(call.func)
+    if call.args or not all(keyword.arg for keyword in call.keywords):
+        return ToolCall(name, None, raw, "invalid_arguments")
+    values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    return ToolCall(name, values, raw, "ok")

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rllib_llm.chat_text import render_chat
 from rllib_llm.data.encoding import Span, encode_spans
 from rllib_llm.data.rows import DataSourceError
+from rllib_llm.shared.chat_text import render_chat
 
 Messages = list[dict[str, Any]]
 
@@ -118,7 +118,7 @@ def encode_chat(
             "rename its roles."
         )
     if _MARK.search(str(tokenizer.chat_template or "")):
-        return _encode_marked(tokenizer, messages, own[0])
+        return _encode_marked(tokenizer, messages, own[0], tools)
     text = render(tokenizer, messages, tools=tools)
     spans = [_span(tokenizer, messages, turn, text, tools) for turn in own]
     return encode_spans(tokenizer, text, spans, add_special_tokens=False)
@@ -179,15 +179,18 @@ def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
 
 
 def _encode_marked(
-    tokenizer: Any, messages: Messages, first_turn: int
+    tokenizer: Any, messages: Messages, first_turn: int, tools: Sequence[Any] | None
 ) -> tuple[list[int], list[bool]]:
     encoded = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
+        messages,
+        tools=list(tools) if tools else None,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):
-        text = render(tokenizer, messages)
-        before = render(tokenizer, messages[:first_turn], generation_prompt=True)
+        text = render(tokenizer, messages, tools=tools)
+        before = render(tokenizer, messages[:first_turn], generation_prompt=True, tools=tools)
         if not text.startswith(before):
             raise _not_shown(first_turn, before, text)
         span = (len(before), len(text))

@@ -1,9 +1,12 @@
-"""Files of rows: JSON Lines, Parquet and plain text."""
+"""Files of rows: JSON Lines, CSV, TSV, Parquet and plain text."""
 
 from __future__ import annotations
 
+import csv
 import difflib
+import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,13 @@ from rllib_llm.data.rows import DataSourceError, Rows
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
+_TABLES = (".csv", ".tsv")
 _TEXT = (".txt", ".text", ".md")
-SUFFIXES = _JSON_LINES + _PARQUET + _TEXT
+SUFFIXES = _JSON_LINES + _TABLES + _PARQUET + _TEXT
+# Columns of texts, which are not read as numbers: "7" is a prompt as well.
+_ALWAYS_TEXT = (
+    "prompt", "completion", "text", "chosen", "rejected", "question", "answer", "instruction",
+)  # fmt: skip
 
 
 def missing_file(path: Path, text: str, name: str) -> str:
@@ -41,14 +49,88 @@ def read_file(path: Path, name: str) -> Rows:
     if path.suffix in _PARQUET:
         return _read_parquet(path, name)
     if path.suffix in _TEXT:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = _text(path, name).split("\n")
         return Rows([{"text": line} for line in lines if line.strip()], str(path))
+    if path.suffix in _TABLES:
+        return _read_table(path, name)
     if path.suffix in _JSON_LINES:
         return rows_of(_json_values(path, name), str(path), name)
     raise DataSourceError(
         f"{name}={str(path)!r} must end in one of {list(SUFFIXES)}: the format of "
         f"{path.suffix or 'a name without an ending'!r} is not known. Rename or convert it."
     )
+
+
+def _text(path: Path, name: str) -> str:
+    """The text of a file in UTF-8, without the byte order mark that some editors put first.
+
+    Raises:
+        DataSourceError: another encoding.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        content = path.read_bytes()
+        line = content.count(b"\n", 0, error.start) + 1
+        utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
+        raise DataSourceError(
+            f"{name}={str(path)!r} must be text in UTF-8: line {line} holds the byte "
+            f"0x{content[error.start]:02x}, so that it is probably {likely}. Convert it: "
+            f"iconv -f {'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}."
+        ) from error
+
+
+def _read_table(path: Path, name: str) -> Rows:
+    """Rows of a table with a line of column names: separated by tabs, commas or semicolons."""
+    text = _text(path, name)
+    header = text.partition("\n")[0]
+    separator = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    rows: list[list[str]] = []
+    try:
+        names = [column.strip() for column in next(reader, [])]
+        for row in reader:
+            if len(row) > len(names) or (len(row) < len(names) and any(row)):
+                raise DataSourceError(
+                    f"{name}={str(path)!r} must have as many values in each row as columns "
+                    f"{names}: the row that ends in line {reader.line_num} has {len(row)}. Put "
+                    "values that hold the separator into double quotes."
+                )
+            if any(row):
+                rows.append(row)
+    except csv.Error as error:
+        raise DataSourceError(
+            f"{name}={str(path)!r} must be a table of values separated by {separator!r}: line "
+            f"{reader.line_num} is not ({error}). Correct its quotation marks."
+        ) from error
+    if not all(names) or len({*names}) < len(names):
+        raise DataSourceError(
+            f"{name}={str(path)!r} must begin with a line of column names, each its own: it begins "
+            f"with {names}. Add the line, or rename a column."
+        )
+    columns = [_as_typed([row[i] for row in rows], column) for i, column in enumerate(names)]
+    values = zip(*columns, strict=True)
+    return Rows([dict(zip(names, row, strict=True)) for row in values], str(path))
+
+
+def _as_typed(values: list[str], column: str) -> list[Any]:
+    """A column's values: numbers, truth values or texts, whichever all of them are; None where
+    there is none. What a number would lose (the zeros of "007") stays text."""
+    given = {value for value in values if value}
+    if column in _ALWAYS_TEXT:
+        return list(values)
+    if given and given <= {"true", "false", "True", "False", "TRUE", "FALSE"}:
+        return [value.lower() == "true" if value else None for value in values]
+    for kind, pattern in ((int, _INTEGER), (float, _NUMBER)):
+        if given and all(pattern.fullmatch(value) for value in given):
+            return [kind(value) if value else None for value in values]
+    return [value or None for value in values]
+
+
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
 
 
 def _read_parquet(path: Path, name: str) -> Rows:
@@ -65,7 +147,7 @@ def _read_parquet(path: Path, name: str) -> Rows:
 
 
 def _json_values(path: Path, name: str) -> Iterator[Any]:
-    text = path.read_text(encoding="utf-8")
+    text = _text(path, name)
     if text.lstrip().startswith("["):
         try:
             yield from json.loads(text)

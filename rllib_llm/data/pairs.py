@@ -10,7 +10,7 @@ from typing import Any
 from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.dotted import import_dotted
+from rllib_llm.shared.dotted import import_dotted
 
 
 def pairs_from_labels(

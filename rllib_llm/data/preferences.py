@@ -7,13 +7,13 @@ the worst completion of each group are a pair.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
-from rllib_llm import columns
 from rllib_llm.data.chats import as_turns, encode_chat, encode_judged_chat
 from rllib_llm.data.encoding import (
     common_prefix_len,
@@ -21,12 +21,14 @@ from rllib_llm.data.encoding import (
     keep_end,
     pad_left,
     pad_right,
+    vocabulary_hash,
 )
 from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.texts import warn_of_cuts
+from rllib_llm.data.texts import OTHER_TOKENIZER, warn_of_cuts
+from rllib_llm.shared import columns
 
 
 class PreferenceSource:
@@ -44,6 +46,7 @@ class PreferenceSource:
     ):
         self._rows = pairs_of_rollouts(load_rows(data))
         self._members = _telling_pairs(self._rows)
+        self._has_stored = "chosen_completion_ids" in self._rows.columns
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._num_cut = self._num_read = 0  # texts, two for each pair
@@ -69,6 +72,24 @@ class PreferenceSource:
 
     _lost = "beginning"  # what a text loses that is too long
 
+    def _is_stored(self, row: dict[str, Any]) -> bool:
+        """Whether a pair has the tokens that a policy of this vocabulary sampled.
+
+        Raises:
+            DataSourceError: it is of conversations, and of another tokenizer.
+        """
+        if row.get("chosen_completion_ids") is None:
+            return False
+        if row.get("tokenizer") == self._vocabulary:
+            return True
+        if row.get("chosen_messages") is not None:
+            raise DataSourceError(OTHER_TOKENIZER)
+        return False
+
+    @functools.cached_property
+    def _vocabulary(self) -> str:
+        return vocabulary_hash(self._tokenizer)
+
     def _encode_row(self, index: int) -> tuple[Any, ...]:
         try:
             return self._encode(self._rows[index])
@@ -88,10 +109,18 @@ class PairSource(PreferenceSource):
 
     def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
         prompt = row.get("prompt")
+        if self._is_stored(row):
+            chosen, rejected = (
+                self._cut([*row["prompt_ids"], *row[f"{name}_completion_ids"]])
+                for name in ("chosen", "rejected")
+            )
+            return chosen, rejected
         return self._text(prompt, row["chosen"]), self._text(prompt, row["rejected"])
 
     def _text(self, prompt: Any, answer: Any) -> list[int]:
-        ids = self._tokenize(prompt, answer)
+        return self._cut(self._tokenize(prompt, answer))
+
+    def _cut(self, ids: list[int]) -> list[int]:
         self._num_cut += len(ids) > self._max_length
         starts = (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
         return keep_end(ids, self._max_length, starts)
@@ -126,7 +155,12 @@ class PromptedPairSource(PreferenceSource):
 
     _lost = "prompt's beginning, then their end"
 
-    def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        if self._is_stored(row):
+            one, of_one = _sampled(row, "chosen")
+            other, of_other = _sampled(row, "rejected")
+            ids, one, other = self._shorten(list(row["prompt_ids"]), one, other)
+            return ids, one, other, of_one[: len(one)], of_other[: len(other)]
         prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
         encode = self._encode_chats if _is_chat(prompt, answers[0]) else self._encode_texts
         chosen, rejected, border = encode(prompt, *answers)
@@ -183,10 +217,17 @@ class PromptedPairSource(PreferenceSource):
 
     def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
-        prompts, prompt_mask = pad_left([prompt for prompt, _, _ in pairs], pad)
-        chosen, chosen_mask = pad_right([ids for _, ids, _ in pairs], pad)
-        rejected, rejected_mask = pad_right([ids for _, _, ids in pairs], pad)
+        prompts, prompt_mask = pad_left([pair[0] for pair in pairs], pad)
+        chosen, chosen_mask = pad_right([pair[1] for pair in pairs], pad)
+        rejected, rejected_mask = pad_right([pair[2] for pair in pairs], pad)
+        sampled = {}
+        if self._has_stored:  # all batches alike: the columns of one are those of the next
+            for at, name in ((1, columns.CHOSEN_LOSS_MASK), (2, columns.REJECTED_LOSS_MASK)):
+                masks = [pair[at + 2] if len(pair) > 3 else [True] * len(pair[at])
+                         for pair in pairs]  # fmt: skip
+                sampled[name] = pad_right([list(map(int, mask)) for mask in masks], 0)[0].bool()
         return {
+            **sampled,
             columns.PROMPT_IDS: prompts,
             columns.PROMPT_MASK: prompt_mask,
             columns.CHOSEN_IDS: chosen,
@@ -194,6 +235,12 @@ class PromptedPairSource(PreferenceSource):
             columns.REJECTED_IDS: rejected,
             columns.REJECTED_MASK: rejected_mask,
         }
+
+
+def _sampled(row: dict[str, Any], name: str) -> tuple[list[int], list[bool]]:
+    """Ids of a stored completion, and which of them the policy sampled."""
+    ids = list(row[f"{name}_completion_ids"])
+    return ids, list(row[f"{name}_loss_mask"] or [True] * len(ids))
 
 
 def _is_chat(prompt: Any, answer: Any) -> bool:

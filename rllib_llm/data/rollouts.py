@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,25 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.conditions import ConditionError, parse_condition
 from rllib_llm.data.rollout_schema import SCHEMA, check_version
 from rllib_llm.data.rollout_store import STORE_FILE
 from rllib_llm.data.rows import DataSourceError, Rows
-from rllib_llm.storage import Place, UrlPath, place
+from rllib_llm.shared.storage import Place, UrlPath, place
 
 ITERATION = pa.field("iteration", pa.int32())
 READ_SCHEMA = SCHEMA.insert(0, ITERATION)
 IN_ORDER = ("iteration", "position", "sample")
 # What a later stage learns from, unless its condition speaks of these itself.
-LEARNABLE = "status IN ('trained', 'rejected') AND valid"
+LEARNABLE = (pc.field("status").isin(["trained", "rejected"])) & pc.field("valid")
 _GROUP_COLUMNS = ("run", "iteration", "group")
 _LEARNT_COLUMNS = (
     "iteration", "run", "position", "group", "sample", "status", "score", "reward", "prompt",
     "completion", "messages", "prompt_ids", "completion_ids", "loss_mask", "tokenizer",
 )  # fmt: skip
+
+
+class ConditionError(ValueError):
+    """A condition that cannot be read, or that names no column."""
 
 
 class NoRolloutsError(ValueError):
@@ -94,11 +97,6 @@ def _paths(folder: Place) -> Iterator[str]:
             yield file.path if isinstance(file, UrlPath) else str(file)
 
 
-def has_duckdb() -> bool:
-    """Whether any SQL can be answered."""
-    return importlib.util.find_spec("duckdb") is not None
-
-
 def query(
     rollouts: ds.Dataset,
     *,
@@ -106,17 +104,15 @@ def query(
     sort: str | None = None,
     limit: int | None = None,
     columns: Sequence[str] | None = None,
-    use_duckdb: bool | None = None,
 ) -> pa.Table:
-    """The rows for which `where`, an SQL condition, holds.
+    """The rows for which `where` holds, an SQL condition (read by DuckDB).
 
     Args:
         sort: a column, numbers from the highest on, or "column asc"; None: as they were sampled.
         limit: the first rows only.
-        use_duckdb: None: where it is installed. Without it conditions are simple ones.
 
     Raises:
-        ConditionError: `where` or `sort` cannot be read.
+        ConditionError: `where` or `sort` cannot be read, or DuckDB is not installed.
     """
     column, ascending = _sort_key(sort)
     if column is not None and column not in rollouts.schema.names:
@@ -124,10 +120,7 @@ def query(
             f"sort={sort!r} must be a column, or one followed by asc or desc: there are "
             f"{', '.join(rollouts.schema.names)}. Choose one."
         )
-    if has_duckdb() if use_duckdb is None else use_duckdb:
-        return _query_duckdb(rollouts, where, column, ascending, limit, columns)
-    condition = None if where is None else parse_condition(where, rollouts.schema)
-    found = rollouts.to_table(filter=condition)
+    found = rollouts.to_table() if where is None else _where(rollouts, where)
     keys = [(name, "ascending") for name in IN_ORDER]
     if column is not None:
         keys.insert(0, (column, "ascending" if ascending else "descending"))
@@ -145,27 +138,18 @@ def _sort_key(sort: str | None) -> tuple[str | None, bool]:
     return match[1], (match[2] or "desc").lower() == "asc"
 
 
-def _query_duckdb(
-    rollouts: ds.Dataset,
-    where: str | None,
-    column: str | None,
-    ascending: bool,
-    limit: int | None,
-    columns: Sequence[str] | None,
-) -> pa.Table:
-    import duckdb
-
-    chosen = "*" if columns is None else ", ".join(f'"{name}"' for name in columns)
-    order = ", ".join(IN_ORDER)
-    if column is not None:
-        order = f'"{column}" {"ASC" if ascending else "DESC"} NULLS LAST, {order}'
-    text = f"SELECT {chosen} FROM rollouts"
-    text += f" WHERE {where}" if where else ""
-    text += f" ORDER BY {order}" + (f" LIMIT {int(limit)}" if limit is not None else "")
+def _where(rollouts: ds.Dataset, where: str) -> pa.Table:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise ConditionError(
+            f"where={where!r} must be read by DuckDB, which is not installed. Install it: "
+            "pip install 'rllib-llm[rollouts]'."
+        ) from error
     with duckdb.connect() as connection:
         connection.register("rollouts", rollouts)
         try:
-            return connection.sql(text).to_arrow_table()
+            return connection.sql(f"SELECT * FROM rollouts WHERE {where}").to_arrow_table()
         except duckdb.Error as error:
             first = str(error).splitlines()[0]
             raise ConditionError(
@@ -194,12 +178,11 @@ def load_rollouts(
             f"{name}['best_of_group']={best_of_group!r} must be at least 1: it counts completions. "
             "Leave it out for all."
         )
-    condition = where or ""
-    if not re.search(r"\b(status|valid)\b", condition):
-        condition = f"({where}) AND {LEARNABLE}" if where else LEARNABLE
     try:
         rollouts = open_rollouts([Path(folder)])
-        table = query(rollouts, where=condition, columns=_LEARNT_COLUMNS)
+        if not re.search(r"\b(status|valid)\b", where or ""):
+            rollouts = rollouts.filter(LEARNABLE)
+        table = query(rollouts, where=where, columns=_LEARNT_COLUMNS)
     except ValueError as error:
         raise DataSourceError(f"{name}: {error}") from error
     if best_of_group is not None:
@@ -239,22 +222,34 @@ def pairs_of_rollouts(rows: Rows) -> Rows:
     needed = {*_GROUP_COLUMNS, "score", "sample", "prompt", "completion"}
     if "chosen" in rows.columns or not needed <= set(rows.columns):
         return rows
-    scores, prompts, completions = map(rows.column, ("score", "prompt", "completion"))
+    scores, samples = rows.column("score"), rows.column("sample")
     pairs = []
-    for best, *others in _ranked_groups(rows):
-        worst = others[-1] if others else best
-        if scores[best] > scores[worst]:
-            pairs.append({
-                "prompt": prompts[best],
-                "chosen": completions[best],
-                "rejected": completions[worst],
-            })  # fmt: skip
+    for group in _ranked_groups(rows):
+        counts = Counter(samples[index] for index in group)
+        # A rollout of several rows answers several prompts: no other can be compared with it.
+        whole = [index for index in group if counts[samples[index]] == 1]
+        if len(whole) > 1 and scores[whole[0]] > scores[whole[-1]]:
+            pairs.append(_pair(rows[whole[0]], rows[whole[-1]]))
     if not pairs:
         raise DataSourceError(
             f"{rows.description} must hold a group with two scores: the best and the worst of a "
-            "group become a pair. Sample more completions of each prompt."
+            "group become a pair, rollouts of one row each. Sample more completions of each prompt."
         )
     return Rows(pairs, f"pairs of {rows.description}")
+
+
+_STORED = ("completion_ids", "loss_mask", "messages")
+
+
+def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
+    """Texts of a pair, and the very tokens that were sampled, where they are kept."""
+    pair = {"prompt": best["prompt"], "chosen": best["completion"], "rejected": worst["completion"]}
+    if best.get("completion_ids") is None:
+        return pair
+    pair |= {name: best[name] for name in ("prompt_ids", "tokenizer")}
+    for name, row in (("chosen", best), ("rejected", worst)):
+        pair |= {f"{name}_{stored}": row.get(stored) for stored in _STORED}
+    return pair
 
 
 def exportable(table: pa.Table) -> pa.Table:

@@ -38,9 +38,9 @@ class Rows(Sequence):
             raise IndexError(f"row {index} of {len(self)} in {self.description}")
         index %= len(self)
         if self._is_arrow_table:
-            return self._backing.slice(index, 1).to_pylist()[0]
-        row = self._backing[index]
-        return {column: row.get(column) for column in self.columns}
+            return _without_fillers(self._backing.slice(index, 1).to_pylist()[0])
+        row = {column: self._backing[index].get(column) for column in self.columns}
+        return row if isinstance(self._backing, list) else _without_fillers(row)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
@@ -51,8 +51,33 @@ class Rows(Sequence):
         if isinstance(self._backing, list):
             return [row.get(name) for row in self._backing]
         if self._is_arrow_table:
-            return self._backing.column(name).to_pylist()
-        return list(self._backing[name])
+            return [_as_chat(value) for value in self._backing.column(name).to_pylist()]
+        return [_as_chat(value) for value in self._backing[name]]
+
+
+def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+    return {column: _as_chat(value) for column, value in row.items()}
+
+
+def _as_chat(value: Any) -> Any:
+    """A value from an Arrow table: of chats and schemas of tools without the nulls that stand for
+    keys of other rows. Arrow gives each struct the fields of all, so that a call would have the
+    arguments of every other call; what was null in the data is lost with them."""
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and all(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value):
+        return _without_nulls(value)
+    return value
+
+
+_CHAT_KEYS = {"role", "from", "function"}  # of a message, ShareGPT's, a tool's schema
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def require_columns(rows: Rows, names: Iterable[str]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
-from rllib_llm.dotted import import_dotted, looks_dotted
-from rllib_llm.storage import local_copy
+from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
 

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.data.chats import as_turns, encode_chat
 from rllib_llm.data.encoding import encode_ended, pad_right, vocabulary_hash
 from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.thoughts import Part, parts_of_rows
+from rllib_llm.shared import columns
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
@@ -75,7 +75,8 @@ class TextSource:
         self._vocabulary = (
             vocabulary_hash(tokenizer) if "completion_ids" in self._rows.columns else None
         )
-        self._parts = parts_of_rows(self._rows, tokenizer)
+        # A rollout is learnt from as it was sampled: it is one row already.
+        self._parts = None if self._vocabulary else parts_of_rows(self._rows, tokenizer)
         self._order = EpochOrder(len(self), seed, shuffle=shuffle)
         self._tokenized: dict[int, TokenizedText] = {}
 
@@ -137,6 +138,8 @@ class TextSource:
     def _encode(self, row: dict[str, Any]) -> TokenizedText:
         if row.get("completion_ids") is not None and row.get("tokenizer") == self._vocabulary:
             return _as_sampled(row)
+        if row.get("completion_ids") is not None and row.get("messages") is not None:
+            raise DataSourceError(OTHER_TOKENIZER)
         if row.get("messages") is not None:
             return encode_chat(self._tokenizer, list(row["messages"]), tools=row.get("tools"))
         prompt, completion = row.get("prompt"), row.get("completion")
@@ -153,6 +156,12 @@ class TextSource:
             "'messages': nothing else is a text. Rename a column, e.g. with "
             "{path: ..., columns: {text: yours}}."
         )
+
+
+OTHER_TOKENIZER = (
+    "a conversation of a policy must be learnt from with the tokenizer that sampled it: its tokens "
+    "say what the policy said, and another tokenizer's would not. Take the model of that run."
+)
 
 
 def _as_sampled(row: dict[str, Any]) -> TokenizedText:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
+from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of rows, and what of them is needed on the device."""
+
+    params: SamplingParams
+    stops: torch.Tensor | None
+    """[k] int64, the stop tokens; None without."""
+    bias: tuple[torch.Tensor, torch.Tensor] | None
+    """Ids [b] int64, and what is added to their logits, [b] float32."""
+    adjusts: bool
+    """Whether they change logits before the temperature."""
 
 
 class BatchRows:
@@ -21,13 +37,12 @@ class BatchRows:
 
     Args:
         device: of the model.
+        vocab_size: of the model.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # Distinct settings, and their stop tokens on the device; those of a row are an index.
-        self.settings: list[SamplingParams] = []
-        self.stops: list[torch.Tensor] = []
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        self.device, self._vocab_size = device, vocab_size
+        self.settings: list[Setting] = []  # distinct ones; that of a row is an index
         # On the host, of each row: the column of the buffers that it is written to, the clock of
         # its place 0 and of its last place, and its settings.
         self.columns, self.born, self.last, self.setting = (
@@ -60,7 +75,7 @@ class BatchRows:
             clock: now.
         """
         if not len(self):
-            self.settings, self.stops = [], []
+            self.settings = []
         born = [clock - num for num in num_sampled]
         last = [b + p.max_new_tokens - 1 for b, p in zip(born, params, strict=True)]
         added = (columns, born, last, [self._index(p) for p in params])
@@ -84,16 +99,27 @@ class BatchRows:
         if params.max_new_tokens != max(1, params.min_new_tokens):
             params = replace(params, max_new_tokens=max(1, params.min_new_tokens))
         for i, known in enumerate(self.settings):
-            if known == params:
+            if known.params == params:
                 return i
-        self.settings.append(params)
-        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self.device)
-        self.stops.append(stops)
+        self.settings.append(self._on_device(params))
         return len(self.settings) - 1
+
+    def _on_device(self, params: SamplingParams) -> Setting:
+        # Ids beyond the vocabulary are never sampled: some models name stop tokens of others.
+        ids = [token for token in params.stop_token_ids if token < self._vocab_size]
+        stops = torch.tensor(ids, device=self.device) if ids else None
+        bias = None
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias, strict=True)
+            bias = (
+                torch.tensor(tokens, device=self.device),
+                torch.tensor(values, dtype=torch.float32, device=self.device),
+            )
+        return Setting(params, stops, bias, bool(params.adjustments))
 
     def keep(self, moves: Moves) -> None:
         """Lets rows go. Those that stay have not ended."""
-        targets, sources = moves.targets.cpu().numpy(), moves.sources.cpu().numpy()
+        targets, sources = moves.on_host
         for values in (self.columns, self.born, self.last, self.setting):
             values[targets] = values[sources]
         self.columns, self.born, self.last, self.setting = (
@@ -105,29 +131,33 @@ class BatchRows:
         )
         self.alive = self.alive.new_ones(moves.num_rows)
 
-    def by_settings(self, start: int) -> Iterator[tuple[int, np.ndarray | None]]:
+    def by_settings(self, start: int) -> Iterator[tuple[Setting, np.ndarray | None]]:
         """Which settings rows `start` and following have, each with the rows that have them,
         counted from `start`; None where all have."""
         setting = self.setting[start:]
         if (setting == setting[0]).all():
-            yield int(setting[0]), None
+            yield self.settings[setting[0]], None
             return
         for i in np.unique(setting):
-            yield int(i), (setting == i).nonzero()[0]
+            yield self.settings[i], (setting == i).nonzero()[0]
 
     def has_stops(self) -> bool:
         """Whether a row may end before its last place."""
         used = np.unique(self.setting) if len(self.settings) > 1 else range(len(self.settings))
-        return any(self.settings[i].stop_token_ids for i in used)
+        return any(self.settings[i].stops is not None for i in used)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Rows `sources` [moved] int64 go to the places `targets`; the first `num_rows` stay."""
+    """Rows `sources` [moved] int64 go to the places `targets`; the first `num_rows` stay.
+
+    on_host: (targets, sources) for arrays of the host, so that nothing is fetched from a device.
+    """
 
     sources: torch.Tensor
     targets: torch.Tensor
     num_rows: int
+    on_host: tuple[np.ndarray, np.ndarray]
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
         """The rows that stay, [num_rows, ...]; `values` is written to."""
@@ -147,4 +177,120 @@ def fill_gaps(stays: torch.Tensor, device: torch.device) -> Moves | None:
         return None
     targets = (~stays[:num_rows]).nonzero().squeeze(1)
     sources = stays[num_rows:].nonzero().squeeze(1) + num_rows
-    return Moves(sources.to(device), targets.to(device), num_rows)
+    on_host = targets.numpy(), sources.numpy()
+    return Moves(sources.to(device), targets.to(device), num_rows, on_host)
+
+
+# --- Prompts that wait for a place in the batch, first come, first served
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts on the model's device, [groups, P] int64 and bool, left-padded."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that share a prompt, and the place of the prompt in its batch."""
+
+    prompts: Prompts
+    index: int
+    length: int
+    """Tokens of the prompt, those that were sampled before among them."""
+    columns: list[int]
+    """Of the buffers, one per row."""
+    params: list[SamplingParams]
+    num_sampled: list[int]
+    prefix: Prefix | None = None
+    """What is computed already of the prompt of a single row."""
+
+
+class PromptQueue:
+    """Groups in the order in which they will be let in."""
+
+    def __init__(self) -> None:
+        self._groups: deque[Group] = deque()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait."""
+        return sum(len(group.columns) for group in self._groups)
+
+    def put(self, groups: Sequence[Group], first: bool = False) -> None:
+        """Appends groups, or lets them go `first`."""
+        if first:
+            self._groups.extendleft(reversed(groups))
+        else:
+            self._groups.extend(groups)
+
+    def remove(self, columns: set[int]) -> None:
+        """Takes rows out, by their columns of the buffers."""
+        kept: deque[Group] = deque()
+        for group in self._groups:
+            stays = [i for i, column in enumerate(group.columns) if column not in columns]
+            if len(stays) == len(group.columns):
+                kept.append(group)
+            elif stays:
+                kept.append(
+                    Group(
+                        group.prompts,
+                        group.index,
+                        group.length,
+                        [group.columns[i] for i in stays],
+                        [group.params[i] for i in stays],
+                        [group.num_sampled[i] for i in stays],
+                    )
+                )
+        self._groups = kept
+
+    def forget_prefixes(self) -> None:
+        """Has all of them computed: the weights have changed."""
+        self._groups = deque(replace(group, prefix=None) for group in self._groups)
+
+    def are_turns(self) -> bool:
+        """Whether all of them are further turns of conversations, whose prefixes are kept."""
+        return all(group.prefix is not None for group in self._groups)
+
+    def fitting(self, free: float, whatever: bool) -> int:
+        """How many of the first groups have together at most `free` rows; one at least if
+        `whatever`."""
+        count = 0
+        for group in self._groups:
+            free -= len(group.columns)
+            if free < 0 and not (whatever and not count):
+                break
+            count += 1
+        return count
+
+    def rows_of(self, count: int) -> int:
+        """Rows of the first `count` groups."""
+        return sum(len(self._groups[i].columns) for i in range(count))
+
+    def take(self, count: int) -> list[Group]:
+        """Takes the first groups out."""
+        return [self._groups.popleft() for _ in range(count)]
+
+
+def padded(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [groups, longest] of prompts, which need not be of one batch."""
+    longest = max(group.length for group in groups)
+    parts, start = [], 0
+    for end in range(1, len(groups) + 1):
+        # Neighbours of one batch are cut out of it together.
+        if end < len(groups) and groups[end].prompts is groups[start].prompts \
+                and groups[end].index == groups[end - 1].index + 1:  # fmt: skip
+            continue
+        held = groups[start].prompts
+        rows = slice(groups[start].index, groups[end - 1].index + 1)
+        width = min(longest, held.ids.shape[1])
+        cut = (held.ids[rows, -width:], held.mask[rows, -width:])
+        parts.append([F.pad(tensor, (longest - width, 0)) for tensor in cut])
+        start = end
+    ids, mask = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return ids, mask

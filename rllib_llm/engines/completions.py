@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from rllib_llm import columns
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.shared import columns
 
 
 @dataclass
@@ -44,6 +45,9 @@ class Completions:
         return {name: column.to(device) for name, column in held.items()}
 
 
+Finish = Literal["stop", "length", "aborted", "error"]
+"""A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
+"""
 Likeliest = list[tuple[int, float]]
 """Tokens and their log-probs, the likeliest first."""
 
@@ -56,6 +60,15 @@ class Tokens(NamedTuple):
     versions: list[int]
     likeliest: list[Likeliest] = []  # noqa: RUF012  (never written to)
     """The likeliest tokens at the place of each, where the row's settings ask for them."""
+    finish: Finish | None = None
+    """Why there will be no more of them; None where there may be."""
+
+    def behind(self, start: int) -> Tokens:
+        """Those from the token `start` on."""
+        return Tokens(
+            self.token_ids[start:], self.logprobs[start:], self.versions[start:],
+            self.likeliest[start:], self.finish,
+        )  # fmt: skip
 
 
 class CompletionBuffers:
@@ -263,3 +276,30 @@ class CompletionBuffers:
         last = tokens.gather(1, mask.sum(dim=1, keepdim=True) - 1)
         finished = (last == stop_token_ids).any(dim=1)
         return Completions(tokens, mask, logprobs, finished, values)
+
+
+def prompts_of(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[list[int]]:
+    """The prompts' ids without their padding."""
+    return [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+
+
+def pad_completions(
+    token_ids: list[list[int]], logprobs: list[list[float]], params: SamplingParams
+) -> Completions:
+    """Ragged rows as `Completions`; a row is finished where it ends with a stop token.
+
+    Args:
+        token_ids: of each row, stop token included, at least one.
+        logprobs: of each row, as many as it has tokens.
+        params: its pad and stop tokens are read.
+    """
+    longest = max(map(len, token_ids))
+    lengths = torch.tensor([len(row) for row in token_ids])
+    mask = torch.arange(longest) < lengths.unsqueeze(1)
+    ids = torch.full(mask.shape, params.pad_token_id, dtype=torch.int64)
+    values = torch.zeros(mask.shape, dtype=torch.float32)
+    ids[mask] = torch.tensor([token for row in token_ids for token in row])
+    values[mask] = torch.tensor([value for row in logprobs for value in row])
+    stops = set(params.stop_token_ids)
+    finished = torch.tensor([row[-1] in stops for row in token_ids])
+    return Completions(ids, mask, values, finished)

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from rllib_llm.engines.cuda_graph import CudaGraph
-from rllib_llm.engines.decode_weights import decode_layout
-from rllib_llm.engines.kv_cache import SharedPromptCache
-from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
-from rllib_llm.engines.static_step import StaticLlamaStep, can_be_recorded
+from rllib_llm.engines.kv_cache import RepeatedPromptCache, SharedPromptCache
+from rllib_llm.engines.llama_step import LlamaStep, decode_layout, is_llama_shaped
+from rllib_llm.engines.static_step import CudaGraph, StaticLlamaStep, can_be_recorded
+from rllib_llm.modules.packing.dense_packing import recurring_size
 from rllib_llm.modules.packing.lm_head import take_apart
 
 # tokens [rows] int64, their positions [rows] int64, cache, padding mask [rows, seen + 1] bool or
@@ -85,3 +84,57 @@ def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -
     state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
     logits, values = halves.logits(state), value_head(state)
     return torch.cat([logits, values.to(logits.dtype).unsqueeze(1)], dim=1)
+
+
+# Tokens of all prompts in a piece: enough for a GPU to be busy with.
+PIECE_TOKENS = 16_384
+
+
+def recurring_length(num_prompts: int, length: int) -> int:
+    """`length` positions or a few more, of which so many prompts have a `recurring_size` of tokens
+    together; `length` where 15 or an eighth more do not suffice."""
+    most = length + max(15, length // 8)
+    for longer in range(length, most + 1):
+        if recurring_size(num_prompts * longer) == num_prompts * longer:
+            return longer
+    return length
+
+
+def prefill(
+    model: nn.Module,
+    value_head: nn.Module | None,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    cache: SharedPromptCache | RepeatedPromptCache,
+    start: int = 0,
+    piece_tokens: int = PIECE_TOKENS,
+) -> torch.Tensor:
+    """Logits [prompts, vocab] behind the prompts' last tokens; the cache holds the prompts
+    afterwards. With a value head as `last_logits`.
+
+    Args:
+        model: causal LM of transformers.
+        value_head: see `last_logits`.
+        ids: [prompts, P] int64, left-padded.
+        mask: [prompts, P] bool, True where a prompt token stands.
+        cache: with room for P positions, of which it holds the first `start`.
+        start: positions that were computed before.
+        piece_tokens: that go through the model at once, in all prompts together; a piece has one
+            position of each prompt at least. Changes memory, and numbers by round-off.
+    """
+    end = ids.shape[1]
+    # transformers' own layers may not go on with several positions.
+    step = end if isinstance(cache, RepeatedPromptCache) else max(1, piece_tokens // len(ids))
+    positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
+    has_padding = not bool(mask.all())
+    for first in range(start, end, step):
+        last = min(first + step, end)
+        logits = last_logits(
+            model,
+            value_head,
+            input_ids=ids[:, first:last],
+            attention_mask=mask[:, :last] if has_padding else None,
+            position_ids=positions[:, first:last],
+            past_key_values=cache,
+        )
+    return logits

@@ -19,24 +19,27 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rllib_llm.engines.batch_rows import BatchRows, fill_gaps
+from rllib_llm.engines.batch_rows import BatchRows, Group, PromptQueue, fill_gaps, padded
 from rllib_llm.engines.completions import CompletionBuffers
-from rllib_llm.engines.decode_step import DecodeStep, OpenStep, open_decode_step
-from rllib_llm.engines.guide import Guide
-from rllib_llm.engines.kept_prefixes import Layers, fill
+from rllib_llm.engines.decode_step import (
+    DecodeStep,
+    OpenStep,
+    open_decode_step,
+    prefill,
+    recurring_length,
+)
 from rllib_llm.engines.kv_cache import (
+    Layers,
     RepeatedPromptCache,
     SharedPromptCache,
+    fill,
     make_cache,
     shares_prompts,
 )
-from rllib_llm.engines.like_lengths import alike, cost_of_block
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
-from rllib_llm.engines.prefill import prefill, recurring_length
-from rllib_llm.engines.prompt_queue import Group, PromptQueue, padded
-from rllib_llm.engines.row_block import RowBlock
-from rllib_llm.engines.row_blocks import RowBlocks
-from rllib_llm.engines.row_choice import choose_for_rows, note_likeliest
+from rllib_llm.engines.protocol import Guide
+from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike, cost_of_block
+from rllib_llm.engines.sampling import TokenCounts, choose_for_rows
 from rllib_llm.engines.static_step import can_be_recorded
 from rllib_llm.modules.packing.trunk import wants_recurring_sizes
 
@@ -87,7 +90,9 @@ class Decoder:
         self.open_step, self.value_head = open_step, value_head
         self.device = next(model.parameters()).device
         self.queue = PromptQueue()
-        self.rows = BatchRows(self.device)
+        self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.rows = BatchRows(self.device, self._vocab_size)
+        self.counts = TokenCounts(self._vocab_size, self.device)
         # By column of the buffers, of rows that have one; whoever adds and takes rows keeps it.
         self.guides: dict[int, Guide] = {}
         # Columns whose keys and values are wanted when they leave, and those that have left.
@@ -99,6 +104,7 @@ class Decoder:
         if block_cost is None:
             block_cost = _cost_of_block(model, self.device)
         self.blocks = RowBlocks(model.config, self.device, block_cost)
+        self._shares = shares_prompts(model.config)
         self._recurs = wants_recurring_sizes(next(model.parameters()))
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
@@ -173,12 +179,14 @@ class Decoder:
         if (born == born[0]).all():
             places = self.clock - int(born[0])
         noise = buffers.noise(places, lines)
-        tokens, logprobs, ended = choose_for_rows(
-            rows, logits, noise, start, self.clock, self.guides
+        tokens, logprobs, ended, likeliest = choose_for_rows(
+            rows, logits, noise, start, self.clock, self.guides, self.counts
         )
-        if any(params.top_logprobs for params in rows.settings):
-            note_likeliest(rows, buffers, logits, start, self.clock)
-        pad = rows.settings[rows.setting[start]].pad_token_id
+        for some, (ids, values_of_ids) in likeliest:
+            of = slice(None) if some is None else some
+            at = (self.clock - rows.births[start:][of]).where(alive[of], buffers.steps)
+            buffers.write_likeliest(at, lines[of], ids, values_of_ids)
+        pad = rows.settings[rows.setting[start]].params.pad_token_id
         tokens = tokens.where(alive, pad)
         buffers.write(places, lines, tokens, logprobs, alive, values)
         rows.tokens[start:] = tokens
@@ -214,7 +222,8 @@ class Decoder:
         """Takes all rows out, in the batch or waiting, and frees the cache's memory."""
         self.close()
         self.queue = PromptQueue()
-        self.rows = BatchRows(self.device)
+        self.rows = BatchRows(self.device, self._vocab_size)
+        self.counts.clear()
         self.blocks.clear()
 
     def _keep(self, stays: torch.Tensor) -> list[int]:
@@ -229,12 +238,13 @@ class Decoder:
                 self.taken_along |= block.states_of(wanted)
         self.rows.keep(moves)
         self.blocks.keep(moves, self.rows.columns, left)
+        self.counts.end(left.tolist())
         return left.tolist()
 
     def _next_groups(self) -> list[Group]:
         """The prompts that are let in now."""
         running = len(self.rows)
-        if not len(self.queue) or (running and not shares_prompts(self.model.config)):
+        if not len(self.queue) or (running and not self._shares):
             return []
         free = float("inf") if self.max_rows is None else self.max_rows - running
         count = self.queue.fitting(free, whatever=not running)
@@ -273,13 +283,12 @@ class Decoder:
         ids, mask = padded(groups)
         longest = ids.shape[1]
         block = self.blocks.block_for(*_sizes(groups))
-        shares = shares_prompts(self.model.config)
-        more = self._length_to_read(len(groups), longest) - longest if shares else 0
+        more = self._length_to_read(len(groups), longest) - longest if self._shares else 0
         if more:
             ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
         prompts = make_cache(self.model.config, 1, longest + more)
         repeats = torch.tensor(copies, device=self.device)
-        if not shares:
+        if not self._shares:
             block.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
         self.num_prefilled += sum(group.length for group in groups)
@@ -287,9 +296,9 @@ class Decoder:
         if more:
             prompts.look_from(more)
         before = len(self.rows)
-        room = self._room_for(block, groups, longest) if shares else (0, 0)
+        room = self._room_for(block, groups, longest) if self._shares else (0, 0)
         self._admit(block, prompts, groups, longest, room)
-        if shares:
+        if self._shares:
             logits = logits.repeat_interleave(repeats, dim=0)
         self._take(logits, before)
 
@@ -303,7 +312,7 @@ class Decoder:
         longer = self._length_to_read(len(groups), new)
         if longer < longest:
             new = longer
-        if new >= longest or not shares_prompts(self.model.config):
+        if new >= longest or not self._shares:
             self._prefill(groups)
             return
         ids, mask = padded(groups)
@@ -329,8 +338,20 @@ class Decoder:
         num_sampled = [num for group in groups for num in group.num_sampled]
         block.admit(prompts, [len(group.columns) for group in groups], longest, room)
         self.rows.add(columns, params, lengths, num_sampled, self.clock)
+        self._count_tokens(groups)
         block.add(columns, lengths, int(self.rows.last.max()) - self.clock + 1)
         self.blocks.find_order(self.rows.columns)
+
+    def _count_tokens(self, groups: Sequence[Group]) -> None:
+        """Has the tokens of rows with penalties counted, what was sampled before among them."""
+        for group in groups:
+            for column, params, num in zip(
+                group.columns, group.params, group.num_sampled, strict=True
+            ):
+                if params.has_penalties:
+                    text = group.prompts.ids[group.index, -group.length :]
+                    prompt_len = group.length - num
+                    self.counts.begin(column, text[:prompt_len], text[prompt_len:])
 
     def _room_for(self, block: RowBlock, groups: Sequence[Group], longest: int) -> tuple[int, int]:
         """Rows and positions that a block has room for when prompts of `longest` positions come.

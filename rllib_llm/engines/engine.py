@@ -15,14 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rllib_llm.engines.check_inputs import check_at_least_one, check_inputs
+from rllib_llm.engines.batch_rows import Group, Prompts
+from rllib_llm.engines.checks import check_at_least_one, check_decoding_once, check_inputs
 from rllib_llm.engines.completions import CompletionBuffers, Completions
-from rllib_llm.engines.decode_probe import check_decoding_once
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.kv_cache import shares_prompts
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.prompt_queue import Group, Prompts
 from rllib_llm.engines.row_budget import row_budget, with_fewer_rows
 
 __all__ = ["Completions", "generate"]
@@ -137,7 +136,9 @@ def _places(
         max_rows = row_budget(model, prompt_len + params.max_new_tokens)
         if max_rows is not None and max_rows < groups * num_completions:
             max_rows = row_budget(model, capacity(prompt_len, params, steps_between_looks))
-    groups_at_once = groups if max_rows is None else max(1, max_rows // num_completions)
+    groups_at_once = groups
+    if max_rows is not None:
+        groups_at_once = min(groups, max(1, max_rows // num_completions))
     # Rows without stop tokens end together: there is no place before all are free.
     waits = groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config)
     longest = int(prompt_mask.any(dim=0).sum())

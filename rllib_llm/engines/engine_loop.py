@@ -20,9 +20,16 @@ from typing import TypeVar
 import torch
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
+from rllib_llm.engines.protocol import (
+    Ended,
+    Engine,
+    Guide,
+    GuideError,
+    InFlight,
+    Noise,
+    Row,
+)
 
 _CLOSED = (
     "EngineLoop must be open: it was closed, or its engine raised an error. Make a new engine."
@@ -357,12 +364,11 @@ class EngineLoop:
         request = self._requests.pop(ended.id, None)
         if request is None:
             return
-        at = request.num_streamed
-        rest = Tokens(
-            ended.token_ids[at:], ended.logprobs[at:], ended.versions[at:], ended.likeliest[at:]
-        )
-        if request.on_tokens is None or self._hand_on(request, rest):
-            _settle(request.future, ended)
+        rest = ended.tokens.behind(request.num_streamed)
+        if request.on_tokens is not None and not self._hand_on(request, rest):
+            return
+        problem = request.row.guide.problem if request.row.guide is not None else ""
+        _settle(request.future, GuideError(problem) if problem else ended)
 
 
 def _settle(future: Future[Result], result: Result | Exception) -> None:

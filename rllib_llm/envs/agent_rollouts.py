@@ -1,18 +1,20 @@
-"""Rollouts of agents: a server in this process, and a session of it for each.
+"""Rollouts of agents: a session of a server for each.
 
-task ─▶ run(base_url, task) ── chat completions ──▶ /sessions/{id}/v1 ─▶ engine
+task ─▶ run(base_url, task) ── chat completions ──▶ a session of the server ─▶ engine
                │                                          │
                ▼                                          ▼
              score                          tokens as they were sampled
+
+Which server that is, is the caller's: it is handed in.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.adapters.agent import AgentEnv, read_result
 from rllib_llm.envs.conversation_rollouts import (
     Attempt,
@@ -22,35 +24,67 @@ from rllib_llm.envs.conversation_rollouts import (
 )
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.prompts import PromptRow
-from rllib_llm.serving.clients import Clients
-from rllib_llm.serving.engine_host import ThreadHost
-from rllib_llm.serving.http_server import in_thread
-from rllib_llm.serving.service import Service
-from rllib_llm.serving.sessions import Rules, Session
-from rllib_llm.serving.settings import ServeSettings
 
 
-def open_service(
-    env: AgentEnv, engine: TorchEngine, *, stop_token_ids: Sequence[int], name: str
-) -> Service:
-    """A server's inside for the agents of an environment.
+class AgentSession(Protocol):
+    """What one agent said and was told."""
+
+    conversations: list[Conversation]
+    limit: str
+    """The limit that it ran into, "turns" or "tokens"."""
+    reward: float | None
+    """That the agent gave its turns itself."""
+
+
+class AgentServer(Protocol):
+    """A server with OpenAI's interface, whose sessions keep what was sampled token by token."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Answers in the block."""
+
+    def session(
+        self,
+        sampling: Mapping[str, Any],
+        *,
+        max_new_tokens: int,
+        max_turns: int,
+        template_settings: Mapping[str, Any],
+    ) -> AbstractContextManager[tuple[str, AgentSession]]:
+        """A session: its base URL, and what is said in it. `sampling`: fields of a chat completion
+        that hold whatever the agent asks for."""
+
+    def check_open(self) -> None:
+        """Raises RuntimeError where the engine has ended."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+OpenAgentServer = Callable[..., AgentServer]
+"""`serving.agent_server.open_agent_server`."""
+
+
+def open_for(
+    env: AgentEnv,
+    engine: Any,
+    open_server: OpenAgentServer,
+    stop_token_ids: Sequence[int],
+    name: str,
+) -> AgentServer:
+    """The server for an environment's agents, within its limits.
 
     Args:
         env: whose limits hold.
-        engine: samples, and is closed with the service.
+        engine: samples, and is closed with the server.
+        open_server: makes the server.
         stop_token_ids: of the policy.
         name: of whoever asks for it.
     """
-    most = int(env.settings["max_concurrent"])
-    settings = ServeSettings.model_validate(
-        {
-            "model": "policy", "in_flight": "recompute", "max_rows": most, "max_waiting": most,
-            "drain_s": 0, "max_model_len": env.max_tokens,
-            "deadline_s": float(env.settings["max_seconds"]),
-        }
+    return open_server(
+        engine, env.tokenizer, stop_token_ids=stop_token_ids, name=name,
+        max_rows=int(env.settings["max_concurrent"]), max_tokens=env.max_tokens,
+        max_seconds=float(env.settings["max_seconds"]),
     )  # fmt: skip
-    host = ThreadHost(engine.model, settings, tuple(stop_token_ids), engine=engine)
-    return Service(host, env.tokenizer, settings, source=name, serial=engine.version or 0)
 
 
 def run_agents(
@@ -59,7 +93,7 @@ def run_agents(
     *,
     first_position: int,
     num_completions: int,
-    service: Service,
+    server: AgentServer,
     sampling: Mapping[str, Any],
     max_new_tokens: int,
 ) -> list[Attempt]:
@@ -67,7 +101,7 @@ def run_agents(
 
     Args:
         env, rows, first_position, num_completions: what is asked.
-        service: that samples; it is closed in the end.
+        server: that samples; it is closed in the end.
         sampling: fields of a chat completion that hold whatever the agent asks for.
         max_new_tokens: of a turn.
 
@@ -75,54 +109,38 @@ def run_agents(
         EngineFailed: the engine ended under them.
     """
     attempts = new_attempts(env, rows, first_position, num_completions)
-    service.sessions.begin_by_themselves = False
 
-    def rules(attempt: Attempt) -> Rules:
-        return Rules(
-            {**sampling, "noise_row": attempt.row_id},
-            max_new_tokens=max_new_tokens,
+    async def play(attempt: Attempt) -> None:
+        with server.session(
+            {**sampling, "noise_row": attempt.row_id}, max_new_tokens=max_new_tokens,
             max_turns=int(env.settings["max_turns"]),
-            max_tokens=service.limits.max_model_len,
             template_settings=dict(env.settings["template_settings"] or {}),
-        )
+        ) as (url, session):  # fmt: skip
+            await _play(env, attempt, url, session)
 
     try:
-        with in_thread(service, Clients([])) as address:
-
-            async def play(attempt: Attempt) -> None:
-                await _play(env, attempt, service, address, rules(attempt))
-
+        with server.running():
             env.events.run(run_side_by_side(env, attempts, play))
-            _check_engine(service)
+            try:
+                server.check_open()
+            except RuntimeError as error:
+                raise EngineFailed(f"{type(error).__name__}: {error}") from error
     finally:
-        service.close()
+        server.close()
     return attempts
 
 
-def _check_engine(service: Service) -> None:
-    try:
-        service.host.check_open()
-    except RuntimeError as error:
-        raise EngineFailed(f"{type(error).__name__}: {error}") from error
-
-
-async def _play(
-    env: AgentEnv, attempt: Attempt, service: Service, address: str, rules: Rules
-) -> None:
+async def _play(env: AgentEnv, attempt: Attempt, url: str, session: AgentSession) -> None:
     """One episode. An agent that ends with an error at a limit of its session was led there by the
     policy: its conversation is judged as it stands."""
-    session_id = uuid.uuid4().hex  # nobody guesses it
-    session = service.sessions.begin(session_id, rules)
     result = None
     try:
-        url = f"{address}/sessions/{session_id}/v1"
         result = await call(env.agent, url, dict(attempt.conversation.task))
     except Exception:
         if not session.limit:
             raise
         result = 0.0  # it got no further
     finally:
-        service.sessions.end(session_id)
         _take(attempt, session)
     if not attempt.conversation.num_turns:
         raise ValueError(
@@ -133,7 +151,7 @@ async def _play(
     attempt.conversation.metrics.update(metrics)
 
 
-def _take(attempt: Attempt, session: Session) -> None:
+def _take(attempt: Attempt, session: AgentSession) -> None:
     """What was said in a session."""
     for conversation in session.conversations:
         attempt.conversation.adopt(conversation)

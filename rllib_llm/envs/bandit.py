@@ -10,6 +10,8 @@ sampler's), advantages and any KL beyond the one number per completion (the lear
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +21,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm import columns
 from rllib_llm.data.encoding import pad_left
 from rllib_llm.envs.bandit_settings import (
     check_bandit_settings,
@@ -34,6 +35,7 @@ from rllib_llm.envs.checked_completions import (
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
+from rllib_llm.shared import columns
 
 
 class BanditEnv(VectorEnv):
@@ -103,6 +105,7 @@ class BanditEnv(VectorEnv):
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
         self._observation: dict[str, torch.Tensor] = {}
+        self._reference_lock = threading.Lock()
         self.num_envs = num_envs
         token: spaces.Discrete = spaces.Discrete(self.vocab_size)
         self.single_observation_space = Repeated(token, max_prompt_len)
@@ -115,6 +118,10 @@ class BanditEnv(VectorEnv):
     def max_prompt_len(self) -> int:
         """Longest prompt [tokens]."""
         return self._encoder.max_prompt_len
+
+    def fork(self) -> BanditEnv:
+        """The same environment with prompts handed out of its own, for another thread."""
+        return copy.copy(self)
 
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt there is, before any is cut: reads and encodes them all."""
@@ -254,9 +261,10 @@ class BanditEnv(VectorEnv):
         """ref_logprobs, kl where the sampler's log-probs are known, and the model's own report."""
         assert self.reference is not None
         mask = batch.completion_mask
-        ref_logprobs = self.reference.logprobs(
-            batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask, self.temperature
-        ).to(self.device)
+        with self._reference_lock:
+            ref_logprobs = self.reference.logprobs(
+                batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask, self.temperature
+            ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
         if sampler_logprobs is not None:
             infos["kl"] = ((sampler_logprobs - ref_logprobs) * mask).sum(-1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm import columns
+from rllib_llm.shared import columns
 
 
 class BanditEnvError(ValueError):

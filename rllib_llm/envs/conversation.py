@@ -80,23 +80,13 @@ class ConversationEnv:
         check_limits(self.settings)
         self.tokenizer = policy_tokenizer(self.settings)
         self.events = EventLoop()
-        self._servers = MCPServers(self.settings["mcp_servers"] or ())
-        self.toolbox = Toolbox(
-            [*self.tools(), *self.events.run(self._servers.connect())],
-            timeout_s=self.settings["tool_timeout_s"],
-            max_chars=self.settings["max_tool_chars"],
+        self._servers = MCPServers(
+            self.settings["mcp_servers"] or (), timeout_s=self.settings["tool_timeout_s"]
         )
-        self.chat_format = ChatFormat(
-            self.tokenizer,
-            tools=self.toolbox.schemas,
-            syntax=self.settings["tool_syntax"],
-            history=self.settings["history"],
-            template_settings=self.settings["template_settings"],
-            renderer=self.settings["renderer"],
-        )
-        self.findings: list[Finding] = prove(self.chat_format)
-        if self.toolbox.tools:
-            require_tools(self.chat_format, self.findings)
+        self._served = self.events.run(self._servers.connect())
+        self.toolbox = self._make_toolbox(self.tools())
+        self.findings: list[Finding] = []
+        self.chat_format = self._make_format(self.toolbox)
         self.tasks = self._make_tasks()
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
@@ -122,6 +112,14 @@ class ConversationEnv:
         """Functions that stand behind the tools of this conversation alone, where they have to know
         it: those of `tools` under the same names."""
         return ()
+
+    def toolbox_of(self, conversation: Conversation) -> Toolbox:
+        """The tools of this conversation."""
+        return self.toolbox.of(self.tools_of(conversation))
+
+    def format_of(self, task: Mapping[str, Any]) -> ChatFormat:
+        """How conversations about a task are written."""
+        return self.chat_format
 
     def rows(self) -> Any:
         """Tasks, any source of `data/sources.py`: the setting `prompts`."""
@@ -154,6 +152,29 @@ class ConversationEnv:
         return None
 
     # --- parts -------------------------------------------------------------------------------
+
+    def _make_toolbox(self, tools: Sequence[Any]) -> Toolbox:
+        """These tools, and those of the MCP servers."""
+        return Toolbox(
+            [*tools, *self._served],
+            timeout_s=self.settings["tool_timeout_s"],
+            max_chars=self.settings["max_tool_chars"],
+        )
+
+    def _make_format(self, toolbox: Toolbox) -> ChatFormat:
+        """How conversations with these tools are written, as far as it is proven."""
+        chat_format = ChatFormat(
+            self.tokenizer,
+            tools=toolbox.schemas,
+            syntax=self.settings["tool_syntax"],
+            history=self.settings["history"],
+            template_settings=self.settings["template_settings"],
+            renderer=self.settings["renderer"],
+        )
+        self.findings = prove(chat_format)
+        if toolbox.tools:
+            require_tools(chat_format, self.findings)
+        return chat_format
 
     def _make_tasks(self) -> PromptSource:
         settings, rows = self.settings, self.rows()

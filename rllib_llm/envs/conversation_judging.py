@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.conversations.batches import Rollout, training_columns
+from rllib_llm.conversations.chat_format import Messages
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
-from rllib_llm.envs.judges.reward_functions import RewardBatch
+from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
 from rllib_llm.envs.judges.rewards import Rewards
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.shared import columns
 
 TURNS = "turns"  # component: what was earned at turns
 SCORE = "score"  # component: what `ConversationEnv.score` says
@@ -37,15 +38,30 @@ class JudgedConversations:
     texts: dict[str, list[str]]
 
 
+class AllFailedError(EnvConfigError):
+    """None of the conversations came to an end."""
+
+
+def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """The columns of rollouts that are over and could not be judged: no row is valid."""
+    rollouts = [
+        Rollout(a.conversation, 0.0, False, a.invalid, a.group, a.row_id, a.row.index)
+        for a in attempts
+    ]
+    return training_columns(rollouts, pad_token_id)
+
+
 def judge(
     env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int
 ) -> JudgedConversations:
     """The columns of rollouts that are over, with their scores.
 
     Raises:
-        EnvConfigError: all rollouts failed, or nothing says what they are worth.
+        AllFailedError: all rollouts failed.
+        EnvConfigError: nothing says what they are worth.
     """
-    sound = [attempt for attempt in attempts if not attempt.invalid and attempt.conversation.nodes]
+    # A player who was never asked has said nothing that could be judged.
+    sound = [a for a in attempts if not a.invalid and a.conversation.num_turns]
     _report(env, attempts, sound)
     components, judged = _components(env, sound)
     valid = dict.fromkeys(map(id, sound), True)
@@ -70,10 +86,15 @@ def judge(
             *(batch[name].to(env.device) for name in names), env.settings["temperature"]
         ).cpu()
     table = _Table(attempts, batch[columns.ROW_ID])
+    earned = {name: table.rows(sound, column) for name, column in components.items()}
+
+    def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: column.to(env.device) for name, column in held.items()}
+
     return JudgedConversations(
-        {name: column.to(env.device) for name, column in batch.items()},
-        {name: table.rows(sound, column) for name, column in components.items()},
-        _metrics(table, attempts, sound, judged),
+        on_device(batch),
+        on_device(earned),
+        on_device(_metrics(table, attempts, sound, judged)),
         _texts(table, attempts),
     )
 
@@ -124,16 +145,17 @@ def _components(
 
 
 def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch:
-    """The conversations as reward functions take them: completions are all messages behind the
-    first prompt."""
-    last = [attempt.conversation.rows()[-1] for attempt in sound]
+    """The conversations as reward functions take them; see `RewardBatch`. Their texts depend
+    neither on the template nor on where it begins a row."""
     batch = training_columns(
         [Rollout(a.conversation, 0.0, True, "", 0, i, 0) for i, a in enumerate(sound)],
         int(env.tokenizer.pad_token_id),
     )
     ends = batch[columns.ROW_ID].bincount().cumsum(0) - 1
     starts = [attempt.conversation.opening for attempt in sound]
-    said = [a.conversation.messages[len(s) :] for a, s in zip(sound, starts, strict=True)]
+    chats = [attempt.conversation.messages for attempt in sound]
+    said = [chat[len(start) :] for chat, start in zip(chats, starts, strict=True)]
+    contexts = [_before_last_turn(chat) for chat in chats]
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
     return RewardBatch(
@@ -141,9 +163,10 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
         prompt_mask=batch[columns.PROMPT_MASK][ends],
         completion_ids=batch[columns.COMPLETION_IDS][ends],
         completion_mask=batch[columns.COMPLETION_MASK][ends],
-        prompts=[str(env.tokenizer.decode(row.prompt_ids)) for row in last],
+        prompts=transcripts(contexts),
         completions=[_last_words(attempt) for attempt in sound],
         completion_messages=said,
+        context_messages=contexts,
         columns={
             **{name: [task.get(name) for task in tasks] for name in names},
             "messages": starts,
@@ -153,6 +176,12 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
         global_step=env.global_step,
         max_steps=env.max_steps,
     )
+
+
+def _before_last_turn(chat: Messages) -> Messages:
+    """What was said before the assistant's last turn; all of it where there is none."""
+    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    return chat[: places[-1]] if places else chat
 
 
 def _last_words(attempt: Attempt) -> str:
@@ -194,15 +223,9 @@ def _texts(table: _Table, attempts: Sequence[Attempt]) -> dict[str, list[str]]:
         messages = conversation.messages
         start = len(conversation.opening)
         for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
-            shown[name].append("\n".join(_shown(message) for message in part))
+            shown[name].append("\n".join(shown_message(message) for message in part))
         shown["messages"].append(json.dumps(messages, ensure_ascii=False))
     return shown
-
-
-def _shown(message: dict) -> str:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    called = "".join(f" {call['name']}({call['arguments']})" for call in calls)
-    return f"[{message['role']}] {message.get('content') or ''}{called}"
 
 
 def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[Attempt]) -> None:
@@ -211,7 +234,7 @@ def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[A
         return
     first, count = failed[0], len(failed)
     if not sound:
-        raise EnvConfigError(
+        raise AllFailedError(
             f"at least one of {count} conversations must come to an end: all failed, the first "
             f"with {first.invalid[:_SHOWN]}. Correct the environment, or what it depends on."
         ) from first.error

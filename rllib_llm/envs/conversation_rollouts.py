@@ -8,6 +8,7 @@ invalid: it counts in no statistic, and never as a score of 0.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Attempt:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
 
+_TOOL_FAILED = ("error", "timeout")  # of the tool; other failures are the policy's mistakes
 _COUNTED = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds", "sample_seconds")
 
 
@@ -108,10 +110,20 @@ def new_attempts(
     for place, row in enumerate(rows):
         for copy in range(num_completions):
             group = first_position + place
-            task = {"prompt": row.prompt, **row.columns}
-            conversation = Conversation(env.chat_format, task=task)
+            task = _copied({"prompt": row.prompt, **row.columns})
+            conversation = Conversation(env.format_of(task), task=task)
             attempts.append(Attempt(row, group * num_completions + copy, group, conversation))
     return attempts
+
+
+def _copied(value: Any) -> Any:
+    """A value with dicts and lists of its own, at any depth: what one rollout changes in its task
+    is not what another one begins with."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value
 
 
 async def run_side_by_side(
@@ -172,12 +184,12 @@ class _Rollout:
         env, conversation = self.env, self.conversation
         self.attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
         conversation.append_messages(as_messages(await call(env.start, conversation)))
-        self.toolbox = env.toolbox.of(env.tools_of(conversation))
+        self.toolbox = env.toolbox_of(conversation)
         while await sample_turn(env, self.attempt, self.complete, self.max_new_tokens):
             response = await self._answer()
             if response.reward is not None:
                 self.attempt.has_turn_rewards = True
-                conversation.add_reward(response.reward)
+                conversation.add_reward(_finite("respond()", response.reward))
             conversation.metrics.update(response.metrics)
             messages = as_messages(response.messages)
             if response.invalid:
@@ -193,13 +205,13 @@ class _Rollout:
             conversation.append_messages(messages)
         earned = await call(env.score, conversation)
         if earned is not None:
-            self.attempt.earned = float(earned)
+            self.attempt.earned = _finite("score()", earned)
 
     async def _answer(self) -> Response:
         """What the tools say that were called, else what the environment says."""
         reply = self.conversation.reply
         assert reply is not None, "a turn was sampled"
-        if reply.tool_calls and self.env.toolbox.tools:
+        if reply.tool_calls and self.toolbox.tools:
             return await self._call_tools(reply)
         response = await call(self.env.respond, self.conversation)
         if isinstance(response, Response):
@@ -210,18 +222,17 @@ class _Rollout:
         )
 
     async def _call_tools(self, reply: ParsedReply) -> Response:
-        left = max(0.01, self.deadline - time.monotonic())
-        results = await asyncio.gather(
-            *(self.toolbox.run(asked, timeout_s=left) for asked in reply.tool_calls)
-        )
-        for asked, result in zip(reply.tool_calls, results, strict=True):
+        results = []
+        for asked in reply.tool_calls:  # in their order: one may need what another has done
+            left = max(0.01, self.deadline - time.monotonic())
+            result = await self.toolbox.run(asked, timeout_s=left)
             self._count(asked, result)
-            if result.failure and self.env.settings["tool_errors"] == "invalid":
+            has_failed = result.failure in _TOOL_FAILED
+            is_down = result.failure == "unavailable"
+            if is_down or (has_failed and self.env.settings["tool_errors"] == "invalid"):
                 return Response(invalid=f"tool {asked.name!r}: {result.text}")
-        said: list[Message] = [
-            {"role": "tool", "name": asked.name, "tool_call_id": asked.id, "content": result.text}
-            for asked, result in zip(reply.tool_calls, results, strict=True)
-        ]
+            results.append(result)
+        said = _results(reply.tool_calls, results)
         return Response(said, done=await self.env.stops(self.conversation, said))
 
     def _count(self, asked: ToolCall, result: ToolResult) -> None:
@@ -229,6 +240,37 @@ class _Rollout:
         self.attempt.count("tool_failures", float(bool(result.failure)))
         self.attempt.count("tool_timeouts", float(result.failure == "timeout"))
         self.attempt.count("tool_seconds", result.seconds)
+
+
+def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+    """What tools said, as messages.
+
+    Templates want a result for each call that they write and none for others: what is wrong with a
+    call that could not be read stands behind the last result, or is a user's words without one.
+    """
+    said: list[dict[str, Any]] = []
+    for call_, result in zip(calls, results, strict=True):
+        if call_.arguments is not None:
+            named = {"role": "tool", "name": call_.name, "tool_call_id": call_.id}
+            said.append({**named, "content": result.text})
+    unread = [result.text for call_, result in zip(calls, results, strict=True)
+              if call_.arguments is None]  # fmt: skip
+    if unread and not said:
+        return [{"role": "user", "content": "\n".join(unread)}]
+    if unread:
+        said[-1]["content"] = "\n".join([said[-1]["content"], *unread])
+    return [*said]
+
+
+def _finite(source: str, reward: float) -> float:
+    """The reward; raises ValueError where it is no number, which makes the rollout invalid."""
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(
+            f"{source} gave the reward {number}, which must be a finite number: nothing can be "
+            "learnt from it. Return None where there is no reward."
+        )
+    return number
 
 
 async def sample_turn(

@@ -50,7 +50,7 @@ class EventLoop:
             self._loop.close()
 
 
-async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What a function returns: a coroutine function here, any other in a thread of its own.
 
     A thread that nobody waits for any more cannot be ended; it goes on behind the scenes, and holds

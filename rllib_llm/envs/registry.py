@@ -15,8 +15,8 @@ from typing import Any
 
 import gymnasium
 
-from rllib_llm.dotted import import_dotted, looks_dotted
-from rllib_llm.ray_compat import registered_env
+from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Agent-v0": "rllib_llm.envs.adapters.agent:create",

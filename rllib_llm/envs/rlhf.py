@@ -59,6 +59,24 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
         EnvConfigError: an unknown key, no prompts, nothing that judges, no tokenizer.
     """
     settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/RLHF-v0")
+    check_settings(settings)
+    tokenizer = policy_tokenizer(settings)
+    return build_bandit(
+        settings,
+        tokenizer=tokenizer,
+        prompts=settings["prompts"],
+        eval_prompts=settings["eval_prompts"],
+        prompt_column=settings["prompt_column"],
+        rewards=reward_terms(settings, tokenizer),
+    )
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check that there are prompts, and somebody who judges.
+
+    Raises:
+        EnvConfigError: one of the two is missing.
+    """
     if settings["prompts"] is None and not (settings["eval_prompts"] and _is_eval(settings)):
         raise EnvConfigError(
             "env_config['prompts']=None must be a data source: there is nothing to complete. Set "
@@ -70,15 +88,6 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
             "completions. Set reward_model to a sequence-classification model, or "
             "reward_functions to the dotted path of a function."
         )
-    tokenizer = policy_tokenizer(settings)
-    return build_bandit(
-        settings,
-        tokenizer=tokenizer,
-        prompts=settings["prompts"],
-        eval_prompts=settings["eval_prompts"],
-        prompt_column=settings["prompt_column"],
-        rewards=reward_terms(settings, tokenizer),
-    )
 
 
 def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.checked_completions import BanditEnvError
+from rllib_llm.shared import columns
 
 NO_VERSION = -1  # of a token that no weights sampled
 _DTYPES = {

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rllib_llm import columns
+from rllib_llm.modules.packing.token_batches import token_batches
+from rllib_llm.shared import columns
 
 # Per-token columns, by the mask that says which of their columns are alive.
 _LEFT_PADDED: dict[str, tuple[str, ...]] = {
@@ -32,8 +33,10 @@ _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
         columns.VALUES,
     ),
     columns.ATTENTION_MASK: (columns.INPUT_IDS, columns.LOSS_MASK, columns.ATTENTION_MASK),
-    columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK),
-    columns.REJECTED_MASK: (columns.REJECTED_IDS, columns.REJECTED_MASK),
+    columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.CHOSEN_LOSS_MASK),
+    columns.REJECTED_MASK: (
+        columns.REJECTED_IDS, columns.REJECTED_MASK, columns.REJECTED_LOSS_MASK
+    ),
 }
 
 
@@ -90,28 +93,6 @@ def minibatch_indices_by_tokens(
             yield torch.tensor(part)
 
 
-def split_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Row indices of micro-batches, longest rows first, each within the budget when padded.
-
-    A micro-batch costs its rows times its longest row (`lengths` in tokens [batch]). A row longer
-    than the budget stands alone. Every row comes exactly once.
-    """
-    if token_budget < 1:
-        raise ValueError(
-            f"token_budget={token_budget!r} must be at least 1: it is the number of tokens, "
-            "padding included, that one micro-batch may hold. Use a few times the longest row."
-        )
-    sorted_lengths, order = lengths.sort(descending=True, stable=True)
-    parts: list[Tensor] = []
-    start, num_rows = 0, len(order)
-    longest_first = sorted_lengths.tolist()
-    while start < num_rows:
-        rows_that_fit = max(1, token_budget // max(1, longest_first[start]))
-        parts.append(order[start : start + rows_that_fit])
-        start += rows_that_fit
-    return parts
-
-
 def micro_batch_indices(
     lengths: Tensor,
     *,
@@ -121,7 +102,7 @@ def micro_batch_indices(
     """Row indices of each micro-batch, rows of similar length (`lengths` [batch], in tokens)
     together.
 
-    By `micro_batch_size` rows, by `token_budget` (see `split_by_tokens`), or one with all rows.
+    By `micro_batch_size` rows, by `token_budget` (see `token_batches`), or one with all rows.
     """
     if micro_batch_size is not None and token_budget is not None:
         raise ValueError(
@@ -134,7 +115,7 @@ def micro_batch_indices(
             "of one forward pass. Use None to pass all rows at once."
         )
     if token_budget is not None:
-        return split_by_tokens(lengths, token_budget)
+        return token_batches(lengths, token_budget)
     if micro_batch_size is None or micro_batch_size >= len(lengths):
         return [torch.arange(len(lengths), device=lengths.device)]
     return list(lengths.argsort(descending=True, stable=True).split(micro_batch_size))
@@ -142,7 +123,8 @@ def micro_batch_indices(
 
 def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """The batch with these rows only, in this order."""
-    return {name: column.index_select(0, rows.to(column.device)) for name, column in batch.items()}
+    on_device = {device: rows.to(device) for device in {c.device for c in batch.values()}}
+    return {name: c.index_select(0, on_device[c.device]) for name, c in batch.items()}
 
 
 def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tensor:
@@ -172,7 +154,7 @@ def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch without the padding columns that no row needs; at least one column stays.
 
     Prompts are cut on the left, completions and texts on the right. Columns that are not in
-    `rllib_llm.columns` are left alone.
+    `rllib_llm.shared.columns` are left alone.
     """
     trimmed = dict(batch)
     for mask_name, names in _LEFT_PADDED.items():

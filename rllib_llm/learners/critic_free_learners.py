@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rllib_llm import columns
-from rllib_llm.learners.rlhf_learner import RLHFLearner
+from rllib_llm.learners.rlhf_learner import RLHFLearner, rollouts
 from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import (
     group_normalized,
@@ -14,7 +13,7 @@ from rllib_llm.numerics.advantages import (
     reinforce_returns,
     zero_variance_rows,
 )
-from rllib_llm.numerics.rollout_rows import RolloutRows
+from rllib_llm.shared import columns
 
 
 class GroupLearner(RLHFLearner):
@@ -31,15 +30,11 @@ class GroupLearner(RLHFLearner):
         groups, valid, mask = (
             batch[columns.GROUP], batch[columns.VALID], columns.sampled_mask(batch)
         )  # fmt: skip
-        kl_sums, rows = kl.sum(dim=1), None
-        if columns.ROW_WEIGHT in batch:  # a forked conversation counts once in its group
-            rows = RolloutRows.of(batch[columns.ROW_ID])
-            kl_sums, valid = rows.total(kl_sums), valid & rows.is_first
+        rows = rollouts(batch)
+        valid = valid & rows.is_first  # a forked conversation counts once in its group
         # KL is taken into the score before the baseline.
-        scores = scores - self.reward_kl_coeff * kl_sums
-        advantages = self.row_advantages(scores, groups, valid)
-        if rows is not None:
-            advantages = rows.spread(advantages)
+        scores = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))
+        advantages = rows.spread(self.row_advantages(scores, groups, valid))
         flat = zero_variance_rows(scores, groups, valid)
         share = torch.tensor(len(groups[flat].unique()) / len(groups.unique()))
         self.means.add("train/zero_variance_groups", share / self.world_size, 1)

@@ -30,18 +30,13 @@ from rllib_llm.learners.batching import (
     row_lengths,
     take_rows,
 )
-from rllib_llm.learners.decay_groups import decay_groups
-from rllib_llm.learners.dropout_seed import seeded_dropout
-from rllib_llm.learners.effective import EffectiveSettings
-from rllib_llm.learners.gradients import sum_gradients_
 from rllib_llm.learners.learner_group import LEARNER_DONE
-from rllib_llm.learners.metrics import WeightedMeans
-from rllib_llm.learners.optimizer_state import load_state, whole_state
-from rllib_llm.learners.refused_updates import RefusedUpdates
+from rllib_llm.learners.metrics import EffectiveSettings, RefusedUpdates, WeightedMeans
+from rllib_llm.learners.optimizer import decay_groups, load_state, whole_state
 from rllib_llm.learners.schedule import learning_rate_factor
-from rllib_llm.learners.sharding import clip_gradients_, gradient_norm
-from rllib_llm.learners.shared_passes import Batch, SharedPasses
-from rllib_llm.listening import Listener, Message
+from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
+from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
+from rllib_llm.shared.listening import Listener, Message
 from rllib_llm.weights.exporter import WeightsExporter
 
 TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
@@ -174,27 +169,31 @@ class LanguageModelLearner(SharedPasses):
         """Takes all optimiser steps for one batch; the same batch goes to every learner. Beside
         the metrics there is `told` under `TOLD`, so that nobody has to ask for it."""
         self._check_is_built()
+        if self._accumulated:
+            raise RuntimeError(
+                f"batches={len(self._accumulated)} must be 0: so many have added gradients that no "
+                "step has taken, and an update takes steps of its own. Call optimizer_step() "
+                "before train() or submit()."
+            )
         with self._listening():
-            metrics = self._take_steps(batch, training_data, batch_refs, timesteps or {})
-        return {**metrics, TOLD: self.told()}
+            self.before_gradient_based_update(timesteps=timesteps or {})
+            if training_data is None:
+                training_data = TrainingData(batch=batch, batch_refs=batch_refs)
+            rows = self.prepare(self._columns(training_data))
+            self._take_steps(rows)
+            self.after_gradient_based_update(timesteps=timesteps or {})
+        return {**self.metrics.reduce(), TOLD: self.told()}
 
-    def _take_steps(
-        self, batch: Any, training_data: Any, batch_refs: Any, timesteps: dict[str, Any]
-    ) -> dict[str, Any]:
-        self.before_gradient_based_update(timesteps=timesteps)
-        if training_data is None:
-            training_data = TrainingData(batch=batch, batch_refs=batch_refs)
-        rows = self.prepare(self._columns(training_data))
+    def _take_steps(self, rows: Batch) -> None:
         self._weights_seq_no += 1
         minibatches = list(self._minibatches(rows))
         self.start_update(rows, minibatches)
-        with seeded_dropout(self.config, self._weights_seq_no, self.rank):
+        with self._seeded_dropout():
             for indices in minibatches:
-                self._update_minibatch(take_rows(rows, indices))
+                self._add_gradient(take_rows(rows, indices))
+                self._step()
                 if self.should_stop():
                     break
-        self.after_gradient_based_update(timesteps=timesteps)
-        return self.metrics.reduce()
 
     def forward_backward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Adds the gradient of a batch's loss, the whole batch as one mini-batch, to what
@@ -203,8 +202,9 @@ class LanguageModelLearner(SharedPasses):
             rows = self.prepare(self._on_device(batch))
             if not self._accumulated:
                 self._weights_seq_no += 1
-            with seeded_dropout(self.config, self._weights_seq_no, self.rank):
-                self._accumulated.append((self._gradient(rows), rows))
+            self.start_update(rows, [torch.arange(_num_rows(rows))])
+            with self._seeded_dropout():
+                self._add_gradient(rows)
         return {**self.metrics.reduce(), TOLD: self.told()}
 
     def optimizer_step(self) -> dict[str, Any]:
@@ -219,10 +219,7 @@ class LanguageModelLearner(SharedPasses):
                 "forward_backward(batch) first."
             )
         with self._listening():
-            loss = torch.stack([loss for loss, _ in self._accumulated]).sum()
-            rows = self._accumulated[-1][1]
-            self._accumulated = []
-            self._step(loss, rows)
+            self._step()
         return {**self.metrics.reduce(), TOLD: self.told()}
 
     def _columns(self, training_data: TrainingData) -> Batch:
@@ -235,7 +232,7 @@ class LanguageModelLearner(SharedPasses):
 
     def _minibatches(self, rows: Batch) -> Iterator[torch.Tensor]:
         """Row indices of every mini-batch of every epoch: a function of seed and update count."""
-        num_rows = len(next(iter(rows.values())))
+        num_rows = _num_rows(rows)
         size = self.config.minibatch_size
         generator = torch.Generator().manual_seed(
             (self.config.seed or 0) * 1_000_003 + self._weights_seq_no
@@ -256,18 +253,23 @@ class LanguageModelLearner(SharedPasses):
             )
         )
 
-    def _update_minibatch(self, minibatch: Batch) -> None:
-        self._step(self._gradient(minibatch), minibatch)
+    def _seeded_dropout(self) -> AbstractContextManager[None]:
+        return seeded_dropout(self.config, self._weights_seq_no, self.rank, len(self._accumulated))
 
     def _zero_gradients(self) -> None:
         for optimizer in self._named_optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
-    def _gradient(self, minibatch: Batch) -> torch.Tensor:
-        """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
+    def _add_gradient(self, minibatch: Batch) -> None:
+        """Adds the gradient of the mini-batch's loss to those that the next step takes. Where that
+        fails, all of them are dropped: what the failed passes left cannot be told from them."""
+        others, self._accumulated = self._accumulated, []
         self.start_minibatch(minibatch)
-        if self._accumulated:  # what passes that fail leave could not be told from these gradients
-            return self._passes(minibatch)
+        loss = self._passes(minibatch) if others else self._first_passes(minibatch)
+        self._accumulated = [*others, (loss, minibatch)]
+
+    def _first_passes(self, minibatch: Batch) -> torch.Tensor:
+        """As `_passes`, where no other mini-batch has added gradients."""
         before = self.means.copy()
 
         def passes() -> torch.Tensor:
@@ -279,6 +281,7 @@ class LanguageModelLearner(SharedPasses):
         return self.in_memory(passes, minibatch)
 
     def _passes(self, minibatch: Batch) -> torch.Tensor:
+        """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
         loss = torch.zeros((), device=self._device)
         options = self.forward_options()
         for micro_batch in self.micro_batches(minibatch):
@@ -302,15 +305,18 @@ class LanguageModelLearner(SharedPasses):
         """Adds the gradient of `loss` to that of this learner's other micro-batches."""
         loss.backward()
 
-    def _step(self, loss: torch.Tensor, minibatch: Batch) -> None:
+    def _step(self) -> None:
         """Sums gradients over learners, refuses what is not finite, clips, steps."""
+        loss = torch.stack([loss for loss, _ in self._accumulated]).sum()
+        minibatch = self._accumulated[-1][1]
+        self._accumulated = []
         params = [param for param in self._params.values() if param.requires_grad]
         if self.distributed and self._sharded is None:  # shards are summed as they are made
             sum_gradients_(params, self.all_reduce)
         self.all_reduce(loss)
         grads = [param.grad for param in params if param.grad is not None]
         norm = gradient_norm(grads)
-        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+        if not torch.isfinite(torch.stack([loss, norm])).all():  # a GPU is waited for once
             self._refusals.refuse(loss, norm, minibatch)
             return
         self._refusals.num_in_a_row = 0
@@ -367,6 +373,7 @@ class LanguageModelLearner(SharedPasses):
     def set_state(self, state: dict[str, Any]) -> None:
         # RLlib keeps the newer of two weights; a restore must be able to go back.
         self._weights_seq_no = 0
+        self._accumulated = []  # gradients of other weights
         super().set_state(state)
         if STATE_KEY in state:
             self.set_extra_state(state[STATE_KEY])
@@ -383,6 +390,10 @@ class LanguageModelLearner(SharedPasses):
         state = module.get_state()
         if self.rank == 0:
             module.export_pretrained(folder, state=state)
+
+
+def _num_rows(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
 
 
 def zero_loss(outputs: Batch) -> torch.Tensor:

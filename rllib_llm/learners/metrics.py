@@ -1,10 +1,16 @@
-"""Means of a learner's metrics over all mini-batches of one update."""
+"""What an update reports: means over its mini-batches, the settings that it used, refusals."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+# --- means --------------------------------------------------------------------------------------
 
 
 class WeightedMeans:
@@ -66,3 +72,88 @@ def _fetched(
     numbers = torch.stack([part.double() for part in remote]).tolist() if remote else []
     known = {id(part): number for part, number in zip(remote, numbers, strict=True)}
     return lambda part: known[id(part)] if id(part) in known else float(part)
+
+
+# --- the settings that were used ----------------------------------------------------------------
+
+Setting = TypeVar("Setting", bound=float | None)
+
+FROM_OPTIMIZER = ("lr", "eps", "weight_decay")
+
+
+class EffectiveSettings:
+    """The latest value of every setting that was used since the last `pop`.
+
+    A setting travels far: YAML, Tune, a config, perhaps a checkpoint of another trial, a learner in
+    another process. What is reported under `effective/` is read at the end of that way: from the
+    optimiser's parameter groups, and where a coefficient meets the loss.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def use(self, name: str, value: Setting) -> Setting:
+        """Returns `value`, and notes it; None, a setting that is off, is not noted."""
+        if value is not None:
+            self._values[name] = float(value)
+        return value
+
+    def read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes learning rate and the other settings of the step that `optimizer` took."""
+        group = optimizer.param_groups[0]
+        for name in FROM_OPTIMIZER:
+            self.use("adam_epsilon" if name == "eps" else name, group[name])
+        for i, beta in enumerate(group["betas"], start=1):
+            self.use(f"adam_beta{i}", beta)
+
+    def pop(self) -> dict[str, float]:
+        """All values by name, then forgets them."""
+        values, self._values = self._values, {}
+        return values
+
+
+# --- updates that are not finite ----------------------------------------------------------------
+
+logger = logging.getLogger(__name__)
+MAX_IN_A_ROW = 3
+
+
+class RefusedUpdates:
+    """Counts one learner's refused updates and gives up after several in a row."""
+
+    def __init__(self, folder: str | None, rank: int):
+        """`folder`: where mini-batches go; None: a new one among the system's temporary files."""
+        self._folder = folder
+        self._rank = rank
+        self.num_refused = 0
+        self.num_in_a_row = 0  # the learner sets it to 0 after every step it takes
+
+    def refuse(
+        self, loss: torch.Tensor, norm: torch.Tensor, minibatch: dict[str, torch.Tensor]
+    ) -> None:
+        """Writes the mini-batch to disk; the caller leaves weights and optimiser as they are.
+
+        loss, norm: [], of the whole mini-batch.
+
+        Raises:
+            FloatingPointError: it happened `MAX_IN_A_ROW` times in a row.
+        """
+        self.num_refused += 1
+        self.num_in_a_row += 1
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="rllib_llm_refused_")
+        folder = Path(self._folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"refused_batch_{self.num_refused}_{self._rank}.pt"
+        # Who looks at it may have no GPU.
+        torch.save({name: column.cpu() for name, column in minibatch.items()}, path)
+        message = (
+            f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update was "
+            f"refused, weights and optimiser are unchanged. The mini-batch is in {path}."
+        )
+        logger.error(message)
+        if self.num_in_a_row >= MAX_IN_A_ROW:
+            raise FloatingPointError(
+                f"{message} It happened {self.num_in_a_row} times in a row: "
+                "lower lr, or look at the scores in that batch."
+            )

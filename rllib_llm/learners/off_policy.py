@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rllib_llm import columns
 from rllib_llm.learners.metrics import WeightedMeans
 from rllib_llm.numerics import off_policy
+from rllib_llm.shared import columns
 
 Batch = dict[str, Tensor]
 NUM_LAGS = 5  # the last is of all that are older

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rllib_llm import columns
+from rllib_llm.shared import columns
 
 Batch = dict[str, Tensor]
 NUMBER = "number_in_update"  # column [rows] int64: which row of the update it is

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm import columns
 from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import gae, masked_whiten
 from rllib_llm.numerics.losses import cross_entropy_tokens
+from rllib_llm.shared import columns
 
 
 class PPOPtxLearner(RLHFLearner):

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm import columns
 from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.off_policy import OffPolicyCorrection
 from rllib_llm.learners.old_logprobs import OldLogprobs
-from rllib_llm.learners.own_reference import own_reference
-from rllib_llm.learners.shared_passes import Batch
+from rllib_llm.learners.shared_passes import Batch, own_reference
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.numerics.rollout_rows import RolloutRows, with_turn_rewards
+from rllib_llm.shared import columns
 
 
 class RLHFLearner(LanguageModelLearner):
@@ -56,8 +55,7 @@ class RLHFLearner(LanguageModelLearner):
         rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
         if columns.REWARDS not in batch:
             return rewards
-        rows = RolloutRows.of(batch[columns.ROW_ID])
-        return with_turn_rewards(rewards, batch[columns.REWARDS], mask, rows)
+        return with_turn_rewards(rewards, batch[columns.REWARDS], mask, rollouts(batch))
 
     @property
     def reward_kl_coeff(self) -> float:
@@ -82,13 +80,15 @@ class RLHFLearner(LanguageModelLearner):
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
-        processed = self._process_scores(batch)
+        processed, factors = self._process_scores(batch)
+        if columns.REWARDS in batch:  # parts of the scores, which stay parts of them
+            batch[columns.REWARDS] = batch[columns.REWARDS] * factors.unsqueeze(1)
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
         if self.config.store_rollouts and self.rank == 0:
             self._advantages = batch[columns.ADVANTAGES].cpu()
-        num_valid = int(batch[columns.VALID].sum())
+        num_valid = int((batch[columns.VALID] & rollouts(batch).is_first).sum())
         if measured is not None and num_valid:
             mean_kl = float(kl.sum() / num_valid)
             # A KL that is not finite makes the loss so, and that update is refused.
@@ -178,15 +178,18 @@ class RLHFLearner(LanguageModelLearner):
             old[later] = scored[columns.LOGPROBS]
             rows[columns.OLD_LOGPROBS] = old
 
-    def _process_scores(self, batch: Batch) -> torch.Tensor:
-        """Scores [B] after penalties, clipping and running scaling, in this order."""
+    def _process_scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [B] after penalties, clipping and running scaling, in this order, the same for
+        all rows of a rollout; and what a part of a score is multiplied by [B], so that the parts
+        are scaled as the whole and clipped in proportion."""
         config = self.config
-        lengths = columns.sampled_mask(batch).sum(dim=1)
+        whole = rollouts(batch)
+        lengths = whole.total(columns.written_mask(batch).sum(dim=1))
         score = batch[columns.SCORES].float()
+        factors = torch.ones_like(score)
         if config.missing_eos_penalty:
-            score = scores.missing_eos_penalty(
-                score, batch[columns.FINISHED], config.missing_eos_penalty
-            )
+            finished = whole.at_end(batch[columns.FINISHED])
+            score = scores.missing_eos_penalty(score, finished, config.missing_eos_penalty)
         if config.length_penalty:
             score = scores.length_penalty(score, lengths, config.length_penalty)
         if config.overlong_buffer:
@@ -194,11 +197,14 @@ class RLHFLearner(LanguageModelLearner):
                 score, lengths, config.max_new_tokens, config.overlong_buffer
             )
         if config.score_clip is not None:
-            score = scores.clip_scores(score, config.score_clip)
+            clipped = scores.clip_scores(score, config.score_clip)
+            factors = torch.where(clipped == score, factors, clipped / score)
+            score = clipped
         if config.scale_scores:
-            self.score_scale.update(score, batch[columns.VALID])
+            self.score_scale.update(score, batch[columns.VALID] & whole.is_first)
             score = self.score_scale.scale(score)
-        return score.where(batch[columns.VALID], 0.0)
+            factors = factors * self.score_scale.factor
+        return score.where(batch[columns.VALID], 0.0), factors
 
     # --- per micro-batch ---------------------------------------------------------------------
 
@@ -329,23 +335,26 @@ class RLHFLearner(LanguageModelLearner):
     def _log_objective(
         self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor | None
     ) -> None:
-        """Known names of the field (TRL's PPO); means over valid rows. The whole batch is here,
-        so each learner adds its share of the rows only. Without a reference (`kl` None) there is no
-        KL to tell: a 0 would look measured."""
-        mask, valid = columns.sampled_mask(batch), batch[columns.VALID]
-        kl_sum = torch.zeros_like(processed) if kl is None else kl.sum(dim=1)
+        """Known names of the field (TRL's PPO); means over valid rollouts. The whole batch is
+        here, so each learner adds its share of them only. Without a reference (`kl` None) there is
+        no KL to tell: a 0 would look measured."""
+        mask, whole = columns.sampled_mask(batch), rollouts(batch)
+        valid = batch[columns.VALID] & whole.is_first
+        kl_sum = torch.zeros_like(processed) if kl is None else whole.total(kl.sum(dim=1))
         non_score = -self.reward_kl_coeff * kl_sum
+        entropy = -batch[columns.OLD_LOGPROBS].where(mask, 0.0).sum(dim=1)
         per_row = {
             **({} if kl is None else {"objective/kl": kl_sum}),
-            "objective/entropy": -batch[columns.OLD_LOGPROBS].where(mask, 0.0).sum(dim=1),
+            "objective/entropy": whole.total(entropy),
             "objective/non_score_reward": non_score,
             "objective/rlhf_reward": processed + non_score,
             "objective/scores": batch[columns.SCORES].float(),
-            "val/num_eos_tokens": batch[columns.FINISHED].float(),
-            "train/output_length": mask.sum(dim=1).float(),
+            "val/num_eos_tokens": whole.at_end(batch[columns.FINISHED]).float(),
+            "train/output_length": whole.total(mask.sum(dim=1)).float(),
         }
         mine = torch.zeros_like(valid)
         mine[self.share(torch.arange(len(valid)))] = True
+        mine &= whole.is_first
         totals = torch.stack(list(per_row.values())).where(valid & mine, 0.0).sum(dim=1)
         num_valid = valid.sum()
         for name, total in zip(per_row, totals, strict=True):
@@ -388,6 +397,14 @@ class RLHFLearner(LanguageModelLearner):
         # A coefficient that was set anew (population-based search) wins over the checkpoint's.
         if state["ref_kl_init"] == self.config.ref_kl_coeff and self.config.ref_kl_target:
             self.ref_kl.load_state_dict(state["ref_kl"])
+
+
+def rollouts(batch: Batch) -> RolloutRows:
+    """Which rows of a batch are of one rollout: each for itself, but where conversations fork."""
+    if columns.ROW_WEIGHT in batch:
+        return RolloutRows.of(batch[columns.ROW_ID])
+    mask = batch[columns.COMPLETION_MASK]
+    return RolloutRows.alone(len(mask), mask.device)
 
 
 def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:

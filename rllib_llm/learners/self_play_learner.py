@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm import columns
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.learners.shared_passes import Batch
-from rllib_llm.weights.exporter import WeightsExporter
-from rllib_llm.weights.two_modules import OPPONENT, TwoModules
+from rllib_llm.shared import columns
+from rllib_llm.weights.exporter import OPPONENT, TwoModules, WeightsExporter
 
 POLICIES = (DEFAULT_MODULE_ID, OPPONENT)
 """Module ids by the value of `columns.POLICY`."""
@@ -45,8 +44,8 @@ class SelfPlayLearner(GRPOLearner):
         super()._map_module_to_device(module)
         module[OPPONENT].unwrapped().make_computing_copies()
 
-    def _step(self, loss: torch.Tensor, minibatch: Batch) -> None:
-        super()._step(loss, minibatch)
+    def _step(self) -> None:
+        super()._step()
         self.module[OPPONENT].unwrapped().cast_weights()
 
     def _log_objective(

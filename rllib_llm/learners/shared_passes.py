@@ -7,7 +7,9 @@ A learner's shares are a function of the batch, which all learners have: nobody 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +17,6 @@ import torch.distributed
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 
-from rllib_llm import columns
 from rllib_llm.learners.batching import (
     micro_batch_indices,
     restore_rows,
@@ -23,9 +24,14 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
-from rllib_llm.learners.sharding import ShardedModule, shard_module
+from rllib_llm.learners.sharding import ShardedModule, shard_module, shard_reference
+from rllib_llm.modules.lora import adapters_off, has_adapters
 from rllib_llm.modules.mixed_precision import warn_of_emulation
-from rllib_llm.out_of_memory import until_it_fits
+from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.products import multiplies_by_onednn, use_onednn
+from rllib_llm.shared import columns
+from rllib_llm.shared.process import until_it_fits
 
 Batch = dict[str, torch.Tensor]
 Result = TypeVar("Result")
@@ -103,11 +109,11 @@ class SharedPasses(TorchLearner):
         if len(mine) == 0:
             return []
         indices = micro_batch_indices(
-            lengths[mine.to(lengths.device)],
+            lengths.cpu()[mine],  # cuts are made on the host: a GPU is waited for once
             micro_batch_size=self.config.micro_batch_size,
             token_budget=self.config.micro_batch_tokens,
         )
-        return [mine[part.cpu()] for index in indices for part in index.chunk(self._num_parts)]
+        return [mine[part] for index in indices for part in index.chunk(self._num_parts)]
 
     def in_memory(self, run: Callable[[], Result], batch: Batch) -> Result:
         """What `run()` gives, which makes passes over the micro-batches of `batch`; where a GPU's
@@ -168,3 +174,49 @@ class SharedPasses(TorchLearner):
             return restore_rows(empty, [out[name] for out in outputs], rows)
 
         return {name: self.all_reduce(whole(name)) for name in names}
+
+
+# --- dropout ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded_dropout(
+    config: Any, num_updates: int, rank: int, num_batches: int = 0
+) -> Iterator[None]:
+    """Seeds torch for one update of one learner, where adapters have dropout; the global random
+    state is untouched. All other dropout is off here. `num_batches`: that have added gradients to
+    this update before."""
+    if not (config.lora or {}).get("dropout"):
+        yield
+        return
+    with torch.random.fork_rng():
+        place = num_updates + num_batches * 1_000_000_007
+        torch.manual_seed(((config.seed or 0) * 1_000_003 + place) * 1_009 + rank)
+        yield
+
+
+# --- a reference that a learner owns ------------------------------------------------------------
+
+
+def own_reference(learner: Any, *, copy: bool) -> ReferencePolicy:
+    """The policy's trunk with its adapters off, or a `copy` of what training started from.
+
+    The copy is neither trained, nor published, nor kept in checkpoints: the learner holds it as a
+    plain attribute. With the strategy "fsdp" its layers are spread over the learners, too.
+    """
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    model = module.computing_model
+    policy_device = next(model.parameters()).device
+    if not copy:
+        assert has_adapters(model), "only a policy under adapters contains its reference"
+        return ReferencePolicy(model, functools.partial(adapters_off, model))
+    config = learner.config
+    dtype = module.computing_dtype or config.dtype
+    first = torch.device("cpu") if learner.is_sharded else policy_device
+    frozen = load_causal_lm(config.pretrained_model, dtype=dtype, device=first)
+    frozen.requires_grad_(False)
+    if multiplies_by_onednn(model):  # of equal weights equal numbers
+        use_onednn(frozen)
+    if learner.is_sharded:
+        shard_reference(frozen, policy_device)
+    return ReferencePolicy(frozen)

@@ -22,12 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from rllib_llm.modules.lora import ADAPTER, merge_into
+from rllib_llm.modules.lora import ADAPTER, merge_into, own_state, peft_state
 from rllib_llm.modules.quantize import quantize
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 LoadModel = Callable[..., PreTrainedModel]
-_PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,13 @@ def save_adapters(
     config.inference_mode = False
     model.config.save_pretrained(folder)
     (folder / BASE).write_text(json.dumps(asdict(base), indent=1), encoding="utf-8")
-    weights = {
-        _PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.detach().contiguous().cpu()
-        for name, tensor in tensors.items()
-    }
+    weights = peft_state(model, tensors)
+    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
     save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
-def read_adapters(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter folder, by their names in a model with adapters.
+def read_adapters(folder: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter folder, by their names in `model`, which has such adapters.
 
     Raises:
         FileNotFoundError: it has no adapter_model.safetensors.
@@ -70,10 +67,7 @@ def read_adapters(folder: str | Path) -> dict[str, torch.Tensor]:
             f"checkpoint={str(folder)!r} must hold {WEIGHTS}: none was found. "
             "Pick a complete checkpoint of a run with lora; an interrupted one can be deleted."
         )
-    return {
-        name.removeprefix(_PEFT_PREFIX).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
-        for name, tensor in load_file(str(file)).items()
-    }
+    return own_state(model, load_file(str(file)))
 
 
 def is_adapter_folder(folder: str | os.PathLike) -> bool:
@@ -101,7 +95,8 @@ def load_merged(
     folder = Path(folder)
     base = read_base(folder)
     plain = load(base.model, dtype=dtype, device=device)
-    merge_into(plain, _skeleton(plain, folder, base, load, device), read_adapters(folder))
+    adapted = _skeleton(plain, folder, base, load, device)
+    merge_into(plain, adapted, read_adapters(folder, adapted))
     return plain
 
 

@@ -16,7 +16,6 @@ from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, ValueFunctionAPI
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm import columns
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.lora import add_adapters
 from rllib_llm.modules.packing.lm_head import take_apart
@@ -35,6 +34,7 @@ from rllib_llm.modules.pretrained import (
 )
 from rllib_llm.modules.quantization import load_quantized
 from rllib_llm.modules.score_normalization import read_score_normalization
+from rllib_llm.shared import columns
 
 
 class ValueHead(nn.Module):

@@ -31,6 +31,7 @@ from rllib_llm.modules.adapter_folder import (
 from rllib_llm.modules.lora import has_adapters, is_adapter, merge_into
 from rllib_llm.modules.mixed_precision import ComputingCopy, cast_parameters_, computing_dtype
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
+from rllib_llm.modules.products import use_onednn
 from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
@@ -55,6 +56,8 @@ class HuggingFaceModule(TorchRLModule):
         except AttributeError as error:
             # RLlib takes an AttributeError for a module with an outdated constructor and hides it.
             raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error
+        if self.computing_dtype is None and self.model_config.get("float32_products") == "onednn":
+            use_onednn(self)
         if self.inference_only and self.computing_dtype is not None:
             cast_parameters_(self.model, self.computing_dtype)
 
@@ -93,11 +96,22 @@ class HuggingFaceModule(TorchRLModule):
         for made in self._copies.values():
             made.cast()
 
+    # --- modes -------------------------------------------------------------------------------
+
+    def forward_train(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
+        """As RLlib's, but in train mode only where gradients are taken: dropout is for these."""
+        self.train(torch.is_grad_enabled())
+        return super(TorchRLModule, self).forward_train(batch, **kwargs)
+
     def train(self, mode: bool = True) -> HuggingFaceModule:
-        """As torch's; the copies follow."""
+        """As torch's, the copies too; but of the models' parts only dropout and layers that compute
+        their activations again are ever in train mode: some models add noise to their routing in
+        it (PhiMoE samples its experts), and log-probs would be of another policy each time."""
         super().train(mode)
-        for made in self._copies.values():
-            made.model.train(mode)
+        models = [part for part in self.children() if isinstance(part, PreTrainedModel)]
+        for model in (*models, *(made.model for made in self._copies.values())):
+            for part in model.modules():
+                part.training = mode and _has_train_mode(part)
         return self
 
     # --- memory and speed --------------------------------------------------------------------
@@ -262,8 +276,12 @@ class HuggingFaceModule(TorchRLModule):
             ValueError: it holds another architecture.
         """
         own = self.own_tensors()
-        read = read_adapters if has_adapters(self.model) else _read_weights
-        state = {TRUNK + name: tensor for name, tensor in read(Path(folder)).items()}
+        read = (
+            read_adapters(folder, self.model)
+            if has_adapters(self.model)
+            else _read_weights(Path(folder))
+        )
+        state = {TRUNK + name: tensor for name, tensor in read.items()}
         for tied, source in _tied_names(own).items():
             state.setdefault(tied, state.get(source))
         extras = Path(folder) / EXTRAS_FILE
@@ -285,6 +303,13 @@ class HuggingFaceModule(TorchRLModule):
 
     def restore_from_path(self, path, *, component=None, filesystem=None, **kwargs) -> None:
         self.load_pretrained(path)
+
+
+def _has_train_mode(part: nn.Module) -> bool:
+    """Whether it does something in train mode that training here is to have."""
+    return isinstance(part, nn.modules.dropout._DropoutNd | GradientCheckpointingLayer) or getattr(
+        part, "gradient_checkpointing", False
+    )
 
 
 def _tied_names(own: dict[str, torch.Tensor]) -> dict[str, str]:

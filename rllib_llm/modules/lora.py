@@ -10,8 +10,9 @@ off is the model that training started from, which makes a second copy for the K
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
+
+from rllib_llm.modules.packing.llama_shape import is_plain_tensor
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -31,7 +34,7 @@ PASSED_ON = (
     "rank_pattern",
     "use_rslora",
 )
-
+_PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
 # What peft and others call them.
 OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
@@ -142,14 +145,78 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = off
 
 
+def peft_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adapters by the names that peft's files give them. `tensors`: by their names in `model`."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(
+        model, state_dict=dict(tensors), adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return {_PEFT_PREFIX + name: tensor for name, tensor in state.items()}
+
+
+def own_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adapters by their names in `model`. `state`: by peft's; what is no adapter of `model` keeps
+    its name."""
+    own = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    by_parameter = {id(parameter): name for name, parameter in own.items()}
+    names = {name: by_parameter[id(p)] for name, p in peft_state(model, own).items()}
+    return {names.get(name, name): tensor for name, tensor in state.items()}
+
+
 @torch.no_grad()
 def merge_into(plain: nn.Module, adapted: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Makes `plain` compute what `adapted` does: each adapted weight becomes W + s B A, in place.
+    """Makes `plain` compute what `adapted` does: each adapted weight becomes W + s B A, in place. A
+    weight that several parts share, and only one has adapted, is shared no longer.
 
     plain: the same architecture without adapters, its weights those of the unquantised trunk.
-    adapted: gives the scale s and, where its trunk is quantised, the weights W, dequantised.
+    adapted: gives the adapters' settings and, where its trunk is quantised, the weights W,
+        dequantised.
     tensors: the adapters by their names in `adapted`.
     """
+    from peft import LoraModel
+    from peft.tuners.lora import LoraLayer
+
+    _take_quantized_weights(plain, adapted)
+    shell = LoraModel(plain, {ADAPTER: copy.deepcopy(adapted.peft_config[ADAPTER])}, ADAPTER)
+    own = {name: p for name, p in plain.named_parameters() if is_adapter(name)}
+    for name, tensor in own_state(plain, peft_state(adapted, tensors)).items():
+        own[name].data = tensor.detach().to(own[name].device, torch.float32)
+    for layer in [part for part in plain.modules() if isinstance(part, LoraLayer)]:
+        base = layer.get_base_layer()
+        name = getattr(layer, "parameter_name", "weight")  # experts are several of one module
+        weight = getattr(base, name)
+        if _is_shared(plain, weight):
+            setattr(base, name, nn.Parameter(weight.clone(), requires_grad=False))
+            weight = getattr(base, name)
+            _declare_untied(plain)
+        weight.copy_(weight.float() + layer.get_delta_weight(ADAPTER))
+    shell.unload()
+
+
+def adapts_tied_weights(model: nn.Module) -> bool:
+    """Whether a weight of a model with adapters is adapted in one of the parts that share it."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    weights = [getattr(layer.get_base_layer(), "weight", None) for layer in layers]
+    return any(_is_shared(model, weight) for weight in weights if weight is not None)
+
+
+def _is_shared(model: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether more than one part of `model` has it; an adapter's shell is none."""
+    parts = [part for part in model.modules() for own in part._parameters.values() if own is weight]
+    return len(parts) > 1
+
+
+def _declare_untied(model: Any) -> None:
+    """Has the model saved and loaded with input and output embeddings of their own."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+
+
+def _take_quantized_weights(plain: nn.Module, adapted: nn.Module) -> None:
     targets = dict(plain.named_modules())
     for name, layer in adapted.named_modules():
         target = targets.get(name.removesuffix(".base_layer"))
@@ -157,39 +224,13 @@ def merge_into(plain: nn.Module, adapted: nn.Module, tensors: dict[str, torch.Te
             continue
         weight = _dense_weight(layer)
         target.weight.copy_(weight.T if isinstance(target, Conv1D) else weight)
-    for name, layer in adapted.named_modules():
-        pair = [f"{name}.lora_{half}.{ADAPTER}.weight" for half in "AB"]
-        if any(half not in tensors for half in pair):
-            continue
-        target = targets[name.replace(".base_layer", "")]  # one inside another: see _parameter_name
-        weight = getattr(target, _parameter_name(layer))
-        a, b = (tensors[half].to(weight.device, torch.float32) for half in pair)
-        delta = layer.scaling[ADAPTER] * _product(a, b, weight)
-        weight.copy_(weight.float() + (delta.T if isinstance(target, Conv1D) else delta))
-
-
-def _parameter_name(layer: nn.Module) -> str:
-    """Which parameter of its base an adapter belongs to. Experts are several weights of one module,
-    around which peft puts a wrapper for each: `experts` is one, `experts.base_layer` the next."""
-    return getattr(layer, "parameter_name", "weight")
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """B A [out, in], or [experts, out, in] for the weights of all experts of a layer.
-
-    Of several experts peft keeps the A one below another, and the columns of their B in turns.
-    """
-    if weight.ndim == 2:
-        return b @ a
-    experts = len(weight)
-    return b.reshape(len(b), -1, experts).permute(2, 0, 1) @ a.reshape(experts, -1, a.shape[-1])
 
 
 def _is_quantized(layer: nn.Module) -> bool:
     weight = getattr(layer, "weight", None)
     if weight is None or isinstance(weight, DTensor):  # sharded weights are plain ones in pieces
         return False
-    return type(weight.data) is not torch.Tensor or _is_bitsandbytes(weight)
+    return not is_plain_tensor(weight.data) or _is_bitsandbytes(weight)
 
 
 def _is_bitsandbytes(weight: Any) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from rllib_llm.processor import multiplies_bfloat16
+from rllib_llm.shared.process import multiplies_bfloat16
 
 
 def computing_dtype(mixed_precision: str | None) -> torch.dtype | None:

@@ -1,8 +1,11 @@
-"""What a model can read, told without loading its weights: how many tokens, which ids."""
+"""What a model can read and how large it is, told without loading its weights."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -116,9 +119,54 @@ def check_lengths(
         return
     told = f"the longest prompt has {longest_prompt} tokens, and " if longest_prompt else ""
     room = positions - max_new_tokens
-    remedy = f"Set max_prompt_len: {room}" if room > 0 else "Lower max_new_tokens"
+    if room <= 0:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} must be below {positions}: {told}{model} reads "
+            f"{positions} tokens, of prompt and completion together, and none is left for the "
+            "prompt. Lower it, or take a model with more positions."
+        )
     raise ValueError(
-        f"env_config.max_prompt_len={max_prompt_len!r} must be at most {max(room, 0)} with "
+        f"env_config.max_prompt_len={max_prompt_len!r} must be at most {room} with "
         f"max_new_tokens={max_new_tokens}: {told}{model} reads {positions} tokens, of prompt "
-        f"and completion together. {remedy}, or take a model with more positions."
+        f"and completion together. Set max_prompt_len: {room}, or take a model with more positions."
+    )
+
+
+class TruncatedWeightsError(ValueError):
+    """A safetensors file that ends before its tensors do."""
+
+
+def num_elements(file: Path) -> int:
+    """Numbers that a safetensors file holds, by its header.
+
+    Raises:
+        TruncatedWeightsError: the file is shorter than its header says.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(min(length, size))
+    try:
+        header = json.loads(text)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise _truncated(file, size, 8 + length)
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    needed = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    if size < needed:
+        raise _truncated(file, size, needed)
+    return sum(math.prod(entry["shape"]) for entry in tensors)
+
+
+def num_parameters(folder: str | os.PathLike) -> int | None:
+    """Parameters of the model in `folder`; None where it holds no safetensors files."""
+    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
+    return sum(num_elements(file) for file in files) if files else None
+
+
+def _truncated(file: Path, size: int, needed: int) -> TruncatedWeightsError:
+    return TruncatedWeightsError(
+        f"truncated={str(file)!r} must have at least {needed} bytes, as its header says: it has "
+        f"{size}. Copy it again."
     )

@@ -16,8 +16,8 @@ from huggingface_hub import constants as hub_constants
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 
-from rllib_llm.dotted import import_dotted
-from rllib_llm.storage import is_url, local_copy
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.storage import is_url, local_copy
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
-from rllib_llm.modules.quantized_layers import keep_unpacked
+from rllib_llm.modules.quantize import keep_unpacked
 from rllib_llm.modules.tokenizer import (
     check_vocabulary,
     ensure_pad_token,

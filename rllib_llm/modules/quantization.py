@@ -37,11 +37,13 @@ from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifie
 from rllib_llm.modules.quantize import (
     calm_bitsandbytes,
     check_quantization,
+    head_names,
+    model_bytes,
     quantize,
     refuse_quantized,
     resolve_backend,
+    verify_quantized,
 )
-from rllib_llm.modules.quantized_layers import head_names, model_bytes, verify_quantized
 
 __all__ = ["check_quantization", "load_quantized", "model_bytes", "quantize", "resolve_backend"]
 

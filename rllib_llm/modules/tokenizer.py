@@ -110,6 +110,21 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def policy_eos_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
+    """Every EOS id of a policy, as our own decode loop takes them from the loaded model: those of
+    its config, its generation config and its tokenizer.
+
+    Args:
+        model: folder, hub id or dotted path.
+        tokenizer: the policy's.
+    """
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        return eos_token_ids(tokenizer, build_from_dotted(value)[0])
+    config = AutoConfig.from_pretrained(value)
+    return eos_token_ids(tokenizer, config, load_generation_config(model))
+
+
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:
     """Gives `tokenizer` a pad token that is none of `eos_ids`, without growing the vocabulary.
 

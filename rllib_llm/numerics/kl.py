@@ -21,9 +21,11 @@ def kl_estimate(
     "Approximating KL divergence" (2020). Zero wherever both log-probs are zero (padding).
 
     As a loss on the sampler's tokens, the expectation of the gradient is that of the exact KL only
-    with `ratio` = policy/old policy *with its gradient*, [batch, completion_len] or [batch, 1]: the
-    estimate is multiplied by it. That holds off policy, and on policy too, where the ratio is 1 but
-    its gradient is not 0 (DeepSeek-V3.2, section 3.1, "Unbiased KL Estimate").
+    with `ratio` = policy/old policy *with its gradient*, [batch, completion_len]: the estimate is
+    multiplied by it. k1 and k3 need that gradient on policy too, where the ratio is 1 but its
+    gradient is not 0 (DeepSeek-V3.2, section 3.1, "Unbiased KL Estimate"). k2 is multiplied by the
+    ratio detached: d times the gradient of log pi is all there is to the KL's gradient, and the
+    ratio's own would add the estimate once more.
 
     Raises ValueError for an unknown estimator.
     """
@@ -40,7 +42,9 @@ def kl_estimate(
             "estimates of KL(policy || reference) from sampled tokens. Use 'k1' in the reward, "
             "'k3' in the loss, or full_kl() where both models' logits are at hand."
         )
-    return kl if ratio is None else ratio * kl
+    if ratio is None:
+        return kl
+    return (ratio.detach() if estimator == "k2" else ratio) * kl
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rllib_llm.numerics.kl import kl_estimate
+
 WEIGHT_MODES = ("truncate", "mask")
 WEIGHT_LEVELS = ("token", "sequence")
-ESTIMATORS = ("k1", "k2", "k3")
 # exp() of sums above 88 is infinite in float32; verl holds log-ratios to the same bound.
 LARGEST_LOG_RATIO = 20.0
 
@@ -104,17 +105,9 @@ def mismatch(log_ratios: Tensor, estimator: str) -> Tensor:
 
     k1 = −log r; k2 = (log r)²/2; k3 = r − 1 − log r (Schulman, "Approximating KL divergence").
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(
-            f"estimator={estimator!r} must be one of {', '.join(ESTIMATORS)}: these estimate a KL "
-            "from samples. Use 'k3', which is never negative."
-        )
-    if estimator == "k1":
-        return -log_ratios
-    if estimator == "k2":
-        return log_ratios.square() / 2
-    held = log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return torch.expm1(held) - held
+    if estimator == "k3":
+        log_ratios = log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return kl_estimate(torch.zeros_like(log_ratios), log_ratios, estimator)
 
 
 def kept_tokens(
@@ -142,14 +135,6 @@ def kept_tokens(
     if upper is not None:
         kept &= value <= upper
     return kept
-
-
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """ESS = (Σw)²/Σw² over masked-in tokens, a scalar: as many equally weighted ones say as much
-    (Kong 1992). 0 where all weights are 0."""
-    counted = weights[mask].double()
-    square = counted.square().sum()
-    return torch.where(square > 0, counted.sum().square() / square, square)
 
 
 def age_metrics(

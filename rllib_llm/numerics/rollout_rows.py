@@ -12,10 +12,12 @@ from torch import Tensor
 class RolloutRows:
     """Which rows of a batch are of one rollout.
 
-    owners [batch] int64: the first row of each row's rollout, in the order of the batch.
+    owners [batch] int64: the first row of each row's rollout, in the order of the batch; lasts
+    [batch] int64: the last one.
     """
 
     owners: Tensor
+    lasts: Tensor
 
     @classmethod
     def of(cls, row_ids: Tensor) -> RolloutRows:
@@ -23,7 +25,14 @@ class RolloutRows:
         line = torch.unique(row_ids, return_inverse=True)[1]
         places = torch.arange(len(row_ids), device=row_ids.device)
         first = torch.full_like(places, len(row_ids)).scatter_reduce(0, line, places, "amin")
-        return cls(first[line])
+        last = torch.full_like(places, -1).scatter_reduce(0, line, places, "amax")
+        return cls(first[line], last[line])
+
+    @classmethod
+    def alone(cls, num_rows: int, device: torch.device) -> RolloutRows:
+        """Each row is a rollout; nothing is asked of the device."""
+        places = torch.arange(num_rows, device=device)
+        return cls(places, places)
 
     @property
     def is_first(self) -> Tensor:
@@ -46,6 +55,10 @@ class RolloutRows:
         """Gives all rows of a rollout what its first row has, [batch]."""
         return per_rollout[self.owners]
 
+    def at_end(self, per_row: Tensor) -> Tensor:
+        """Gives all rows of a rollout what its last row has, [batch]."""
+        return per_row[self.lasts]
+
 
 def with_turn_rewards(
     end_rewards: Tensor, earned: Tensor, mask: Tensor, rows: RolloutRows
@@ -53,8 +66,9 @@ def with_turn_rewards(
     """Token rewards in which what was earned at a turn stands there, float32 [batch, T].
 
     end_rewards [batch, T]: the whole score at each row's last masked-in token. earned [batch, T]:
-    the part of the score that single turns earned, at their last tokens. What is not yet earned at
-    the end of a row, in rows before it neither, stays at its end.
+    the part of this score that single turns earned, in the score's own units (scaled and clipped
+    as it is), at their last tokens. What is not yet earned at the end of a row, in rows before it
+    neither, stays at its end.
     """
     earned = torch.where(mask, earned.float(), torch.zeros_like(end_rewards))
     so_far = rows.total_so_far(earned.sum(dim=1))

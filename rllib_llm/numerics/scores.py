@@ -93,6 +93,11 @@ class RunningScoreScale:
         self.mean += delta * count / new_count
         self.count = new_count
 
+    @property
+    def factor(self) -> float:
+        """What differences between scores are multiplied by."""
+        return 1.0 / (self.std + self.eps)
+
     def scale(self, scores: Tensor) -> Tensor:
         """Scores [batch] in units of the running standard deviation."""
         shift = self.mean if self.shift_mean else 0.0

@@ -19,7 +19,7 @@ from typing import Any
 from rllib_llm.overseer.commands import LOST
 from rllib_llm.overseer.http_server import ADDRESS_FILE
 from rllib_llm.overseer.overseer import is_settled
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 
 SECONDS_TO_ANSWER = 5.0
 POLL_S = 0.3

@@ -20,6 +20,8 @@ OWNERS: Mapping[str, str] = {
     FOR_TOOLS: "judge",
     FOR_WEIGHTS: "weights",
     PUBLISHING: "weights",
+    EVALUATING: "evaluation",
+    SAVING: "checkpoints",
 }
 REMEDIES: Mapping[str, str] = {
     "sampler": "raise num_env_runners (rllib scale) or sampling_batch_size, or lower "
@@ -30,6 +32,9 @@ REMEDIES: Mapping[str, str] = {
     "adds processes that wait at the same time",
     "learner": "raise num_learners, lower num_epochs, use mixed_precision='bf16' or lora; "
     "sampling ahead (max_staleness) hides the sampler's part, not this one",
+    "evaluation": "raise evaluation_interval, lower evaluation_duration, or raise "
+    "evaluation_num_env_runners",
+    "checkpoints": "raise checkpoint_interval_s, or store runs on a faster disk",
     "weights": "use lora, dtype='bfloat16' or another weights_transport; background publishing and "
     "max_staleness hide it",
 }  # fmt: skip
@@ -39,7 +44,8 @@ REMEDIES: Mapping[str, str] = {
 class Diagnosis:
     """Who holds a run up.
 
-    bound: "sampler", "judge", "learner" or "weights"; "" before there is anything to tell.
+    bound: "sampler", "judge", "learner", "weights", "evaluation" or "checkpoints"; ""
+        before there is anything to tell.
     share: of the time of iterations that it takes.
     """
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.cores import CpuClock
 from rllib_llm.overseer import diagnosis
 from rllib_llm.overseer.gauges import Gauges
 from rllib_llm.overseer.link import Link
 from rllib_llm.overseer.orders import Orders, Scalable
 from rllib_llm.overseer.phases import PhaseClock, shares
+from rllib_llm.shared.process import CpuClock
 
 NUM_RECENT = 10  # iterations that a diagnosis looks at
 # What judged batches and the receivers of weights call what a sampler did, and what that was for

@@ -9,6 +9,7 @@ from __future__ import annotations
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv
+from rllib_llm.envs.agent_rollouts import open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
 from rllib_llm.rollouts.conversing import ConversationSampler
@@ -22,18 +23,22 @@ class AgentSampler(ConversationSampler):
         self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
     ) -> list[Attempt]:
         # Here, since it wants the packages of `rllib-llm[serve]`.
-        from rllib_llm.envs.agent_rollouts import open_service, run_agents
+        from rllib_llm.serving.agent_server import open_agent_server
 
         assert isinstance(env, AgentEnv), "the environment runner chose this sampler"
         engine = self.policy.open_engine(self.weights.version)
-        assert isinstance(engine, TorchEngine), "other policies open none"
-        service = open_service(env, engine, stop_token_ids=params.stop_token_ids, name=self.name)
+        if not isinstance(engine, TorchEngine):
+            raise ValueError(
+                "engine='vllm' must be 'torch' with agents: their server samples by our own decode "
+                "loop. Set engine='torch'."
+            )
+        server = open_for(env, engine, open_agent_server, params.stop_token_ids, self.name)
         return run_agents(
             env,
             env.tasks.rows(request.position, request.num_prompts),
             first_position=request.position,
             num_completions=request.num_completions,
-            service=service,
+            server=server,
             sampling=sampling_fields(params, self.seed),
             max_new_tokens=params.max_new_tokens,
         )

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError, RayTaskError
 
-from rllib_llm.cores import StarvedProcesses
-from rllib_llm.openai_client import ServerError
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
     NoSamplersError,
@@ -23,8 +21,10 @@ from rllib_llm.rollouts.errors import (
 )
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest, concatenate
+from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
-from rllib_llm.time_limit import TimeLimit
+from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.shared.process import StarvedProcesses, TimeLimit
 from rllib_llm.weights.published import PublishedWeights
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Flight:
     starved: StarvedProcesses | None = None  # once it is silent for long
 
 
-class LocalSampler(Protocol):
+class LocalSampler(SamplesAndJudges, Protocol):
     """The sampler in this process."""
 
     def serve(

@@ -7,21 +7,25 @@ cache is left when the learner changes the very module that it sampled with.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.conversation_judging import judge
+from rllib_llm.envs.conversation_judging import AllFailedError, judge, unjudged_columns
 from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
+from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.rollouts.sampler import Generated, Sampler
+from rllib_llm.shared import columns
 
 
 class ConversationSampler(Sampler):
@@ -29,11 +33,14 @@ class ConversationSampler(Sampler):
 
     takes_rows = False
 
-    def sample(self, request: SampleRequest) -> JudgedBatch:
-        """Judged conversations: a batch of all their rows, those of a group adjacent.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._judging = threading.Lock()
+        self._judging_env: ConversationEnv = copy.copy(self.environment.env)
 
-        Token i of a turn is a function of seed, rollout, turn and i, and of what was said before.
-        """
+    def _begin(self, request: SampleRequest) -> Generated:
+        """Conversations that are over: token i of a turn is a function of seed, rollout, turn and
+        i, and of what was said before."""
         self.require_weights()
         env: ConversationEnv = self.environment.env
         params = self._params(request.explore)
@@ -42,24 +49,45 @@ class ConversationSampler(Sampler):
         start = time.perf_counter()
         self.watch.generating(self.weights.version, params.max_new_tokens)
         attempts = self._attempts(env, request, params)
-        over = time.perf_counter()
-        self.watch.judging()
-        judged = judge(env, attempts, params.pad_token_id)
+        seconds = {"generate_seconds": time.perf_counter() - start}
+        return Generated(request, self.weights.version, {}, attempts, seconds)
+
+    def _judge_here(self, generated: Generated) -> JudgedBatch:
+        """Judged conversations: a batch of all their rows, those of a group adjacent."""
+        self.environment.env.global_step = self._step
+        return self._judged_by(self.environment.env, generated)
+
+    def judge(self, generated: Generated) -> JudgedBatch:
+        """As of all samplers, one batch after the other."""
+        with self._judging:
+            self._judging_env.global_step = generated.version
+            try:
+                return self._judged_by(self._judging_env, generated)
+            except (UnjudgedError, AllFailedError) as error:
+                rows = unjudged_columns(generated.completions, self.policy.pad_token_id)
+                return self._batch(generated, rows, cause=str(error))
+
+    def _judged_by(self, env: ConversationEnv, generated: Generated) -> JudgedBatch:
+        start = time.perf_counter()
+        judged = judge(env, generated.completions, self.policy.pad_token_id)
+        spent = generated.timings["generate_seconds"]
         seconds = {
-            "generate_seconds": over - start,
-            "tool_seconds": (over - start) * _tool_share(judged.metrics),
-            "judge_seconds": time.perf_counter() - over,
+            "tool_seconds": spent * _tool_share(judged.metrics),
+            "judge_seconds": time.perf_counter() - start,
         }
+        return self._batch(
+            generated, judged.columns, components=judged.components, metrics=judged.metrics,
+            texts=judged.texts, timings={**generated.timings, **seconds},
+        )  # fmt: skip
+
+    def _batch(
+        self, generated: Generated, rows: dict[str, torch.Tensor], **judged: Any
+    ) -> JudgedBatch:
+        scores = rows[columns.SCORES]
         return JudgedBatch(
-            columns=judged.columns
-            | self.environment.replica_column(judged.columns[columns.SCORES]),
-            rewards=judged.columns[columns.SCORES],
-            components=judged.components,
-            metrics=judged.metrics,
-            texts=judged.texts,
-            timings=seconds,
-            pad_token_id=params.pad_token_id,
-        )
+            columns=rows | self.environment.replica_column(scores), rewards=scores,
+            weights=generated.weights, pad_token_id=self.policy.pad_token_id, **judged,
+        )  # fmt: skip
 
     def _attempts(
         self, env: ConversationEnv, request: SampleRequest, params: SamplingParams

@@ -8,6 +8,7 @@ completions for the same request and weights.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,8 +32,6 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.typing import StateDict
 
-from rllib_llm.cores import threads_for
-from rllib_llm.dotted import import_dotted
 from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.adapters.agent import AgentEnv
@@ -40,7 +39,6 @@ from rllib_llm.envs.checks.check_env_lengths import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.envs.self_play import SelfPlayEnv
-from rllib_llm.listening import Listener
 from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.agents import AgentSampler
 from rllib_llm.rollouts.conversing import ConversationSampler
@@ -50,12 +48,15 @@ from rllib_llm.rollouts.foreign_policies import EnginePolicy, ServerPolicy
 from rllib_llm.rollouts.own_generation import FunctionPolicy
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.rollouts.sampler import Generated, Sampler
 from rllib_llm.rollouts.self_play import PlayersPolicy, SelfPlaySampler
 from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.listening import Listener
+from rllib_llm.shared.process import threads_for
+from rllib_llm.weights.exporter import OPPONENT
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.two_modules import OPPONENT
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -70,12 +71,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         super().__init__(config=config, **kwargs)
         self._position = 0  # of plain `sample()` calls only
         self.streamer: Streamer | None = None  # while groups stream
+        self._calling_back = threading.Lock()
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
-        self._device = get_device(
-            self.config, 0 if not self.worker_index else self.config.num_gpus_per_env_runner
-        )
+        self._device = get_device(self.config, _num_gpus(self.config, self.worker_index))
         self.watch = SamplerWatch()
         overseer = getattr(self.config, "_overseer", None)
         if overseer is not None and self.worker_index:
@@ -290,16 +290,27 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             return SampleFailure.from_exception(error)
 
     def _serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        batch = self.sampler.serve(request, published)
+        return self._told_of(self.sampler.serve(request, published))
+
+    def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+        """Completions made with the published weights, to be given to `judge`."""
+        return self.sampler.generate(request, published)
+
+    def judge(self, generated: Generated) -> JudgedBatch:
+        """What `serve` returns, in any thread, whatever else is sampled meanwhile."""
+        return self._told_of(self.sampler.judge(generated))
+
+    def _told_of(self, batch: JudgedBatch) -> JudgedBatch:
         if self.worker_index and ray.is_initialized():
             batch.node = ray.get_runtime_context().get_node_id()
-        self._call_back(
-            "on_sample_end",
-            self.config.callbacks_on_sample_end,
-            env_runner=self,
-            metrics_logger=self.metrics,
-            samples=[batch],
-        )
+        with self._calling_back:
+            self._call_back(
+                "on_sample_end",
+                self.config.callbacks_on_sample_end,
+                env_runner=self,
+                metrics_logger=self.metrics,
+                samples=[batch],
+            )
         return batch.to("cpu") if self.worker_index else batch
 
     def _call_back(self, name: str, functions: Any, **arguments: Any) -> None:
@@ -352,6 +363,14 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.watch.close()
         stop_streaming(self)
         self.sampler.close()
+
+
+def _num_gpus(config: Any, worker_index: int) -> float:
+    """GPUs of a sampler. The driver's own samples with the module of a learner in the same process;
+    its environment's frozen models belong on the same device."""
+    if worker_index:
+        return config.num_gpus_per_env_runner
+    return 0 if config.num_learners else config.num_gpus_per_learner
 
 
 def _sampler_class(env: Any) -> type[Sampler]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rllib_llm import columns
+from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.sampled_tokens import told_columns
 from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.shared import columns
+
+MAX_JUDGING = 16  # batches of completions that are judged at the same time
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,15 @@ class Judgement:
     components: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor]
     texts: dict[str, list[str]]
+    cause: str = ""
+    """What was raised where none of them could be judged."""
+
+
+def unjudged(completions: Mapping[str, torch.Tensor], error: Exception) -> Judgement:
+    """Of completions none of which could be judged."""
+    rewards = torch.zeros(len(completions[columns.COMPLETION_IDS]))
+    scores = {columns.SCORES: rewards, columns.VALID: torch.zeros_like(rewards, dtype=torch.bool)}
+    return Judgement(rewards, scores, {}, {}, {}, cause=str(error))
 
 
 class SamplingEnvironment:
@@ -38,6 +53,37 @@ class SamplingEnvironment:
 
     def __init__(self, env: Any, replica: int = 0) -> None:
         self.env, self._replica = env, replica
+        # Others than `BanditEnv` hand out prompts and judge in turns.
+        self._turns = threading.RLock()
+        self._places: queue.SimpleQueue[SamplingEnvironment] | None = None
+
+    def _judging_places(self) -> queue.SimpleQueue[SamplingEnvironment]:
+        """Environments that judge beside this one: one that judges in a way of its own is never
+        asked by two threads at once."""
+        places: queue.SimpleQueue[SamplingEnvironment] = queue.SimpleQueue()
+        if not isinstance(self.env, BanditEnv):
+            places.put(self)
+            return places
+        for _ in range(MAX_JUDGING if type(self.env) is BanditEnv else 1):
+            places.put(SamplingEnvironment(self.env.fork(), self._replica))
+        return places
+
+    @contextlib.contextmanager
+    def judging(self, request: SampleRequest) -> Iterator[SamplingEnvironment]:
+        """An environment that has handed out the prompts of `request` and judges completions of
+        them, whatever this one does meanwhile; waits for one that is free. Others than `BanditEnv`
+        judge serially: one batch at a time, and no prompts are handed out meanwhile.
+        """
+        with self._turns:
+            if self._places is None:
+                self._places = self._judging_places()
+        place = self._places.get()
+        try:
+            with self._turns if place is self else contextlib.nullcontext():
+                place.prompts(request)
+                yield place
+        finally:
+            self._places.put(place)
 
     def replica_column(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
         """`columns.REPLICA` for as many rows as `like` has."""
@@ -46,14 +92,14 @@ class SamplingEnvironment:
     def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
         """The prompts of a request, those of a group adjacent, and which they are."""
         n = request.num_completions
-        self.env.return_texts = request.return_texts
-        observation, infos = self.env.reset(
-            options={
-                "position": request.position,
-                "num_prompts": request.num_prompts,
-                "num_completions": n,
-            }
-        )
+        options = {
+            "position": request.position,
+            "num_prompts": request.num_prompts,
+            "num_completions": n,
+        }
+        with self._turns:
+            self.env.return_texts = request.return_texts
+            observation, infos = self.env.reset(options=options)
         device = observation[columns.PROMPT_IDS].device
         positions = torch.arange(request.position, request.position + request.num_prompts)
         first = request.position * n
@@ -66,8 +112,12 @@ class SamplingEnvironment:
             **self.replica_column(row_ids.to(device)),
         }
 
-    def judge(self, completions: Mapping[str, torch.Tensor]) -> Judgement:
+    def judge(self, completions: Mapping[str, torch.Tensor], global_step: int) -> Judgement:
         """What `step` returns for completions of the last prompts.
+
+        Args:
+            completions: columns of them.
+            global_step: updates behind the weights that made them, for reward functions that ask.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
         its rewards, all rows of which count unless `infos["valid"]` says otherwise. One that said
@@ -77,7 +127,9 @@ class SamplingEnvironment:
         Raises:
             BanditEnvError: what it tells of tokens does not fit the completions.
         """
-        _, rewards, _, _, infos = self.env.step(completions)
+        with self._turns:
+            self.env.global_step = global_step
+            _, rewards, _, _, infos = self.env.step(completions)
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
         judged = {
             columns.SCORES: infos.get(columns.SCORES, rewards),

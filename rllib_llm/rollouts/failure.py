@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
-from rllib_llm.openai_client import ServerError
-from rllib_llm.tracebacks import short_traceback
+from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.shared.tracebacks import short_traceback
 from rllib_llm.weights.published import WeightsLostError
 
 

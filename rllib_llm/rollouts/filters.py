@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from rllib_llm import columns
-from rllib_llm.dotted import import_dotted, looks_dotted
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
+from rllib_llm.shared.dotted import import_dotted, looks_dotted
 
 
 class Verdict(NamedTuple):
@@ -54,7 +54,7 @@ def rollout_group(batch: JudgedBatch) -> RolloutGroup:
     return RolloutGroup(
         position=int(held[columns.GROUP][0]),
         scores=held[columns.SCORES][valid].float(),
-        lengths=batch.sampled_mask[valid].sum(dim=1),
+        lengths=columns.written_mask(held)[valid].sum(dim=1),
         finished=held[columns.FINISHED][valid],
         completions=tuple(
             tuple(row[:length])

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from rllib_llm import columns
-from rllib_llm.engines.client import ClientPolicy
 from rllib_llm.engines.completions import Completions
-from rllib_llm.engines.external_engine import ExternalEngine
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.protocol import Engine, Noise
+from rllib_llm.engines.servers import ClientPolicy
 from rllib_llm.rollouts.policy import Generation, LoadWeights
+from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
+
+if TYPE_CHECKING:  # it imports transformers
+    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 
 class ForeignPolicy(ABC):
-    """What others have in common: asked for whole batches, with weights that nobody can look at.
+    """What others have in common: weights that nobody can look at.
 
     Args:
         source: generates, and knows its model's tokenizer.
-        needs_turns: why it cannot converse, as `engine=... must be ...: reason`.
     """
 
-    takes_weights, has_weights = False, True
+    takes_weights: bool = False
+    has_weights: bool = True
 
-    def __init__(self, source: ExternalEngine | ClientPolicy, *, needs_turns: str) -> None:
+    def __init__(self, source: VLLMEngine | ClientPolicy) -> None:
         self._source = source
-        self._needs_turns = needs_turns
 
     @property
     def pad_token_id(self) -> int:
@@ -54,11 +55,11 @@ class ForeignPolicy(ABC):
     ) -> Completions:
         """The completions of prompts [P, L]."""
 
+    @abstractmethod
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
         """As of all policies."""
-        raise ValueError(f"{self._needs_turns}, not turn by turn. Set engine='torch'.")
 
     def load(self, weights: FlatBuffer) -> None:
         """As of all policies."""
@@ -82,42 +83,43 @@ class ForeignPolicy(ABC):
 
 
 class EnginePolicy(ForeignPolicy):
-    """An engine that has a copy of the policy, or a model of its own."""
+    """vLLM in this process, which has a copy of the policy."""
 
-    def __init__(self, engine: ExternalEngine) -> None:
-        super().__init__(
-            engine,
-            needs_turns=f"engine={type(engine).__name__!r} must be 'torch' for conversations: it "
-            "is asked for whole batches of completions",
-        )
+    takes_weights = True
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        super().__init__(engine)
         self._engine = engine
-        self.takes_weights = engine.takes_weights
-        self.has_weights = not engine.takes_weights  # what it starts from may be dummies
+
+    @property
+    def has_weights(self) -> bool:  # type: ignore[override]  # what it starts from are dummies
+        """As of all policies."""
+        return self._engine.has_weights
 
     def _complete(
         self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, asked: Generation
     ) -> Completions:
         return self._engine.generate(
-            prompt_ids, prompt_mask, asked.params,
-            num_completions=asked.num_completions, seeds=row_seeds(asked.seed, asked.row_ids),
+            prompt_ids, prompt_mask, asked.params, num_completions=asked.num_completions,
+            noises=[Noise(asked.seed, row) for row in asked.row_ids.tolist()],
         )  # fmt: skip
 
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        """As of all policies."""
+        return self._engine.open_rows(version, load_weights)
+
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As of all policies; one with a model of its own stays as it is."""
-        if self.takes_weights:
-            self._engine.load_weights(dict(state))
-            self.has_weights = True
+        """As of all policies."""
+        self._engine.load_weights(dict(state))
 
 
 class ServerPolicy(ForeignPolicy):
     """A server that generates, with weights that it has from elsewhere."""
 
     def __init__(self, server: ClientPolicy) -> None:
-        super().__init__(
-            server,
-            needs_turns="engine='openai' must be 'torch' for conversations: a server is asked for "
-            "whole batches of completions",
-        )
+        super().__init__(server)
         self._server = server
 
     def _complete(
@@ -131,3 +133,12 @@ class ServerPolicy(ForeignPolicy):
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Nothing: its weights are its own."""
+
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        """As of all policies."""
+        raise ValueError(
+            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
+            "whole batches of completions, not turn by turn. Set engine='torch'."
+        )

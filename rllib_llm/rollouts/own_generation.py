@@ -22,12 +22,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.event_loop import EventLoop, call
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
+from rllib_llm.shared import columns
 
 
 class GeneratedError(ValueError):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.request import JudgedBatch, concatenate, take_rows
+from rllib_llm.shared import columns
 
 EVICTIONS = ("oldest", "most_used")
 

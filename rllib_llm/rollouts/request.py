@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.sampled_tokens import NO_VERSION
-from rllib_llm.listening import Message
+from rllib_llm.shared import columns
+from rllib_llm.shared.listening import Message
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -40,7 +40,7 @@ class SampleRequest:
 class JudgedBatch:
     """Judged completions of one request.
 
-    columns: the training columns of `rllib_llm.columns`, B rows, on the sampler's device.
+    columns: the training columns of `rllib_llm.shared.columns`, B rows, on the sampler's device.
     rewards: [B] float32, the environment's own (score minus its KL share).
     components, metrics: [B] float32 by name; what the score is made of, and what it is not. A
         metric is NaN in rows of which nobody reported it.
@@ -48,6 +48,7 @@ class JudgedBatch:
     messages: what was said in the process that made it.
     pad_token_id: what stands in prompts and completions where there is no token.
     num_replayed: rows at the end that were learnt from before.
+    cause: what was raised where no row could be judged.
     texts: {"prompt": [...], "completion": [...]} where they were decoded: when asked for, or for a
         reward function.
     """
@@ -63,6 +64,7 @@ class JudgedBatch:
     messages: list[Message] = field(default_factory=list)
     pad_token_id: int = 0
     num_replayed: int = 0
+    cause: str = ""
 
     @property
     def fresh(self) -> JudgedBatch:
@@ -157,10 +159,11 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     if len(batches) == 1:
         return batches[0]
     pad = batches[0].pad_token_id
+    names = dict.fromkeys(name for b in batches for name in b.columns)
     return JudgedBatch(
         columns={
-            name: _stack([b.columns[name] for b in batches], name, _filler(name, pad))
-            for name in batches[0].columns
+            name: _stack([_column(b, name) for b in batches], name, _filler(name, pad))
+            for name in names
         },
         rewards=torch.cat([b.rewards for b in batches]),
         components=_concatenate_all(batches, "components"),
@@ -172,13 +175,28 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
             if all(name in b.texts for b in batches)
         },
         # Samplers work at the same time: the slowest is what was waited for.
-        timings={name: max(b.timings[name] for b in batches) for name in batches[0].timings},
+        timings={
+            name: max(b.timings.get(name, 0.0) for b in batches)
+            for name in dict.fromkeys(name for b in batches for name in b.timings)
+        },
         weights={
             name: max(b.weights.get(name, 0.0) for b in batches)
             for name in {name: None for b in batches for name in b.weights}
         },
         messages=[message for b in batches for message in b.messages],
         pad_token_id=pad,
+    )
+
+
+def _column(batch: JudgedBatch, name: str) -> Column:
+    """A column; a loss mask that nobody gave lets every token count."""
+    if name in batch.columns:
+        return batch.columns[name]
+    if name == columns.LOSS_MASK:
+        return batch.columns[columns.COMPLETION_MASK]
+    raise ValueError(
+        f"column={name!r} must be in all batches that are joined: nothing takes its place. Have "
+        "the environment return it always, or never."
     )
 
 

@@ -11,18 +11,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from rllib_llm import columns
-from rllib_llm.cores import CpuClock
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.overseer.sampler_watch import SamplerWatch
-from rllib_llm.rollouts.environment import SamplingEnvironment
+from rllib_llm.rollouts.environment import Judgement, SamplingEnvironment, unjudged
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
+from rllib_llm.shared import columns
+from rllib_llm.shared.process import CpuClock
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
+
+
+@dataclass
+class Generated:
+    """Completions of a request that are to be judged.
+
+    version: of the weights that made them. prompts: columns of the prompts. completions: columns,
+    or conversations that are over. timings, weights: see `JudgedBatch`.
+    """
+
+    request: SampleRequest
+    version: int
+    prompts: dict[str, torch.Tensor]
+    completions: Any
+    timings: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+class SamplesAndJudges(Protocol):
+    """A sampler whose completions are judged beside its sampling."""
+
+    def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+        """Completions made with the published weights."""
+
+    def judge(self, generated: Generated) -> JudgedBatch:
+        """What they are worth; in any thread."""
 
 
 class Sampler:
@@ -56,6 +85,7 @@ class Sampler:
         self.twin: SamplingPolicy | None = None
         self.weights = WeightsReceiver()
         self._published: tuple[int, int] | None = None  # of the last request
+        self._step = 0  # updates behind what was published for it
         self._params, self.seed, self.name = params, seed, name
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
@@ -65,19 +95,35 @@ class Sampler:
             WeightsLostError: these are not to be had.
         """
         self.watch.begin(request.position, request.num_prompts)
-        cores = CpuClock()
         try:
-            if self.policy.takes_weights:
-                self.weights.ensure(published, self.policy.load)
-            self._published = published.order
-            # Of a reward function that asks.
-            self.environment.env.global_step = published.version
-            batch = self.sample(request)
+            generated = self._generate_with(request, published)
+            self.watch.judging()
+            batch = self._judge_here(generated)
         finally:
             self.watch.end()
-        batch.weights = self.weights.metrics()
-        batch.timings["starved_seconds"] = cores.starved_seconds
         return batch
+
+    def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+        """Completions made with the published weights, to be judged.
+
+        Raises:
+            WeightsLostError: these are not to be had.
+        """
+        self.watch.begin(request.position, request.num_prompts)
+        try:
+            return self._generate_with(request, published)
+        finally:
+            self.watch.end()
+
+    def _generate_with(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+        cores = CpuClock()
+        if self.policy.takes_weights:
+            self.weights.ensure(published, self.policy.load)
+        self._published, self._step = published.order, published.version
+        generated = self._begin(request)
+        generated.weights = self.weights.metrics()
+        generated.timings["starved_seconds"] = cores.starved_seconds
+        return generated
 
     def sample(self, request: SampleRequest) -> JudgedBatch:
         """Judged completions made with the weights that the policy has.
@@ -85,19 +131,49 @@ class Sampler:
         Raises:
             RuntimeError: it was never given any.
         """
-        self.require_weights()
-        rows = self.environment.prompts(request)
-        start = time.perf_counter()
-        completions = self._generate(rows, request)
-        generated = time.perf_counter()
+        generated = self._begin(request)
         self.watch.judging()
-        judged = self.environment.judge(completions)
-        end = time.perf_counter()
-        made = {**rows, **completions, **judged.columns}
+        return self._judge_here(generated)
+
+    def _begin(self, request: SampleRequest) -> Generated:
+        self.require_weights()
+        start = time.perf_counter()
+        prompts, made = self._complete(request)
+        seconds = {"generate_seconds": time.perf_counter() - start}
+        return Generated(request, self.weights.version, prompts, made, seconds)
+
+    def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], Any]:
+        """Prompts and completions of a request, as `judged` takes them."""
+        rows = self.environment.prompts(request)
+        return rows, self._generate(rows, request)
+
+    def _judge_here(self, generated: Generated) -> JudgedBatch:
+        """The completions of the last prompts, judged.
+
+        Raises:
+            UnjudgedError: no row could be.
+        """
+        start = time.perf_counter()
+        judged = self.environment.judge(generated.completions, self._step)
+        return self._judged(generated, judged, time.perf_counter() - start)
+
+    def judge(self, generated: Generated) -> JudgedBatch:
+        """What completions are worth, whatever else is sampled meanwhile, in any thread; where no
+        row could be judged, rows that are not valid, and the cause."""
+        start = time.perf_counter()
+        with self.environment.judging(generated.request) as environment:
+            try:
+                judged = environment.judge(generated.completions, generated.version)
+            except UnjudgedError as error:
+                judged = unjudged(generated.completions, error)
+        return self._judged(generated, judged, time.perf_counter() - start)
+
+    def _judged(self, generated: Generated, judged: Judgement, seconds: float) -> JudgedBatch:
+        made = {**generated.prompts, **generated.completions, **judged.columns}
         sampled = columns.sampled_mask(made)
-        versions = torch.full_like(sampled, self.weights.version, dtype=torch.int32)
+        versions = torch.full_like(sampled, generated.version, dtype=torch.int32)
         return JudgedBatch(
-            # Where the environment says which weights sampled what, that holds.
+            # Where the environment, or an engine, says which weights sampled what, that holds.
             columns={
                 columns.WEIGHTS_VERSION: versions.where(sampled, NO_VERSION),
                 **made,
@@ -106,8 +182,10 @@ class Sampler:
             components=judged.components,
             metrics=judged.metrics,
             texts=judged.texts,
-            timings={"generate_seconds": generated - start, "judge_seconds": end - generated},
+            timings={**generated.timings, "judge_seconds": seconds},
+            weights=generated.weights,
             pad_token_id=self.policy.pad_token_id,
+            cause=judged.cause,
         )
 
     def params(self, *, explore: bool) -> SamplingParams:

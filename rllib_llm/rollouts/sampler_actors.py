@@ -8,7 +8,12 @@ from typing import Any
 import ray
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rllib_llm.ray_compat import new_sampler, processes_of, room_for_samplers, sampler_manager
+from rllib_llm.shared.ray_compat import (
+    new_sampler,
+    processes_of,
+    room_for_samplers,
+    sampler_manager,
+)
 
 STOP_SECONDS = 5.0
 LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report

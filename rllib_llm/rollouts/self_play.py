@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
-from rllib_llm import columns
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.conversation import ConversationEnv
@@ -18,8 +17,10 @@ from rllib_llm.envs.self_play import NUM_PLAYERS, SelfPlayEnv, run_games
 from rllib_llm.rollouts.conversing import ConversationSampler, completer
 from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.sampler import Generated
+from rllib_llm.shared import columns
+from rllib_llm.weights.exporter import MARK, split
 from rllib_llm.weights.flat_buffer import FlatBuffer
-from rllib_llm.weights.two_modules import MARK, split
 
 
 class PlayersPolicy(ModulePolicy):
@@ -73,9 +74,9 @@ class SelfPlaySampler(ConversationSampler):
         self._shared = twin = self.policy.twin()
         twin.share(module)
 
-    def sample(self, request: SampleRequest) -> JudgedBatch:
+    def _judged_by(self, env: ConversationEnv, generated: Generated) -> JudgedBatch:
         """As of all samplers, with the column `policy`."""
-        batch = super().sample(request)
+        batch = super()._judged_by(env, generated)
         policy = torch.zeros_like(batch.columns[columns.ROW_ID])
         if self.opponent is not None:
             policy = batch.columns[columns.ROW_ID] % NUM_PLAYERS

@@ -11,10 +11,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rllib_llm import columns
 from rllib_llm.envs.checked_completions import decode_completions
 from rllib_llm.envs.sampled_tokens import NO_VERSION
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 
 ONE_AFTER_THE_OTHER = ("generate_seconds", "judge_seconds")  # timings that follow one another
 

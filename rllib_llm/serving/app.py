@@ -1,6 +1,6 @@
 """The server as an ASGI application: whatever serves ASGI serves it.
 
-Gate (keys, limits) ─▶ FastAPI ─▶ routes ─▶ Service
+Gate (limits) ─▶ FastAPI ─▶ routes, each with the key that it needs ─▶ Service
 """
 
 from __future__ import annotations
@@ -13,31 +13,43 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from rllib_llm.serving import (
-    admin_routes,
-    batch_routes,
     openai_routes,
+    response_routes,
     session_routes,
     token_routes,
 )
-from rllib_llm.serving.chat import Chats
-from rllib_llm.serving.clients import Clients, read_clients
-from rllib_llm.serving.errors import ApiError, error_body
-from rllib_llm.serving.guides import Guides
-from rllib_llm.serving.json_route import field_error
+from rllib_llm.serving.errors import ApiError, documented, error_body, field_error
 from rllib_llm.serving.metrics import set_gauges
-from rllib_llm.serving.security import Gate
+from rllib_llm.serving.schemas import AbortRequest, UpdateRequest
+from rllib_llm.serving.security import Clients, Gate, Guards, read_clients
 from rllib_llm.serving.service import Service
+from rllib_llm.serving.sources import load_folder
+from rllib_llm.serving.versions import Weights
 
 logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).with_name("page.html")
 _LAG_SECONDS = 0.5
+
+
+class _App(FastAPI):
+    """FastAPI, whose description does not name 422: a wrong field is answered by 400 here."""
+
+    def openapi(self) -> dict[str, Any]:
+        """As FastAPI's."""
+        described = super().openapi()
+        for operations in described["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            described["components"]["schemas"].pop(name, None)
+        return described
 
 
 def make_app(service: Service, clients: Clients | None = None, names_requests: bool = True) -> Gate:
@@ -50,22 +62,21 @@ def make_app(service: Service, clients: Clients | None = None, names_requests: b
             client's own as it came, also where it is no word and the log has another one.
     """
     settings = service.settings
-    app = FastAPI(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
-    chats = Chats(service.tokenizer)
-    ends = service.limits.eos_token_ids
-    guides = Guides(service.tokenizer, ends[0] if ends else None)
+    if clients is None:
+        clients = read_clients(settings)
+    guards = Guards(clients)
+    app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
+    completer = openai_routes.Completer(service)
     for router in (
-        openai_routes.make_router(service, chats, guides),
-        token_routes.make_router(service, chats),
-        batch_routes.make_router(app),
-        session_routes.make_router(service, chats, guides),
-        admin_routes.make_router(service),
+        openai_routes.make_router(service, completer, guards),
+        response_routes.make_router(service, completer, guards),
+        token_routes.make_router(service, completer, guards),
+        session_routes.make_router(service, completer, guards),
+        _administration(service, guards),
     ):
         app.include_router(router)
     _add_errors(app)
     _add_health(app, service)
-    if clients is None:
-        clients = read_clients(settings)
     return Gate(app, settings, clients, names_requests)
 
 
@@ -91,20 +102,23 @@ async def _measure_lag(service: Service) -> None:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
+    """Routes that want no key."""
+
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> str:
         return _PAGE.read_text(encoding="utf-8")
 
+    @app.get("/health")  # of vLLM's clients
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=documented(503))
     async def readyz() -> dict[str, str]:
-        service.check_open()
+        await service.check_alive()
         return {"status": "ready"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         if service.is_ready:
             with contextlib.suppress(RuntimeError):  # the engine has ended, which /readyz says
@@ -134,3 +148,71 @@ def _add_errors(app: FastAPI) -> None:
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
         return JSONResponse(error_body(500, "The server failed; its log says how."), 500)
+
+
+def _administration(service: Service, guards: Guards) -> APIRouter:
+    """Routes that want the administration's key."""
+    router = APIRouter(
+        dependencies=[guards.admin], responses=documented(401, 403), tags=["administration"]
+    )
+
+    @router.post("/pause")
+    async def pause() -> dict[str, Any]:
+        service.host.pause()
+        return {"is_paused": True}
+
+    @router.post("/resume")
+    async def resume() -> dict[str, Any]:
+        service.host.resume()
+        return {"is_paused": False}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, Any]:
+        return {"is_paused": service.host.is_paused}
+
+    @router.post("/abort_requests")
+    @router.post("/inference/v1/abort_requests")
+    async def abort_requests(body: AbortRequest | None = None) -> dict[str, Any]:
+        wanted = None if body is None else body.request_ids
+        jobs = [job for job in service.jobs.values() if wanted is None or job.request_id in wanted]
+        for job in jobs:
+            job.abort()
+        return {"aborted": [job.request_id for job in jobs]}
+
+    @router.get("/weight_info")
+    async def weight_info() -> dict[str, Any]:
+        newest, *_ = service.weights.live
+        return {
+            "newest": _told(newest),
+            "live": [_told(each) for each in service.weights.live],
+            "in_flight": service.settings.in_flight,
+        }
+
+    @router.post("/update_weights")
+    async def update_weights(body: UpdateRequest) -> dict[str, Any]:
+        newest = service.weights.newest
+        epoch = newest.epoch if body.epoch is None else body.epoch
+        version = newest.version + 1 if body.version is None else body.version
+        try:
+            loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
+        except (ValueError, OSError) as error:
+            raise ApiError(400, str(error), param="path", code="invalid_value") from error
+        return _told(loaded)
+
+    @router.post("/drain")
+    async def drain() -> dict[str, Any]:
+        is_done = await service.drain(service.settings.drain_s)
+        return {"drained": is_done, "under_way": len(service.jobs)}
+
+    return router
+
+
+def _told(weights: Weights) -> dict[str, Any]:
+    return {
+        "epoch": weights.epoch,
+        "version": weights.version,
+        "fingerprint": weights.fingerprint,
+        "source": weights.source,
+        "load_seconds": weights.load_seconds,
+        "loaded_at": weights.loaded_at,
+    }

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import json
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+import string
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
+
+from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
 from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.schemas import Message, Tool
+from rllib_llm.serving.job import Limits
+from rllib_llm.serving.schemas import Message, NamedTool, Tool
+from rllib_llm.shared.chat_text import render_chat
 
 _MAX_FORMATS = 64
+# What `chat_template_kwargs` may not say: a template is a program, and the others are the server's.
+_NOT_VARIABLES = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+) | frozenset(inspect.signature(render_chat).parameters)
 
 
 class Chats:
-    """Chat formats by the tools and settings that requests bring.
+    """Chat formats by the tools and settings that requests bring. A format that somebody holds, as
+    sessions do, is found again, however many others came since.
 
     Args:
         tokenizer: of the model.
@@ -24,7 +37,8 @@ class Chats:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
+        self._formats: WeakValueDictionary[str, ChatFormat] = WeakValueDictionary()
+        self._latest: deque[ChatFormat] = deque(maxlen=_MAX_FORMATS)
 
     def format(
         self, tools: Sequence[Tool] | None = None, settings: Mapping[str, Any] | None = None
@@ -32,30 +46,45 @@ class Chats:
         """The chat format for these tools.
 
         Raises:
-            ApiError: 400, the model has no chat template, or none that can be used.
+            ApiError: 400, the model has no chat template, or none that can be used, or a setting is
+                no variable of templates.
         """
-        specs = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-        key = json.dumps([specs, dict(settings or {})], sort_keys=True)
-        found = self._formats.get(key)
-        if found is None:
-            try:
-                found = ChatFormat(self._tokenizer, tools=specs, template_settings=settings)
-            except ChatFormatError as error:
-                raise ApiError(
-                    400, str(error), param="messages", code="no_chat_template"
-                ) from error
-            except (TypeError, ValueError) as error:  # of the template, about its variables
-                raise _refused(error) from error
-            self._formats[key] = found
-        self._formats.move_to_end(key)
-        while len(self._formats) > _MAX_FORMATS:
-            self._formats.popitem(last=False)
+        check_variables(settings or {})
+        with refused_by_template("tools" if tools else "messages"):
+            specs = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+            key = json.dumps([specs, dict(settings or {})], sort_keys=True)
+            found = self._formats.get(key)
+            if found is None:
+                try:
+                    made = ChatFormat(self._tokenizer, tools=specs, template_settings=settings)
+                except ChatFormatError as error:
+                    raise ApiError(
+                        400, str(error), param="messages", code="no_chat_template"
+                    ) from error
+                found = self._formats.setdefault(key, made)  # another thread may have made it
+                self._latest.append(found)
         return found
 
 
+def check_variables(settings: Mapping[str, Any]) -> None:
+    """Raises ApiError for template settings that are more than variables of a template."""
+    for name in settings:
+        if name in _NOT_VARIABLES:
+            raise ApiError(
+                400, f"chat_template_kwargs.{name} must be left out: the server says what it is. "
+                "Give variables of the model's chat template alone.",
+                param=f"chat_template_kwargs.{name}", code="invalid_value",
+            )  # fmt: skip
+
+
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates take them: text as one string, arguments of calls as objects."""
-    return [_as_message(message) for message in messages]
+    """Messages as templates take them: text as one string, arguments of calls as objects.
+
+    Raises:
+        ApiError: 400, they are nested too deep.
+    """
+    with refused_by_template():
+        return [_as_message(message) for message in messages]
 
 
 def _as_message(message: Message) -> dict[str, Any]:
@@ -67,44 +96,56 @@ def _as_message(message: Message) -> dict[str, Any]:
         given["content"] = "".join(part.text for part in content)
     given.setdefault("content", "")
     for call in given.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                continue  # the template writes the text
+        function = call["function"]
+        function["arguments"] = read_arguments(function.get("arguments"))
     return given
 
 
-def prompt_ids(chat_format: ChatFormat, messages: Sequence[Message]) -> list[int]:
+def read_arguments(given: Any) -> Any:
+    """The arguments of a call, read from JSON; what is no JSON stays text."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
+
+
+def prompt_ids(
+    chat_format: ChatFormat,
+    messages: Sequence[Message],
+    limits: Limits,
+    *,
+    generation_prompt: bool = True,
+) -> list[int]:
     """Ids of a chat that the assistant is to answer.
 
     Raises:
-        ApiError: 400, the template refuses the messages.
+        ApiError: 400, the template refuses the messages, or there is too much of them.
     """
-    cleaned = [chat_format.cleaned(message) for message in as_messages(messages)]
     with refused_by_template():
-        return chat_format.prompt_ids(cleaned)
+        cleaned = [chat_format.cleaned(message) for message in as_messages(messages)]
+        text = chat_format.render(cleaned, generation_prompt=generation_prompt)
+    limits.check_chars(text, "messages")
+    return chat_format.encode(text)
 
 
 @contextlib.contextmanager
-def refused_by_template() -> Iterator[None]:
-    """Raises ApiError, 400, where a chat template fails on what a request has."""
+def refused_by_template(field: str = "messages") -> Iterator[None]:
+    """Raises ApiError, 400, where a chat template fails on what a request has. A template is a
+    program that somebody else wrote: it may raise anything."""
     try:
         yield
+    except ApiError:
+        raise
     except ChatFormatError as error:
-        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise _refused(error) from error
-
-
-def _refused(error: Exception) -> ApiError:
-    return ApiError(
-        400,
-        f"messages must be what the chat template takes: it failed on them ({error}).",
-        param="messages",
-        code="invalid_value",
-    )
+        raise ApiError(400, str(error), param=field, code="invalid_value") from error
+    except Exception as error:
+        told = "nested too deep" if isinstance(error, RecursionError) else str(error)[:500]
+        raise ApiError(
+            400, f"{field} must be what the chat template takes: it failed on them ({told}).",
+            param=field, code="invalid_value",
+        ) from error  # fmt: skip
 
 
 def assistant_message(
@@ -112,10 +153,23 @@ def assistant_message(
     token_ids: Sequence[int],
     prompt: Sequence[int],
     finish_reason: str | None,
+    call_ids: Callable[[int], str],
+    syntax: str | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """A sampled turn as OpenAI's message, and why it ended: a call that is cut off, or that cannot
-    be read, is text and not a call."""
-    reply = chat_format.parse(token_ids, finish=finish_reason or "length", prompt_ids=prompt)
+    be read, is text and not a call.
+
+    Args:
+        chat_format: of the chat.
+        token_ids: of the turn.
+        prompt: that it answers.
+        finish_reason: why it ended.
+        call_ids: the id of each call by its number.
+        syntax: of its calls, where it is another than the format's.
+    """
+    reply = chat_format.parse(
+        token_ids, finish=finish_reason or "length", prompt_ids=prompt, syntax=syntax
+    )
     whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")]
     broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
     content = "\n".join(filter(None, [reply.content, *broken]))
@@ -126,7 +180,7 @@ def assistant_message(
         message["content"] = content or None
         message["tool_calls"] = [
             {
-                "id": call.id or f"call_{i}",
+                "id": call_ids(i),
                 "type": "function",
                 "function": {
                     "name": call.name,
@@ -138,3 +192,107 @@ def assistant_message(
         if finish_reason == "stop":
             return message, "tool_calls"
     return message, finish_reason
+
+
+def call_id(request_id: str, choice: int, call: int) -> str:
+    """The id of a tool call: nine letters and digits, as Mistral's templates want them, which no
+    other request gives."""
+    digest = hashlib.sha256(f"{request_id} {choice} {call}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big")
+    digits = []
+    for _ in range(9):
+        number, digit = divmod(number, 36)
+        digits.append(string.digits[digit] if digit < 10 else string.ascii_lowercase[digit - 10])
+    return "".join(digits)
+
+
+# --- calls that have to be made ------------------------------------------------------------------
+
+_NO_SYNTAX = "llama3"  # a call as JSON alone, of a model whose template writes none
+
+
+def forced_syntax(chat_format: ChatFormat) -> str:
+    """How a call is written that has to be made."""
+    return _NO_SYNTAX if chat_format.syntax == "none" else chat_format.syntax
+
+
+def call_grammar(
+    chat_format: ChatFormat,
+    tools: Sequence[Tool],
+    choice: NamedTool | str,
+    one_call: bool,
+) -> str:
+    """llguidance's grammar of a turn that calls a tool, in the model's own syntax.
+
+    Args:
+        chat_format: of the chat.
+        tools: that there are.
+        choice: "required" or the tool that has to be called.
+        one_call: whether there is one call at most.
+
+    Raises:
+        ApiError: 400, there is no such tool.
+    """
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    callable_ = [each.function for each in tools if named in (None, each.function.name)]
+    if not callable_:
+        known = [each.function.name for each in tools]
+        raise ApiError(
+            400, f"tool_choice={named or choice!r} must name one of the tools {known}.",
+            param="tool_choice", code="invalid_value",
+        )  # fmt: skip
+    syntax = forced_syntax(chat_format)
+    calls, rules = [], []
+    for i, function in enumerate(callable_):
+        calls.append(f"call{i}")
+        rules.append(f"call{i}: {_call_rule(syntax, function)}")
+    mark = _marker(chat_format)
+    if syntax == "mistral":
+        more = "" if one_call else ' ("," call)*'
+        start = f'{mark("[TOOL_CALLS]")} "[" call{more} "]"'
+    elif syntax == "llama3":
+        start = "call" if one_call else 'call (";" call)*'
+    else:
+        start = f'{mark("<tool_call>")} "\\n" call "\\n" {mark("</tool_call>")}'
+        start = start if one_call else f'({start}) ("\\n" {start})*'
+    return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])
+
+
+def _call_rule(syntax: str, function: Any) -> str:
+    """A call of one function, as a rule in Lark with JSON Schemas in it."""
+    schema = function.parameters or {"type": "object"}
+    if syntax != "xml":
+        arguments = "parameters" if syntax == "llama3" else "arguments"
+        whole = {
+            "type": "object", "additionalProperties": False, "required": ["name", arguments],
+            "properties": {"name": {"const": function.name}, arguments: schema},
+        }  # fmt: skip
+        return _json_rule(whole)
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    parts = [f'"<function={_quoted(function.name)}>\\n"']
+    for name, value in properties.items():
+        is_text = isinstance(value, dict) and value.get("type") == "string"
+        said = "/[^<]*/" if is_text and "enum" not in value else _json_rule(value)
+        part = f'"<parameter={_quoted(name)}>\\n" {said} "\\n</parameter>\\n"'
+        parts.append(part if name in required else f"({part})?")
+    return " ".join([*parts, '"</function>"'])
+
+
+def _json_rule(schema: Any) -> str:
+    """JSON as models write it, with single spaces: else a weak one writes spaces for ever."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    whole = {**schema, "x-guidance": spaces} if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(whole)}"
+
+
+def _quoted(text: str) -> str:
+    """A text inside the quotes of a grammar."""
+    return json.dumps(text)[1:-1]
+
+
+def _marker(chat_format: ChatFormat) -> Callable[[str], str]:
+    """How a grammar names a marker of calls: by its number where it is a special token."""
+    special = {str(token): i for i, token in chat_format.tokenizer.added_tokens_decoder.items()
+               if token.special}  # fmt: skip
+    return lambda text: f"<[{special[text]}]>" if text in special else json.dumps(text)

@@ -1,9 +1,14 @@
-"""The server on Ray Serve: engine and HTTP in one replica, one hop from the proxy."""
+"""The server on Ray Serve: engine and HTTP in one replica, one hop from the proxy.
+
+How many replicas there should be is a matter of completions, those that run and those that wait: a
+request may ask for many, and each takes a place in a replica's batch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import socket
@@ -13,13 +18,28 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from rllib_llm.serving.autoscaling import COMPLETIONS, POLICY
-from rllib_llm.serving.clients import read_clients
+from rllib_llm.serving.security import read_clients
 from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
+
+COMPLETIONS = "completions"
+POLICY = f"{__name__}:by_completions"
+
+
+def by_completions(context: Any) -> tuple[float, dict[str, Any]]:
+    """The replicas that the completions of all need, at `target_ongoing_requests` for each.
+
+    Args:
+        context: Ray Serve's `AutoscalingContext`.
+    """
+    found = context.aggregated_metrics.get(COMPLETIONS, {})
+    return sum(found.values()) / context.config.target_ongoing_requests, {}
+
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+# Longest wait of HAProxy for a client that sends its request, or that reads nothing.
+HAPROXY_CLIENT_SECONDS = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
 # How much less than others Ray's workers are to run; Ray's own default is 15.
 NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
@@ -37,7 +57,7 @@ class Replica:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from rllib_llm.serving.opening import open_service, show_log
+        from rllib_llm.serving.http_server import open_service, show_log
 
         show_log()
         self._settings = ServeSettings.model_validate(dict(settings))
@@ -71,8 +91,7 @@ def follow(service: Any) -> Any:
     if settings.weights_name is None:
         return None
     from rllib_llm.checkpoints.model_folder import find_model
-    from rllib_llm.serving.adapters import AdapterMerger
-    from rllib_llm.serving.sources import RunSource
+    from rllib_llm.serving.sources import AdapterMerger, RunSource
     from rllib_llm.weights.coordinator import CoordinatorClient
 
     merger = None
@@ -314,6 +333,8 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
     if starts_ray:
         os.environ.setdefault(NICENESS, "0")
+        seconds = math.ceil(max(settings.slow_request_s, settings.slow_reader_s))
+        os.environ.setdefault(HAPROXY_CLIENT_SECONDS, str(seconds))
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
             os.environ.setdefault(name, str(_free_port()))
 

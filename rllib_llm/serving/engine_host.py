@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, Wanted
-from rllib_llm.engines.lanes import LaneEngine, LaneLoader
+from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
 from rllib_llm.engines.protocol import Ended
-from rllib_llm.engines.scoring import Scores
-from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.engines.torch_engine import Scores, TorchEngine
 from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
 from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.versions import fingerprint
 
@@ -67,7 +69,7 @@ class Counts:
 
 class EngineHost(Protocol):
     """Samples for a server. Weights are named by the serial numbers that the server gives them;
-    those that it starts with are 0."""
+    those that it starts with are 0. All methods but `listen` and `ready` are for any thread."""
 
     facts: ModelFacts
 
@@ -75,20 +77,38 @@ class EngineHost(Protocol):
     def is_paused(self) -> bool:
         """Whether nothing is sampled, and what is asked for waits."""
 
-    def listen(self) -> None:
+    async def listen(self) -> None:
         """Called in the server's event loop before anything is asked for."""
 
-    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
-        """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open."""
+    async def ready(self) -> None:
+        """Waits, in that loop, while the engine has not taken in what it was asked for before."""
+
+    def submit_all(
+        self, wanted: Sequence[Wanted], grammar: str | None = None
+    ) -> list[Future[Ended]]:
+        """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open.
+
+        Args:
+            wanted: without guides.
+            grammar: that all of them keep to; `compile` was called with it, and is done.
+        """
+
+    def compile(self, grammar: str, pin: int) -> Future[None]:
+        """As `Grammars.compile`; what it raises may be in the future, too."""
+
+    def release(self, pin: int) -> None:
+        """As `Grammars.release`."""
 
     def abort(self, future: Future[Ended]) -> None:
         """As `EngineLoop.abort`."""
 
-    def score(self, token_ids: list[int], top: int, version: int | None) -> Future[Scores]:
-        """As `LaneEngine.score`."""
+    def score(
+        self, texts: Sequence[Sequence[int]], top: int, version: int | None
+    ) -> Future[list[Scores]]:
+        """As `LaneEngine.score`. Cancelling the future takes the texts out of the engine."""
 
     def count(self) -> Future[Counts]:
-        """The completions in it."""
+        """The completions in it; that it answers shows that the engine is alive."""
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         """Has new rows sampled by these weights; those that are there then, the newest first. It
@@ -118,6 +138,7 @@ class ThreadHost:
         model: causal LM of transformers, which this owns.
         settings: of the server.
         eos_token_ids: all ids that end a completion.
+        tokenizer: of the model, for guided answers; None: there are none.
         after_step: called in the engine's thread when what has come of a step was handed on.
         engine: of the model, which this owns then; None: one is made.
     """
@@ -127,6 +148,7 @@ class ThreadHost:
         model: Any,
         settings: ServeSettings,
         eos_token_ids: tuple[int, ...],
+        tokenizer: Any = None,
         after_step: Callable[[], None] | None = None,
         engine: TorchEngine | None = None,
     ) -> None:
@@ -137,26 +159,47 @@ class ThreadHost:
         self.engine = LaneEngine(newest, other and _engine(other, None, settings))
         self.loop = EngineLoop(self.engine, after_step)
         self._loader = LaneLoader(self.loop, self.engine)
+        self._grammars = Grammars(tokenizer, eos_token_ids[0] if eos_token_ids else None)
 
     @property
     def is_paused(self) -> bool:
         """As of all hosts."""
         return self.loop.is_paused
 
-    def listen(self) -> None:
+    async def listen(self) -> None:
         """As of all hosts; what comes of this one comes in its own thread."""
 
-    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
+    async def ready(self) -> None:
+        """As of all hosts; this one takes in whatever it is asked for."""
+
+    def submit_all(
+        self, wanted: Sequence[Wanted], grammar: str | None = None
+    ) -> list[Future[Ended]]:
         """As of all hosts."""
+        if grammar is not None:
+            wanted = [replace(each, guide=self._grammars.guide(grammar)) for each in wanted]
         return self.loop.submit_all(wanted)
+
+    def compile(self, grammar: str, pin: int) -> Future[None]:
+        """As of all hosts."""
+        return self._grammars.compile(grammar, pin)
+
+    def release(self, pin: int) -> None:
+        """As of all hosts."""
+        self._grammars.release(pin)
 
     def abort(self, future: Future[Ended]) -> None:
         """As of all hosts."""
         self.loop.abort(future)
 
-    def score(self, token_ids: list[int], top: int, version: int | None) -> Future[Scores]:
+    def score(
+        self, texts: Sequence[Sequence[int]], top: int, version: int | None
+    ) -> Future[list[Scores]]:
         """As of all hosts."""
-        return self.loop.do(lambda: self.engine.score(token_ids, top, version))
+        done: Future[list[Scores]] = Future()
+        begun = self.loop.do(lambda: self.engine.score(texts, top, version, done))
+        begun.add_done_callback(partial(_hand_on_error, done))
+        return done
 
     def count(self) -> Future[Counts]:
         """As of all hosts."""
@@ -188,7 +231,23 @@ class ThreadHost:
 
     def close(self) -> None:
         """As of all hosts."""
+        self._grammars.close()
         self.loop.close()
+
+
+def settle(future: Future[Any], result: Any) -> None:
+    """Gives a future its result, or its exception, unless it was cancelled or has one."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _hand_on_error(done: Future[Any], begun: Future[Any]) -> None:
+    """Ends what was not even begun."""
+    if not begun.cancelled() and (error := begun.exception()) is not None:
+        settle(done, error)
 
 
 def open_thread(
@@ -200,8 +259,9 @@ def open_thread(
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
-    ends = eos_token_ids(model.config, load_tokenizer(source), model.generation_config)
-    return ThreadHost(model, settings, ends, after_step)
+    tokenizer = load_tokenizer(source)
+    ends = eos_token_ids(model.config, tokenizer, model.generation_config)
+    return ThreadHost(model, settings, ends, tokenizer, after_step)
 
 
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:

@@ -7,22 +7,27 @@ the engine and every message to a client: at a few milliseconds a step that is a
     rows   ◀── tokens, ends, results ──── event loop    ◀── socket ── one message a step
 
 The server's event loop reads the socket itself: a thread for it would wait for the interpreter, and
-the loop for the thread, at every step.
+the loop for the thread, at every step. `EngineProcess` starts its process by
+
+    python -m rllib_llm.serving.engine_process SOCKET
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
+import logging
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,33 +38,24 @@ import torch
 from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Ended
-from rllib_llm.engines.scoring import Scores
-from rllib_llm.serving.channel import Channel
-from rllib_llm.serving.engine_host import Counts, ModelFacts
-from rllib_llm.serving.guides import LlGuide
-from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.engines.torch_engine import Scores
+from rllib_llm.serving.channel import AsyncChannel, Channel
+from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread, settle
+from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
+from rllib_llm.shared.process import forget_startup
+
+logger = logging.getLogger(__name__)
 
 _ENDED = (
     "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
 )
-WORKER = "rllib_llm.serving.engine_worker"
+WORKER = "rllib_llm.serving.engine_process"
 _STOP_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there
 
 # (id, what comes of it) of completions and calls: Tokens, then the end, a result or an error.
 Events = list[tuple[int, Any]]
-
-
-class Sent:
-    """A completion that is asked for, as it goes through the socket."""
-
-    def __init__(self, number: int, wanted: Wanted) -> None:
-        guide = wanted.guide
-        assert guide is None or isinstance(guide, LlGuide), "others are made of no text"
-        self.number, self.streams = number, wanted.on_tokens is not None
-        self.grammar = None if guide is None else guide.grammar
-        self.wanted = replace(wanted, guide=None, on_tokens=None)
 
 
 class EngineProcess:
@@ -78,20 +74,20 @@ class EngineProcess:
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
-        self._is_closed = self.is_paused = False
-        self._events: asyncio.AbstractEventLoop | None = None
+        self._is_closed = self._is_closing = self.is_paused = False
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))  # it finds what this process does
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], env=_without_keys() | {"PYTHONPATH": path},
             )  # fmt: skip
-        self._channel = Channel(ours)
+        self._channel = AsyncChannel(ours, self._take, self._end)
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
+        waiting = Channel(ours)  # until the model is loaded
         try:
-            self._channel.send((keyless, source))
-            facts = self._channel.receive()
+            waiting.send((keyless, source))
+            facts = waiting.receive()
         except (EOFError, OSError):
             raise RuntimeError(_ENDED) from None
         if isinstance(facts, Exception):
@@ -99,31 +95,37 @@ class EngineProcess:
             raise facts
         self.facts: ModelFacts = facts
 
-    def listen(self) -> None:
+    async def listen(self) -> None:
         """As of all hosts."""
-        self._events = asyncio.get_running_loop()
-        self._events.add_reader(self._channel.socket.fileno(), self._read)
+        await self._channel.open()
+
+    async def ready(self) -> None:
+        """As of all hosts."""
+        await self._channel.ready()
 
     # --- completions -------------------------------------------------------------------------
 
-    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
+    def submit_all(
+        self, wanted: Sequence[Wanted], grammar: str | None = None
+    ) -> list[Future[Ended]]:
         """As of all hosts."""
         futures: list[Future[Ended]] = [Future() for _ in wanted]
         sent = []
         for each, future in zip(wanted, futures, strict=True):
-            number = self._await(future)
+            number = self._expect(future)
             if each.on_tokens is not None:
                 self._on_tokens[number] = each.on_tokens
-            sent.append(Sent(number, each))
-            future.add_done_callback(partial(self._forget, number))
-        self._send("submit", sent)
+            sent.append((number, each.on_tokens is not None, replace(each, on_tokens=None)))
+        self._send("submit", sent, grammar)
         return futures
 
-    def _await(self, future: Future) -> int:
+    def _expect(self, future: Future) -> int:
+        """The number under which the result of a future comes."""
         number = next(self._ids)
         with self._lock:
             self.check_open()
             self._futures[number] = future
+        future.add_done_callback(partial(self._forget, number))
         return number
 
     def _forget(self, number: int, future: Future) -> None:
@@ -143,9 +145,20 @@ class EngineProcess:
 
     # --- calls -------------------------------------------------------------------------------
 
-    def score(self, token_ids: list[int], top: int, version: int | None) -> Future[Scores]:
+    def compile(self, grammar: str, pin: int) -> Future[None]:
         """As of all hosts."""
-        return self._call("score", token_ids, top, version)
+        return self._call("compile", grammar, pin)
+
+    def release(self, pin: int) -> None:
+        """As of all hosts."""
+        with contextlib.suppress(RuntimeError):  # it has ended, and holds nothing
+            self._send("release", pin)
+
+    def score(
+        self, texts: Sequence[Sequence[int]], top: int, version: int | None
+    ) -> Future[list[Scores]]:
+        """As of all hosts."""
+        return self._call("score", texts, top, version)
 
     def count(self) -> Future[Counts]:
         """As of all hosts."""
@@ -170,9 +183,7 @@ class EngineProcess:
 
     def _call(self, name: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        number = self._await(future)
-        future.add_done_callback(lambda _: self._futures.pop(number, None))
-        self._send("call", number, name, *arguments)
+        self._send("call", self._expect(future), name, *arguments)
         return future
 
     def check_open(self) -> None:
@@ -181,21 +192,15 @@ class EngineProcess:
             raise RuntimeError(_ENDED)
 
     def close(self) -> None:
-        """As of all hosts, in the event loop or behind its end."""
-        if self._channel.is_closed:
-            return
-        with contextlib.suppress(RuntimeError):
-            self._send("close")
-        self._channel.socket.settimeout(_STOP_SECONDS)
+        """As of all hosts: its process notices that this end is closed, and ends."""
+        self._is_closing = True
+        self._channel.close()
         try:
-            while not self._is_closed:
-                self._read(waits=True)
             self._process.wait(_STOP_SECONDS)
-        except (TimeoutError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._end()
-        self._channel.close()
 
     # --- the socket --------------------------------------------------------------------------
 
@@ -206,51 +211,30 @@ class EngineProcess:
         except OSError as error:
             raise RuntimeError(_ENDED) from error
 
-    def _read(self, waits: bool = False) -> None:
-        """Takes what has come."""
-        try:
-            for events in self._channel.arrived(waits=waits):
-                self._take(events)
-        except BlockingIOError:
-            return
-        except EOFError:
-            self._end()
-
     def _end(self) -> None:
         """Nothing comes any more: the process has ended."""
         with self._lock:
-            self._is_closed = True
+            was_closed, self._is_closed = self._is_closed, True
             left = list(self._futures.values())
-        if self._events is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._events.remove_reader(self._channel.socket.fileno())
-            self._events = None
+        if not was_closed and not self._is_closing:
+            logger.error("The engine's process has ended (exit code %s).", self._process.poll())
         for future in left:
-            _settle(future, RuntimeError(_ENDED))
+            settle(future, RuntimeError(_ENDED))
 
     def _take(self, events: Events) -> None:
         """Hands on what has come of a step."""
         for number, what in events:
-            self._hand_on(number, what)
-
-    def _hand_on(self, number: int, what: Any) -> None:
-        if isinstance(what, Tokens):
-            on_tokens = self._on_tokens.get(number)
-            if on_tokens is not None:  # else nobody waits for them any more
-                on_tokens(what)
-            return
-        future = self._futures.get(number)
-        if future is not None:
-            _settle(future, what)
+            if isinstance(what, Tokens):
+                on_tokens = self._on_tokens.get(number)
+                if on_tokens is not None:  # else nobody waits for them any more
+                    on_tokens(what)
+            elif (future := self._futures.get(number)) is not None:
+                settle(future, what)
 
 
-def _settle(future: Future, result: Any) -> None:
-    """Gives a future its result, unless it was cancelled or has one."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+def _without_keys() -> dict[str, str]:
+    """The environment of the engine, which knows no key of the server's."""
+    return {k: v for k, v in os.environ.items() if not k.upper().startswith(ENVIRONMENT_PREFIX)}
 
 
 def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
@@ -261,3 +245,139 @@ def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
             for tensor in weights.values()}  # fmt: skip
     free = os.statvfs(_MEMORY)
     return str(_MEMORY) if free.f_bavail * free.f_frsize > _SPARE * sum(held.values()) else None
+
+
+class EngineWorker:
+    """Runs an engine for a server in another process.
+
+    Args:
+        channel: to the server.
+        settings: of the server.
+        source: of the model.
+    """
+
+    def __init__(self, channel: Channel, settings: ServeSettings, source: str) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+        self._events: deque[tuple[int, Any]] = deque()
+        self._futures: dict[int, Future[Any]] = {}
+        self._host = open_thread(settings, source, self._flush)
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # the server has ended, which `run` sees
+            self._channel.send(message)
+
+    def run(self) -> None:
+        """Tells the server what the model is, then does what it is told until that ends."""
+        self._send(self._host.facts)
+        with contextlib.suppress(EOFError):
+            while True:
+                for name, *arguments in self._channel.arrived():
+                    getattr(self, name)(*arguments)
+        self._host.close()
+
+    # --- what it is told ---------------------------------------------------------------------
+
+    def submit(self, sent: Sequence[tuple[int, bool, Wanted]], grammar: str | None) -> None:
+        """Rows: the number of each, and whether its tokens are told as they come."""
+        wanted = [
+            replace(each, on_tokens=partial(self._note, number)) if streams else each
+            for number, streams, each in sent
+        ]
+        try:
+            futures = self._host.submit_all(wanted, grammar)
+        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
+            self._send([(number, _portable(error)) for number, *_ in sent])
+            return
+        for (number, *_), future in zip(sent, futures, strict=True):
+            self._futures[number] = future
+            future.add_done_callback(partial(self._note_end, number))
+        self._flush()  # what had ended before it was looked after
+
+    def call(self, number: int, name: str, *arguments: Any) -> None:
+        """A method of the host whose result is told."""
+        if name == "load":  # takes a while
+            threading.Thread(target=self._load, args=(number, *arguments)).start()
+            return
+        try:
+            future = getattr(self._host, name)(*arguments)
+        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
+            self._send([(number, _portable(error))])
+            return
+        self._futures[number] = future
+        future.add_done_callback(partial(self._note_end, number))
+        future.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
+
+    def _load(self, number: int, file: str, serial: int) -> None:
+        result: Any
+        try:
+            result = self._host.load(torch.load(file, mmap=True), serial)
+        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
+            result = _portable(error)
+        self._send([(number, result)])
+
+    def _note(self, number: int, tokens: Tokens) -> None:
+        self._events.append((number, tokens))
+
+    def _note_end(self, number: int, future: Future[Any]) -> None:
+        self._futures.pop(number, None)
+        if not future.cancelled():
+            error = future.exception()
+            self._events.append((number, _portable(error) if error else future.result()))
+
+    def _flush(self) -> None:
+        """Sends what has come, in its order. Of any thread."""
+        with self._lock:
+            events: Events = [self._events.popleft() for _ in range(len(self._events))]
+            if events:
+                self._send(events)
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for it any more."""
+        future = self._futures.get(number)
+        if future is not None:  # it has not ended meanwhile
+            future.cancel()
+
+    def abort(self, number: int) -> None:
+        """Ends a row with what was sampled of it."""
+        future = self._futures.get(number)
+        if future is not None:
+            self._host.abort(future)
+
+    def release(self, pin: int) -> None:
+        """See `EngineHost`."""
+        self._host.release(pin)
+
+    def pause(self) -> None:
+        """See `EngineHost`."""
+        self._host.pause()
+
+    def resume(self) -> None:
+        """See `EngineHost`."""
+        self._host.resume()
+
+
+def _portable(error: BaseException) -> Exception:
+    """The error, or its text where it cannot be sent."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  (whatever pickling a stranger's class raises)
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Runs the engine of the server whose socket is named."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server drains, and then ends this
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    settings, source = channel.receive()
+    try:
+        worker = EngineWorker(channel, settings, source)
+    except Exception as error:  # noqa: BLE001  (the border of the process: the server raises it)
+        channel.send(_portable(error))
+        return
+    forget_startup()
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,115 +1,169 @@
-"""Answers that keep to a JSON Schema, a regular expression or a grammar, through llguidance."""
+"""Answers that keep to a JSON Schema, a regular expression or a grammar, through llguidance.
+
+request ─▶ grammar_of: text of the grammar ─▶ Grammars: compiled once, in a thread of its own
+rows    ─▶ a copy of the matcher each (LlGuide)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rllib_llm.engines.guide import Guide
-from rllib_llm.engines.params import SamplingParams
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.schemas import ResponseFormat
 
+MAX_GRAMMAR_CHARS = 2**16
+_MAX_KEPT = 64
+_MAX_WAITING = 64  # to be compiled
 _ANY_OBJECT = {"type": "object"}
 
 
-class Guides:
-    """Makes guides for one model's tokens.
+class GrammarError(ValueError):
+    """A grammar that llguidance does not take."""
+
+
+class BusyError(RuntimeError):
+    """Too many grammars wait to be compiled."""
+
+
+@dataclass
+class _Entry:
+    """A grammar that is compiled, or will be. waiting: who waits for that. pins: who may ask for
+    guides by it."""
+
+    matcher: Future[Any]
+    waiting: int = 0
+    pins: int = 0
+
+
+class Grammars:
+    """Compiles grammars for one model's tokens, one at a time, and keeps the latest.
 
     Args:
-        tokenizer: of the model, a fast one of transformers.
-        eos_token_id: that ends a guided answer; None: the model has none, and nothing is guided.
+        tokenizer: of the model, a fast one of transformers; None: nothing can be guided.
+        eos_token_id: that ends a guided answer.
     """
 
     def __init__(self, tokenizer: Any, eos_token_id: int | None) -> None:
         self._tokenizer, self._eos = tokenizer, eos_token_id
-        self._lock = threading.Lock()
-        self._tokens: Any = None  # llguidance's view of the vocabulary, made when first asked for
+        self._lock = threading.RLock()  # callbacks of a future that is cancelled run at once
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._pins: dict[int, _Entry] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._tokens: Any = None  # llguidance's view of the vocabulary; of the thread alone
 
-    def maker(self, wanted: ResponseFormat, params: SamplingParams) -> Callable[[], Guide] | None:
-        """What makes a guide for each completion; None where there is nothing to keep to.
+    def compile(self, grammar: str, pin: int) -> Future[None]:
+        """Done when guides can be made by this grammar; the same grammar is compiled once. What
+        nobody waits for any more, since all have cancelled, is not compiled.
+
+        The future raises GrammarError for one that llguidance does not take.
+
+        Args:
+            grammar: of llguidance.
+            pin: a number of the caller's; the grammar is kept until `release` is called with it.
 
         Raises:
-            ApiError: 400, the schema or grammar is no good.
+            BusyError: too many wait.
         """
-        if wanted.type == "text":
-            return None
-        field, grammar = self._grammar(wanted)
-        if self._eos is None or self._eos not in params.stop_token_ids:
-            raise ApiError(
-                400, "response_format must come with the model's EOS token as a stop token: it "
-                "ends the answer. Leave out ignore_eos.", param="response_format",
-                code="unsupported_value",
-            )  # fmt: skip
-        if params.min_new_tokens:
-            raise ApiError(
-                400, "min_tokens must be left out with response_format, which says when the answer "
-                "ends.", param="min_tokens", code="unsupported_value",
-            )  # fmt: skip
-        matcher = self._matcher(grammar)
-        problem = matcher.get_error()
-        if problem:
-            raise _no_good(field, problem)
-        return lambda: LlGuide(matcher.deep_copy(), grammar)
+        done: Future[None] = Future()
+        with self._lock:
+            entry = self._entries.get(grammar)
+            if entry is None:
+                waiting = sum(not each.matcher.done() for each in self._entries.values())
+                if waiting >= _MAX_WAITING:
+                    raise BusyError(f"{waiting} other grammars wait to be compiled")
+                entry = self._entries[grammar] = _Entry(self._thread.submit(self._compile, grammar))
+            entry.waiting += 1
+            entry.pins += 1
+            self._pins[pin] = entry
+            self._entries.move_to_end(grammar)
+        done.add_done_callback(lambda _: self._gone(grammar, entry))
+        entry.matcher.add_done_callback(lambda matcher: _hand_on(matcher, done))
+        return done
 
-    def guide(self, grammar: str) -> LlGuide:
-        """A guide by llguidance's grammar, which is good."""
-        return LlGuide(self._matcher(grammar), grammar)
+    def _gone(self, grammar: str, entry: _Entry) -> None:
+        """Somebody waits no more."""
+        with self._lock:
+            entry.waiting -= 1
+            if not entry.waiting and not entry.matcher.done() and entry.matcher.cancel():
+                self._forget(grammar, entry)
+            self._evict()
 
-    def _grammar(self, wanted: ResponseFormat) -> tuple[str, str]:
-        """The field that says it, and llguidance's grammar of it."""
-        from llguidance import LLMatcher
+    def _forget(self, grammar: str, entry: _Entry) -> None:
+        if self._entries.get(grammar) is entry:
+            del self._entries[grammar]
 
-        schema = wanted.json_schema.schema_ if wanted.json_schema else None
-        known: dict[str, tuple[str, Any, Callable[[Any], str]]] = {
-            "json_object": ("json_schema", _ANY_OBJECT, _as_schema),
-            "json_schema": ("json_schema.schema", schema, _as_schema),
-            "regex": ("regex", wanted.regex, LLMatcher.grammar_from_regex),
-            "grammar": ("grammar", wanted.grammar, LLMatcher.grammar_from_lark),
-        }
-        name, given, read = known[wanted.type]
-        field = f"response_format.{name}"
-        if given is None or given == "":
-            raise ApiError(
-                400, f"{field} must be given with type={wanted.type!r}.", param=field,
-                code="missing_required_parameter",
-            )  # fmt: skip
-        try:
-            return field, read(given)
-        except (ValueError, RecursionError) as error:
-            raise _no_good(field, str(error)) from error
+    def _evict(self) -> None:
+        """Forgets the oldest of those that are done and that nobody has pinned."""
+        free = [g for g, each in self._entries.items() if each.matcher.done() and not each.pins]
+        for grammar in free[: max(0, len(self._entries) - _MAX_KEPT)]:
+            del self._entries[grammar]
 
-    def _matcher(self, grammar: str) -> Any:
+    def _compile(self, grammar: str) -> Any:
         import llguidance.hf
 
+        if self._tokens is None:
+            self._tokens = llguidance.hf.from_tokenizer(self._tokenizer, eos_token=self._eos)
+        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error()[:500])
+        return matcher
+
+    def guide(self, grammar: str) -> LlGuide:
+        """A guide by a grammar that was compiled, and not released.
+
+        Raises:
+            RuntimeError: it was not: nothing is compiled here, where others wait.
+        """
         with self._lock:
-            if self._tokens is None:
-                self._tokens = llguidance.hf.from_tokenizer(self._tokenizer, eos_token=self._eos)
-        return llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+            entry = self._entries.get(grammar)
+        if entry is None or not entry.matcher.done():
+            raise RuntimeError("a grammar must be compiled before it guides")
+        return LlGuide(entry.matcher.result().deep_copy())
+
+    def release(self, pin: int) -> None:
+        """Whoever had a grammar compiled has its guides, or wants none."""
+        with self._lock:
+            entry = self._pins.pop(pin, None)
+            if entry is not None:
+                entry.pins -= 1
+            self._evict()
+
+    def close(self) -> None:
+        """Ends the thread, behind what it compiles now."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _as_schema(schema: Any) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
-
-
-def _no_good(field: str, problem: str) -> ApiError:
-    return ApiError(
-        400, f"{field} must be one that can be followed: {problem[:500]}", param=field,
-        code="invalid_value",
-    )  # fmt: skip
+def _hand_on(matcher: Future[Any], done: Future[None]) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was cancelled
+        if matcher.cancelled():
+            done.cancel()
+        elif (error := matcher.exception()) is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
 
 class LlGuide:
-    """See `Guide`; one of llguidance's matchers, and the grammar that it was made of."""
+    """See `engines.protocol.Guide`; one of llguidance's matchers."""
 
-    def __init__(self, matcher: Any, grammar: str) -> None:
-        self._matcher, self.grammar = matcher, grammar
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def problem(self) -> str:
+        """As of all guides: a matcher in error would allow the end, wherever the answer is."""
+        if not self._matcher.is_error():
+            return ""
+        return str(self._matcher.get_error()).partition("\n<state>")[0][:500]
 
     def allowed(self) -> torch.Tensor:
         """As of all guides: a bit for each token, which the matcher packs into bytes."""
@@ -120,3 +174,56 @@ class LlGuide:
     def take(self, token_id: int) -> None:
         """As of all guides."""
         self._matcher.consume_token(token_id)
+
+
+def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
+    """The field of a response format that says it, and llguidance's grammar of it; None where there
+    is nothing to keep to.
+
+    Raises:
+        ApiError: 400, it is missing, too long, or cannot be read.
+    """
+    if wanted.type == "text":
+        return None
+    from llguidance import LLMatcher
+
+    schema = wanted.json_schema.schema_ if wanted.json_schema else None
+    known: dict[str, tuple[str, Any, Callable[[Any], str]]] = {
+        "json_object": ("json_schema", _ANY_OBJECT, _as_schema),
+        "json_schema": ("json_schema.schema", schema, _as_schema),
+        "regex": ("regex", wanted.regex, LLMatcher.grammar_from_regex),
+        "grammar": ("grammar", wanted.grammar, LLMatcher.grammar_from_lark),
+    }
+    name, given, read = known[wanted.type]
+    field = f"response_format.{name}"
+    if given is None or given == "":
+        raise ApiError(
+            400, f"{field} must be given with type={wanted.type!r}.", param=field,
+            code="missing_required_parameter",
+        )  # fmt: skip
+    try:
+        grammar = read(given)
+    except (ValueError, RecursionError) as error:
+        raise no_good(field, str(error)) from error
+    check_length(grammar, field)
+    return field, grammar
+
+
+def check_length(grammar: str, field: str) -> None:
+    """Raises ApiError for a grammar that would take long to compile."""
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise no_good(field, f"it has more than {MAX_GRAMMAR_CHARS} characters.")
+
+
+def _as_schema(schema: Any) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def no_good(field: str, problem: str) -> ApiError:
+    """The answer to a grammar that is refused."""
+    return ApiError(
+        400, f"{field} must be one that can be followed: {problem[:500]}", param=field,
+        code="invalid_value",
+    )  # fmt: skip

@@ -1,7 +1,10 @@
-"""The server in this process, without Ray Serve: uvicorn, a socket, and its end."""
+"""The server in this process, without Ray Serve: a service made from its settings, uvicorn, a
+socket, and its end.
+"""
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,9 +14,16 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from rllib_llm.checkpoints.model_folder import find_model
+from rllib_llm.modules.pretrained import load_tokenizer
 from rllib_llm.serving.app import make_app
-from rllib_llm.serving.clients import Clients
+from rllib_llm.serving.engine_host import EngineHost, open_thread
+from rllib_llm.serving.engine_process import EngineProcess
+from rllib_llm.serving.security import Clients
 from rllib_llm.serving.service import Service
+from rllib_llm.serving.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
@@ -24,10 +34,17 @@ class HttpServer(uvicorn.Server):
         service: that answers.
         clients: who may ask; None: as the service's settings say.
         given: an open socket to listen on; None: one of the settings' host and port.
+        ends_with_engine: whether it ends, with `engine_has_ended`, when the engine does: whoever
+            started it starts it again. Else it answers 503.
     """
 
     def __init__(
-        self, service: Service, clients: Clients | None = None, given: socket.socket | None = None
+        self,
+        service: Service,
+        clients: Clients | None = None,
+        given: socket.socket | None = None,
+        *,
+        ends_with_engine: bool = False,
     ) -> None:
         settings = service.settings
         super().__init__(
@@ -38,7 +55,8 @@ class HttpServer(uvicorn.Server):
             )
         )  # fmt: skip
         self._service = service
-        self._given = given
+        self._given, self._ends_with_engine = given, ends_with_engine
+        self.engine_has_ended = False
         self.on_start: Callable[[], Any] = lambda: None
         """Called when it listens."""
 
@@ -47,6 +65,19 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self.on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """As uvicorn's: whether it is to end."""
+        if await super().on_tick(counter):
+            return True
+        if not self._ends_with_engine:
+            return False
+        try:
+            self._service.host.check_open()
+        except RuntimeError:
+            self.engine_has_ended = True
+            logger.critical("The engine has ended with an error, and the server with it.")
+        return self.engine_has_ended
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """As uvicorn's; from the signal on the server is not ready."""
@@ -130,3 +161,30 @@ def timed_protocol(seconds: float) -> type:
                 self.transport.close()
 
     return TimedProtocol
+
+
+def show_log() -> None:
+    """Writes what the server logs, a line of JSON for each request, to standard error."""
+    parent = logging.getLogger("rllib_llm.serving")
+    if not parent.handlers:
+        parent.addHandler(logging.StreamHandler())
+    parent.setLevel(logging.INFO)
+    parent.propagate = False
+
+
+def open_service(settings: ServeSettings) -> Service:
+    """Loads the model that the settings name: a checkpoint, trial, Hugging Face folder or hub id,
+    or the dotted path of a function.
+
+    Raises:
+        UserError: the folder holds no model.
+        ModelSourceError: nothing can be loaded from it.
+    """
+    source = find_model(settings.model)
+    tokenizer = load_tokenizer(source, chat_template=settings.chat_template)
+    host: EngineHost
+    if settings.engine_process:
+        host = EngineProcess(settings, source)
+    else:
+        host = open_thread(settings, source)
+    return Service(host, tokenizer, settings, source=source)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.engines.guide import Guide
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.schemas import MAX_STOPS, SamplingFields
+
+_CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,22 @@ class Job:
     """Serial number of the weights; None: the newest."""
     continues_text: bool = False
     """Whether completions go on with the text of their prompts."""
-    make_guide: Callable[[], Guide] | None = None
+    grammar: str | None = None
+    grammar_field: str = ""
+    """That the completions keep to."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens are told at each place of the prompts; None: none is."""
+    samples: bool = True
+    """Whether anything is sampled; else the prompts are only scored."""
     eos_token_ids: tuple[int, ...] = ()
     conversation: Hashable | None = None
     """Whose KV cache is kept for its next turn; see `protocol.Row`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Places that it takes: of completions, and of texts that are scored."""
+        sampled = len(self.prompts) * self.n if self.samples else 0
+        return sampled + (0 if self.prompt_logprobs is None else len(self.prompts))
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,16 @@ class Limits:
     pad_token_id: int
     eos_token_ids: tuple[int, ...]
     default_max_tokens: int | None
+    max_prompt_chars: int | None = None
+
+    def check_chars(self, text: str, field: str) -> None:
+        """Raises ApiError for a text that is longer than any prompt, before it is tokenised."""
+        most = self.max_prompt_chars or _CHARS_PER_TOKEN * self.max_model_len
+        if len(text) > most:
+            raise ApiError(
+                400, f"{field} must have at most {most} characters, the server's limit: it has "
+                f"{len(text)}. Shorten it.", param=field, code="context_length_exceeded",
+            )  # fmt: skip
 
 
 def read_params(
@@ -70,6 +93,8 @@ def read_params(
     eos = () if fields.ignore_eos else (*limits.eos_token_ids, *stop_token_ids)
     stops = tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ()))))
     check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
+    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    check_tokens(tuple(bias), limits, "logit_bias")
     temperature = 1.0 if fields.temperature is None else fields.temperature
     greedy = temperature < 1e-5  # such logits would not be finite
     try:
@@ -83,6 +108,11 @@ def read_params(
             top_p=1.0 if fields.top_p is None else fields.top_p,
             greedy=greedy,
             top_logprobs=top_logprobs,
+            min_p=fields.min_p or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            presence_penalty=fields.presence_penalty or 0.0,
+            repetition_penalty=fields.repetition_penalty or 1.0,
+            logit_bias=tuple(bias.items()),
         )
     except ValueError as error:
         raise ApiError(400, str(error)) from error
@@ -173,6 +203,7 @@ def make_job(
     prefix: str = "",
     turn_ends: Sequence[int] = (),
     top_logprobs: int = 0,
+    prompt_logprobs: int | None = None,
     **further: Any,
 ) -> Job:
     """What a request asks of the engine.
@@ -185,6 +216,7 @@ def make_job(
         prefix: of the fields' names, where they are inside another one.
         turn_ends: tokens that the chat format ends a turn with.
         top_logprobs: how many of the likeliest tokens the answer tells.
+        prompt_logprobs: the same of the prompts; None: they are not scored.
         further: of `Job`.
 
     Raises:
@@ -208,5 +240,6 @@ def make_job(
         stops=read_stops(fields),
         keeps_stop=bool(fields.include_stop_str_in_output),
         eos_token_ids=(*limits.eos_token_ids, *turn_ends),
+        prompt_logprobs=prompt_logprobs,
         **further,
     )

@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.serving import chat
-from rllib_llm.serving.answers import Envelope, usage
-from rllib_llm.serving.choices import Piece
-from rllib_llm.serving.context import Event, RequestContext, context_of
-from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.guides import Guides
+from rllib_llm.serving.errors import ApiError, documented
+from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.job import Job, check_tokens, make_job, read_lengths
-from rllib_llm.serving.json_route import JsonRoute
 from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, OpenAIFields
-from rllib_llm.serving.service import Service
-from rllib_llm.serving.views import ChatView, TextView
+from rllib_llm.serving.security import Guards
+from rllib_llm.serving.service import RequestContext, Service
+from rllib_llm.serving.streams import Event
+from rllib_llm.serving.texts import Piece
+from rllib_llm.serving.versions import MODEL_GONE
+from rllib_llm.serving.views import ChatView, Envelope, TextView, usage
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)
 
 
-def make_router(service: Service, chats: chat.Chats, guides: Guides) -> APIRouter:
+def make_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
-    router = APIRouter(route_class=JsonRoute)
-    completer = Completer(service, chats, guides)
+    router = APIRouter(prefix="/v1", dependencies=[guards.client])
 
-    @router.get("/v1/models")
+    @router.get("/models", responses=documented(401))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": model_cards(service)}
 
-    @router.get("/v1/models/{model:path}")
+    @router.get("/models/{model:path}", responses=documented(401, 404))
     async def model(model: str) -> dict[str, Any]:
         service.weights.named(model)
         return next(card for card in model_cards(service) if card["id"] == model)
 
-    @router.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Any:
-        context = await context_of(request, service, body.model)
+    @router.post("/chat/completions", response_model=None, responses=SAMPLING_ERRORS)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        context = await service.context_of(request, body.model)
         return await context.answer(completer.chat(body, context), body.stream)
 
-    @router.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Any:
-        context = await context_of(request, service, body.model)
+    @router.post("/completions", response_model=None, responses=SAMPLING_ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        context = await service.context_of(request, body.model)
         return await context.answer(completer.text(body, context), body.stream)
 
     return router
@@ -76,8 +75,35 @@ def model_cards(service: Service) -> list[dict[str, Any]]:
 class Completer:
     """Answers both completion endpoints: events, of which a whole answer is the only one."""
 
-    def __init__(self, service: Service, chats: chat.Chats, guides: Guides) -> None:
-        self._service, self._chats, self._guides = service, chats, guides
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._chats = chat.Chats(service.tokenizer)
+
+    async def run(
+        self,
+        job: Job,
+        context: RequestContext,
+        answer: Callable[[RunningJob], AsyncIterator[Event]],
+    ) -> AsyncIterator[Event]:
+        """Events of a job. Where its prompts are scored, one version of the weights does that and
+        samples; a request that names none begins again if that version goes before it has begun."""
+        has_begun = False
+        async with self._service.guided(job):
+            while True:
+                pinned = job
+                if job.prompt_logprobs is not None and job.version is None:
+                    pinned = dataclasses.replace(job, version=self._service.weights.newest.serial)
+                try:
+                    async with self._service.run(
+                        context.request_id, pinned, context.client
+                    ) as running:
+                        async for event in answer(running):
+                            has_begun = True
+                            yield event
+                    return
+                except ApiError as error:
+                    if has_begun or pinned is job or error.code != MODEL_GONE:
+                        raise
 
     # --- chats -------------------------------------------------------------------------------
 
@@ -86,43 +112,64 @@ class Completer:
         tools = None if body.tool_choice == "none" else body.tools
         return self._chats.format(tools, body.chat_template_kwargs)
 
-    async def chat(
+    def prompt_of(self, body: ChatRequest) -> tuple[ChatFormat, list[int]]:
+        """How a chat is written, and its token ids."""
+        chat_format = self.format_of(body)
+        return chat_format, chat.prompt_ids(chat_format, body.messages, self._service.limits)
+
+    async def chat(self, body: ChatRequest, context: RequestContext) -> AsyncIterator[Event]:
+        """Events of a chat completion."""
+        chat_format, prompt = await context.beside_loop(self.prompt_of, body)
+        async for event in self.answer_chat(body, context, chat_format, prompt):
+            yield event
+
+    async def answer_chat(
         self,
         body: ChatRequest,
         context: RequestContext,
-        prompt: list[int] | None = None,
+        chat_format: ChatFormat,
+        prompt: list[int],
         on_piece: Callable[[Piece], None] | None = None,
+        on_view: Callable[[ChatView], None] | None = None,
         conversation: Hashable | None = None,
     ) -> AsyncIterator[Event]:
         """Events of a chat completion.
 
         Args:
             body, context: of the request.
-            prompt: token ids of the chat, where they are known; else the template writes them.
+            chat_format: how it is written.
+            prompt: its token ids.
             on_piece: is told what comes.
+            on_view: is given what shows it.
             conversation: whose KV cache is kept for its next turn.
         """
-        chat_format = self.format_of(body)
-        if prompt is None:
-            prompt = chat.prompt_ids(chat_format, body.messages)
-        job = await self.chat_job(body, context, prompt, chat_format.stop_token_ids)
+        forced = body.tool_choice not in (None, "none", "auto")
+        job = await self._chat_job(body, context, prompt, chat_format, forced)
         job = dataclasses.replace(job, conversation=conversation)
-        async with self._service.run(context.request_id, job, context.client) as running:
+        has_tools = bool(body.tools) and body.tool_choice != "none"
+        view = ChatView(
+            self._service, body, context.request_id, prompt, chat_format if has_tools else None,
+            chat.forced_syntax(chat_format) if forced else None,
+        )  # fmt: skip
+        if on_view is not None:
+            on_view(view)
+
+        def answer(running: RunningJob) -> AsyncIterator[Event]:
+            running.on_piece = on_piece
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
             envelope = Envelope(self._service, running, f"chatcmpl-{context.request_id}", kind)
-            running.on_piece = on_piece
-            has_tools = bool(body.tools) and body.tool_choice != "none"
-            view = ChatView(self._service, body, prompt, chat_format if has_tools else None)
-            make = _streamed if body.stream else _whole
-            async for event in make(view, running, envelope, body):
-                yield event
+            return _answer(view, running, envelope, body)
 
-    async def chat_job(
+        async for event in self.run(job, context, answer):
+            yield event
+
+    async def _chat_job(
         self,
         body: ChatRequest,
         context: RequestContext,
         prompt: list[int],
-        turn_ends: Sequence[int],
+        chat_format: ChatFormat,
+        forced: bool,
     ) -> Job:
         """What a chat asks of the engine."""
         service = self._service
@@ -141,14 +188,36 @@ class Completer:
             [prompt], asked, service.limits, default=service.limits.default_max_tokens,
             field=field, prompt_field="messages",
         )  # fmt: skip
-        return await self._job(body, context, [prompt], lengths, turn_ends, body.top_logprobs or 0)
+        job = make_job(
+            body, service.limits, [prompt], lengths, turn_ends=chat_format.stop_token_ids,
+            top_logprobs=body.top_logprobs or 0, prompt_logprobs=body.prompt_logprobs,
+            version=context.version,
+        )  # fmt: skip
+        if not forced:
+            return self._guided(body, job)
+        grammar = self._forced_call(body, chat_format)
+        return self._with_grammar(job, grammar, "tool_choice")
+
+    def _forced_call(self, body: ChatRequest, chat_format: ChatFormat) -> str:
+        """The grammar of the calls that have to be made."""
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "response_format must be text where tool_choice asks for a call.",
+                param="response_format", code="unsupported_value",
+            )  # fmt: skip
+        assert body.tool_choice is not None, "there is one that forces"
+        one_call = body.tool_choice != "required" or body.parallel_tool_calls is False
+        with chat.refused_by_template("tools"):
+            grammar = chat.call_grammar(chat_format, body.tools or (), body.tool_choice, one_call)
+        check_length(grammar, "tools")
+        return grammar
 
     # --- texts -------------------------------------------------------------------------------
 
     async def text(self, body: CompletionRequest, context: RequestContext) -> AsyncIterator[Event]:
         """Events of text completions."""
         service = self._service
-        prompts = self._prompts(body.prompt)
+        prompts = await context.beside_loop(self._prompts, body.prompt)
         least = 0 if body.echo else 1
         asked = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if asked < least:
@@ -156,40 +225,39 @@ class Completer:
                 400, f"max_tokens={asked} must be at least 1 without echo.", param="max_tokens",
                 code="invalid_value",
             )  # fmt: skip
-        if body.echo and body.stream:
-            raise ApiError(
-                400, "echo=true must come without stream: what is echoed is no stream.",
-                param="echo", code="unsupported_value",
-            )  # fmt: skip
         lengths = read_lengths(
             prompts, body.max_tokens, service.limits, default=_COMPLETION_TOKENS,
             field="max_tokens", prompt_field="prompt",
         )  # fmt: skip
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(scored or 0, body.logprobs)
+        job = make_job(
+            body, service.limits, prompts, lengths, top_logprobs=body.logprobs or 0,
+            prompt_logprobs=scored, version=context.version, continues_text=True,
+            samples=asked > 0,
+        )  # fmt: skip
+        job = self._guided(body, job)
         view = TextView(service, body, prompts)
-        if asked == 0:
-            service.check_open()
-            envelope = Envelope(service, None, f"cmpl-{context.request_id}", "text_completion")
-            await view.score(context.version)
-            n = body.n or 1
-            pieces = [Piece(finish_reason="length") for _ in range(len(prompts) * n)]
-            yield envelope.holding(view.choices(pieces, n), usage=usage(prompts, 0))
-            return
-        job = await self._job(body, context, prompts, lengths, (), body.logprobs or 0)
-        async with service.run(context.request_id, job, context.client) as running:
+
+        def answer(running: RunningJob) -> AsyncIterator[Event]:
             envelope = Envelope(service, running, f"cmpl-{context.request_id}", "text_completion")
-            make = _streamed if body.stream else _whole
-            async for event in make(view, running, envelope, body):
-                yield event
+            return _answer(view, running, envelope, body)
+
+        async for event in self.run(job, context, answer):
+            yield event
 
     def _prompts(self, given: Any) -> list[list[int]]:
         """Token ids of all prompts of a request."""
         tokenizer, limits = self._service.tokenizer, self._service.limits
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        prompts = [
-            list(tokenizer(each)["input_ids"]) if isinstance(each, str) else list(each)
-            for each in given
-        ]
+        prompts = []
+        for each in given:
+            if isinstance(each, str):
+                limits.check_chars(each, "prompt")
+                each = tokenizer(each)["input_ids"]
+            prompts.append(list(each))
         for prompt in prompts:
             if not prompt:
                 raise ApiError(
@@ -199,36 +267,52 @@ class Completer:
             check_tokens(prompt, limits, "prompt")
         return prompts
 
-    async def _job(
-        self,
-        body: ChatRequest | CompletionRequest,
-        context: RequestContext,
-        prompts: list[list[int]],
-        lengths: list[int],
-        turn_ends: Sequence[int],
-        top_logprobs: int,
-    ) -> Job:
-        job = make_job(
-            body, self._service.limits, prompts, lengths, turn_ends=turn_ends,
-            top_logprobs=top_logprobs, version=context.version,
-            continues_text=isinstance(body, CompletionRequest),
-        )  # fmt: skip
-        if body.response_format is None:
+    # --- grammars ----------------------------------------------------------------------------
+
+    def _guided(self, body: ChatRequest | CompletionRequest, job: Job) -> Job:
+        """The job with the grammar of the response format."""
+        found = None if body.response_format is None else grammar_of(body.response_format)
+        if found is None:
             return job
-        # Reading a schema may take a while.
-        guide = await asyncio.to_thread(self._guides.maker, body.response_format, job.params)
-        return dataclasses.replace(job, make_guide=guide)
+        field, grammar = found
+        return self._with_grammar(job, grammar, "response_format", field)
+
+    def _with_grammar(self, job: Job, grammar: str, field: str, within: str = "") -> Job:
+        """The job with a grammar.
+
+        Args:
+            job: of the request.
+            grammar: of llguidance.
+            field: of the request that asks for it.
+            within: the part of the field that says it, where it is one.
+        """
+        ends = self._service.limits.eos_token_ids
+        if not ends or ends[0] not in job.params.stop_token_ids:
+            raise ApiError(
+                400, f"{field} must come with the model's EOS token as a stop token: it ends the "
+                "answer. Leave out ignore_eos.", param=field, code="unsupported_value",
+            )  # fmt: skip
+        if job.params.min_new_tokens:
+            raise ApiError(
+                400, f"min_tokens must be left out with {field}, which says when the answer ends.",
+                param="min_tokens", code="unsupported_value",
+            )  # fmt: skip
+        return dataclasses.replace(job, grammar=grammar, grammar_field=within or field)
 
 
-async def _whole(
+async def _answer(
     view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
 ) -> AsyncIterator[Event]:
-    """The one answer."""
-    pieces = await running.collect()
-    if isinstance(view, TextView) and view.body.echo:
-        await view.score(running.job.version)
+    """The one answer, or its chunks."""
+    if running.job.prompt_logprobs is not None:
+        view.scores = await running.scores()
+    if body.stream:
+        async for event in _streamed(view, running, envelope, body):
+            yield event
+        return
+    pieces: Sequence[Piece] = await running.collect()
     told = usage(running.job.prompts, running.num_completion_tokens)
-    yield envelope.holding(view.choices(pieces, running.job.n), usage=told)
+    yield envelope.holding(view.choices(pieces), usage=told, **view.further)
 
 
 async def _streamed(
@@ -236,10 +320,24 @@ async def _streamed(
 ) -> AsyncIterator[Event]:
     """A chunk for each piece, in JSON, and the usage at the end, if it is asked for."""
     options = body.stream_options
+    counts_all = bool(options and options.continuous_usage_stats)
     further = {"usage": None} if options and options.include_usage else {}
+
+    def told() -> dict[str, int]:
+        return usage(running.job.prompts, running.num_completion_tokens)
+
+    def chunk(choice: dict[str, Any]) -> Event:
+        if counts_all:
+            return envelope.holding([choice], usage=told())
+        return envelope.chunk([choice], **further)
+
+    for choice in view.before():
+        yield chunk(choice)
+    if not running.job.samples:
+        for i in range(len(running.choices)):
+            yield chunk({"index": i, "text": "", "logprobs": None, "finish_reason": "length"})
     async for i, piece in running:
         for choice in view.chunks(i, piece):
-            yield envelope.chunk([choice], **further)
+            yield chunk(choice)
     if options and options.include_usage:
-        told = usage(running.job.prompts, running.num_completion_tokens)
-        yield envelope.holding([], usage=told)
+        yield envelope.holding([], usage=told())

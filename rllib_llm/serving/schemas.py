@@ -4,27 +4,41 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Fields that OpenAI documents and this server has nothing to do with: taken, where they ask for
 # what it does anyway.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "audio": (None,), "best_of": (None, 1), "frequency_penalty": (None, 0),
-    "function_call": (None,), "functions": (None,), "logit_bias": (None, {}),
+    "audio": (None,), "best_of": (None, 1),
+    "function_call": (None,), "functions": (None,),
     "modalities": (None, ["text"]), "moderation": (None,), "prediction": (None,),
-    "presence_penalty": (None, 0), "prompt_cache_options": (None,), "suffix": (None, ""),
+    "prompt_cache_options": (None,), "suffix": (None, ""),
     "verbosity": (None,), "web_search_options": (None,),
     # Of vLLM's.
     "allowed_token_ids": (None,), "bad_words": (None, []), "detokenize": (None, False, True),
-    "min_p": (None, 0), "prompt_logprobs": (None,), "repetition_penalty": (None, 1),
     "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True),
 }  # fmt: skip
+MAX_BIASES = 1024
+MAX_MESSAGES, MAX_TOOLS, MAX_FIELDS = 2**14, 2**10, 256
 MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, and not one for each element
+TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _few_biases(given: Any) -> Any:
+    """Before each of them is an error of its own."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"it has more than {MAX_BIASES} entries")
+    return given
+
+
+Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_few_biases)]
 
 
 class Strict(BaseModel):
@@ -32,11 +46,20 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        """Each unknown field is an error of its own otherwise."""
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"it has more than {MAX_FIELDS} fields")
+        return given
+
 
 class StreamOptions(Strict):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -47,12 +70,17 @@ class SamplingFields(Strict):
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: Biases | None = Field(None, max_length=MAX_BIASES)
     seed: Seed | None = None
     # With the seed they name a completion's randomness as a run does: see `protocol.Noise`.
     noise_row: int | None = Field(None, ge=0, lt=2**62)
     noise_turn: int | None = Field(None, ge=0, lt=2**62)
-    stop: str | list[Text] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: str | Annotated[list[Text], Field(fail_fast=True)] | None = None
+    stop_token_ids: Tokens | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
@@ -80,6 +108,7 @@ class OpenAIFields(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     # Taken, without an effect.
     user: str | None = None
     store: bool | None = None
@@ -114,16 +143,48 @@ class TextPart(Strict):
     text: str
 
 
+class FunctionCall(BaseModel):
+    """The function of a call, and its arguments as JSON in a text or as an object."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: Text
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageToolCall(BaseModel):
+    """A call that the assistant made."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class Message(BaseModel):
     """A message of a chat. Further fields are handed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+
+class FunctionName(Strict):
+    """A tool by its name."""
+
+    name: Text
+
+
+class NamedTool(Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class JsonSchema(Strict):
@@ -147,13 +208,13 @@ class ResponseFormat(Strict):
 class ChatRequest(OpenAIFields):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -165,8 +226,8 @@ class CompletionRequest(OpenAIFields):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | (Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)])
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | (Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)])
     )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
@@ -177,6 +238,11 @@ class GenerateParams(SamplingFields):
     """How /inference/v1/generate samples."""
 
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    # Taken, without an effect on tokens.
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
 
 
 class GenerateRequest(Strict):
@@ -191,9 +257,12 @@ class GenerateRequest(Strict):
     stream: bool | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens", "text"] | None = None
-    # Taken, without an effect: prompts share no cache across requests, and all are equal.
+    # Taken, without an effect: prompts share no cache across requests, all are equal, there are no
+    # experts, and how much the model thinks is in the prompt already.
     cache_salt: str | None = None
     priority: int | None = None
+    routed_experts_prompt_start: int | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(Strict):
@@ -201,8 +270,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -212,7 +281,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class RewardRequest(Strict):
@@ -232,4 +301,122 @@ class UpdateRequest(Strict):
 class AbortRequest(Strict):
     """POST /abort_requests"""
 
-    request_ids: list[str] | None = None
+    request_ids: Annotated[list[str], Field(fail_fast=True)] | None = None
+
+
+# --- /v1/responses -------------------------------------------------------------------------------
+
+
+class ResponsePart(BaseModel):
+    """A piece of an item's text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class MessageItem(BaseModel):
+    """What somebody said."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[ResponsePart], Field(fail_fast=True)]
+
+
+class CallItem(BaseModel):
+    """A call that the assistant made."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call"]
+    call_id: str
+    name: Text
+    arguments: str
+
+
+class CallOutputItem(BaseModel):
+    """What a call gave."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[ResponsePart], Field(fail_fast=True)]
+
+
+class ReasoningItem(BaseModel):
+    """What the assistant thought; left out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["reasoning"]
+
+
+class ResponseTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolName(Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class TextFormat(Strict):
+    """What the answer's text is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Strict):
+    """The answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseRequest(Strict):
+    """POST /v1/responses, without what a server that keeps no responses cannot do."""
+
+    input: (
+        str | Annotated[
+            list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
+            Field(max_length=MAX_MESSAGES, fail_fast=True),
+        ]
+    )  # fmt: skip
+    instructions: str | None = None
+    model: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    # Taken, without an effect.
+    store: bool | None = None
+    user: str | None = None
+    truncation: Literal["disabled"] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    background: Literal[False] | None = None
+    stream_options: StreamOptions | None = None

@@ -1,23 +1,207 @@
-"""Who may ask, how much, and how large: checked before a request is read.
+"""Who may ask, how much, and how large.
 
-request ─▶ its id ─▶ CORS ─▶ key ─▶ rate ─▶ size and time of the body ─▶ the application
+    request ─▶ Gate: its id, CORS, size and time of its body ─▶ FastAPI ─▶ the route's dependency:
+               a key of a client or of the administration, and its rate
+
+What a route needs is declared where it is (`Guards`), so that no form of its path passes by. A body
+that comes without any known key is not read.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hmac
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from rllib_llm.serving.clients import Client, Clients
-from rllib_llm.serving.cutoff import Cutoff
+import anyio
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
 from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
+from rllib_llm.shared.errors import UserError
+
+
+class TokenBucket:
+    """So many units per minute, of which a minute's may be used at once. What is used beyond, since
+    nobody knew before, has to be waited for.
+
+    Args:
+        per_minute: None: no limit.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, per_minute: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_minute, self._clock = per_minute, clock
+        self._level, self._at = per_minute or 0.0, clock()
+
+    def wait_seconds(self, units: float = 1.0) -> float:
+        """Until so many units are there; 0 where they are. More than a minute's are never there:
+        for them a full bucket will do."""
+        if self._per_minute is None:
+            return 0.0
+        now = self._clock()
+        filled = self._level + (now - self._at) * self._per_minute / 60
+        self._level, self._at = min(self._per_minute, filled), now
+        missing = min(units, self._per_minute) - self._level
+        return max(0.0, missing * 60 / self._per_minute)
+
+    def use(self, units: float) -> None:
+        """Takes units out."""
+        self._level -= units
+
+
+@dataclass
+class Client:
+    """Who has a key, and what is left of its limits."""
+
+    name: str
+    key: bytes
+    requests: TokenBucket
+    tokens: TokenBucket
+
+    def admit(self) -> None:
+        """Counts a request.
+
+        Raises:
+            ApiError: 429, saying when to come again.
+        """
+        wait = max(self.requests.wait_seconds(), self.tokens.wait_seconds())
+        if wait > 0:
+            raise ApiError(
+                429,
+                f"The key {self.name!r} has used its requests or tokens of this minute: come again "
+                f"in {wait:.1f} s.",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(max(1, round(wait + 0.5)))},
+            )
+        self.requests.use(1)
+
+
+class Clients:
+    """The keys of a server.
+
+    Args:
+        clients: all that have one; none: everybody may ask.
+        admin_key: of the administration; None: it is off.
+    """
+
+    def __init__(self, clients: Sequence[Client], admin_key: bytes | None = None) -> None:
+        if not all(client.key for client in clients) or admin_key == b"":
+            raise UserError(
+                "A key of the server must have at least one character: who sends none would have "
+                "it. Remove the empty one."
+            )
+        self.clients, self._admin_key = list(clients), admin_key
+        self._nobody = Client("", b"", TokenBucket(None), TokenBucket(None))
+
+    def _found(self, token: bytes) -> list[Client]:
+        # All are compared, so that the time tells nothing.
+        return [client for client in self.clients if hmac.compare_digest(client.key, token)]
+
+    def knows(self, header: str | None) -> bool:
+        """Whether a request may be read: its bearer token is of a client or of the administration,
+        or everybody may ask."""
+        token = _bearer(header)
+        return bool(not self.clients or self._found(token)) or self._is_admin(token)
+
+    def of(self, header: str | None) -> Client:
+        """Whose bearer token it is.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self.clients:
+            return self._nobody
+        found = self._found(_bearer(header))
+        if not found:
+            raise _no_key("Give the key as `Authorization: Bearer KEY`.")
+        return found[0]
+
+    def _is_admin(self, token: bytes) -> bool:
+        return self._admin_key is not None and hmac.compare_digest(self._admin_key, token)
+
+    def check_admin(self, header: str | None) -> None:
+        """Raises ApiError, 403 where the administration is off, 401 for a wrong key."""
+        if self._admin_key is None:
+            raise ApiError(
+                403, "The administration is off: the server was started without an admin_key.",
+                code="admin_off",
+            )  # fmt: skip
+        if not self._is_admin(_bearer(header)):
+            raise _no_key("The administration has a key of its own.")
+
+
+def _bearer(header: str | None) -> bytes:
+    kind, _, token = (header or "").partition(" ")
+    return token.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+
+
+def _no_key(remedy: str) -> ApiError:
+    return ApiError(
+        401, f"The API key is missing or wrong. {remedy}", code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )  # fmt: skip
+
+
+def read_clients(settings: ServeSettings) -> Clients:
+    """The keys that the settings name.
+
+    Raises:
+        UserError: a file that holds something else.
+    """
+    entries: list[Mapping[str, Any]] = []
+    if settings.api_keys is not None:
+        keys = [key.strip() for key in settings.api_keys.get_secret_value().split(",")]
+        if not all(keys):
+            raise UserError(
+                f"api_keys must hold keys with a comma between them: key {keys.index('') + 1} of "
+                f"{len(keys)} is empty, and whoever sends none would have it. Remove the comma."
+            )
+        entries += [{"name": f"key {i}", "key": key} for i, key in enumerate(keys)]
+    if settings.api_keys_file is not None:
+        entries += _entries(settings.api_keys_file.read_text(encoding="utf-8"))
+    if settings.has_replicas and (rates := {*RATES} & {name for each in entries for name in each}):
+        raise UserError(f"{min(rates)} of api_keys_file {ONE_REPLICA}.")
+    clients = [
+        Client(
+            str(entry.get("name", f"key {i}")),
+            str(entry["key"]).strip().encode(),
+            TokenBucket(entry.get("requests_per_minute", settings.requests_per_minute)),
+            TokenBucket(entry.get("tokens_per_minute", settings.tokens_per_minute)),
+        )
+        for i, entry in enumerate(entries)
+    ]
+    admin = settings.admin_key.get_secret_value() if settings.admin_key else None
+    if settings.admin_key_file is not None:
+        admin = settings.admin_key_file.read_text(encoding="utf-8")
+    return Clients(clients, None if admin is None else admin.strip().encode())
+
+
+def _entries(text: str) -> list[Mapping[str, Any]]:
+    import yaml
+
+    entries = yaml.safe_load(text)
+    known = {"name", "key", "requests_per_minute", "tokens_per_minute"}
+    good = isinstance(entries, list) and entries and all(
+        isinstance(entry, dict) and str(entry.get("key") or "").strip() and not set(entry) - known
+        for entry in entries
+    )  # fmt: skip
+    if not good:
+        raise UserError(
+            "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
+            "tokens_per_minute}: each entry needs at least a key. Correct the file."
+        )
+    return entries
+
 
 # Of ASGI, as Starlette names them.
 Scope = MutableMapping[str, Any]
@@ -28,14 +212,39 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/metrics", "/openapi.json"})
-ADMIN_PATHS = frozenset(
-    {
-        "/pause", "/resume", "/is_paused", "/abort_requests", "/weight_info", "/update_weights",
-        "/drain", "/inference/v1/abort_requests",
-    }
-)  # fmt: skip
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z", re.ASCII)
+_Given = Annotated[
+    HTTPAuthorizationCredentials | None,
+    Security(HTTPBearer(auto_error=False, scheme_name="key", description="A client's key.")),
+]
+_GivenByAdmin = Annotated[
+    HTTPAuthorizationCredentials | None,
+    Security(
+        HTTPBearer(auto_error=False, scheme_name="admin_key", description="The administration's.")
+    ),
+]
+
+
+class Guards:
+    """What routes depend on.
+
+    Args:
+        clients: who may ask.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        async def of_clients(request: Request, given: _Given) -> None:
+            client = clients.of(request.headers.get("authorization"))
+            client.admit()
+            request.scope["state"]["client"] = client
+
+        async def of_administration(request: Request, given: _GivenByAdmin) -> None:
+            clients.check_admin(request.headers.get("authorization"))
+
+        self.client = Depends(of_clients)
+        """A client's key, whose request is counted; anybody where there are no keys."""
+        self.admin = Depends(of_administration)
+        """The administration's key."""
 
 
 class Gate:
@@ -69,8 +278,9 @@ class Gate:
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
                 await answer.empty(204 if self._allows(headers) else 403)
                 return
-            state["client"] = self._admitted(scope["path"], headers)
-            body = await self._body(headers, receive)
+            known = self._clients.knows(headers.get(b"authorization", b"").decode("latin-1"))
+            body = await self._body(headers, receive) if known else b""
+            state["size"] = len(body)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
             await answer.error(error)
@@ -97,39 +307,26 @@ class Gate:
             (b"vary", b"origin"),
         ]  # fmt: skip
 
-    def _admitted(self, path: str, headers: Mapping[bytes, bytes]) -> Client | None:
-        if path in ADMIN_PATHS:
-            self._clients.check_admin(headers.get(b"authorization"))
-            return None
-        if path in OPEN_PATHS:
-            return None
-        client = self._clients.of(headers.get(b"authorization"))
-        client.admit()
-        return client
-
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """All of the body, before anybody parses it.
 
         Raises:
             ApiError: 413 too large, 408 too slow.
         """
-        most = self._settings.max_body_bytes
+        most, seconds = self._settings.max_body_bytes, self._settings.slow_request_s
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             raise _too_large(most)
-        seconds = self._settings.slow_request_s
-        with Cutoff() as cutoff:
-            timer = asyncio.get_running_loop().call_later(seconds, cutoff.cut)
-            try:
+        try:
+            with anyio.fail_after(seconds):
                 body = await _read(receive, most)
-            finally:
-                timer.cancel()
-            _check_text(body)
-            return body
-        raise ApiError(
-            408, f"The request took longer than {seconds:g} s to arrive.",
-            code="slow_request", headers={"Connection": "close"},
-        )  # fmt: skip
+        except TimeoutError:
+            raise ApiError(
+                408, f"The request took longer than {seconds:g} s to arrive.",
+                code="slow_request", headers={"Connection": "close"},
+            ) from None  # fmt: skip
+        _check_text(body)
+        return body
 
 
 def _check_text(body: bytes) -> None:

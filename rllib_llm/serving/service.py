@@ -7,34 +7,76 @@ weights  ─▶ load ─▶ EngineHost ─▶ LiveWeights
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import anyio
 import torch
+from fastapi import Request, Response
 
+from rllib_llm.data.token_texts import TokenTexts
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Noise
-from rllib_llm.engines.scoring import Scores
-from rllib_llm.serving.clients import Client
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.job import Job, Limits
 from rllib_llm.serving.metrics import Metrics
-from rllib_llm.serving.rows import Mailbox, RowEvents
-from rllib_llm.serving.running_job import ENGINE_ENDED, RunningJob
+from rllib_llm.serving.running_job import (
+    ENGINE_ENDED,
+    Mailbox,
+    RowEvents,
+    RunningJob,
+    deadline_passed,
+)
+from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.texts import TokenTexts
+from rllib_llm.serving.streams import Event, EventStream, whole
 from rllib_llm.serving.versions import LiveWeights, Weights, fingerprint
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
+_THREADS = 2  # that read large requests
+_SMALL_BYTES = 2**14  # of a request that is read in the event loop
+_ALIVE_SECONDS = 10.0  # a step with long prompts may take some
+_GRAMMAR_SECONDS = 10.0
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
+
+
+@dataclass
+class RequestContext:
+    """What belongs to a request beside its body.
+
+    version: serial number of the weights that it asks for; None: the newest. size: of its body,
+    bytes.
+    """
+
+    request: Request
+    service: Service
+    version: int | None
+    request_id: str
+    client: Client | None
+    size: int
+
+    async def answer(self, events: AsyncIterator[Event], stream: bool | None) -> Response:
+        """The events as a stream, or the only one; what makes them ends when the client goes."""
+        if stream:
+            return EventStream(events, self.service.settings.slow_reader_s)
+        return await whole(self.request.receive, events)
+
+    async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """What `work` returns, which takes long where the request is large: then in a thread."""
+        if self.size <= _SMALL_BYTES:
+            return work(*arguments)
+        return await anyio.to_thread.run_sync(work, *arguments, limiter=self.service.threads)
 
 
 class Service:
@@ -68,13 +110,16 @@ class Service:
             pad_token_id=tokenizer.pad_token_id,
             eos_token_ids=facts.eos_token_ids,
             default_max_tokens=settings.default_max_tokens,
+            max_prompt_chars=settings.max_prompt_chars,
         )
         self.weights = LiveWeights(settings.served_name)
         self._known = {serial: Weights(serial, 0, serial, facts.fingerprint, source)}
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
         self.sessions = Sessions()
+        self._pins = itertools.count()  # of grammars
         self.is_ready, self.is_draining = False, False
+        self.why_not_ready = "The server is starting."
         self._mailbox: Mailbox | None = None
 
     async def start(self) -> None:
@@ -82,7 +127,8 @@ class Service:
         if self._mailbox is not None:
             return
         self._mailbox = Mailbox(asyncio.get_running_loop())
-        self.host.listen()
+        self.threads = anyio.CapacityLimiter(_THREADS)
+        await self.host.listen()
         self.weights.set_live(list(self._known.values()))
         self.is_ready = True
 
@@ -141,12 +187,99 @@ class Service:
     def check_open(self) -> None:
         """Raises ApiError where no request can be taken now."""
         if not self.is_ready or self.is_draining:
-            message = SHUTTING_DOWN if self.is_draining else "The server is starting."
+            message = SHUTTING_DOWN if self.is_draining else self.why_not_ready
             raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
         try:
             self.host.check_open()
         except RuntimeError as error:
             raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+
+    async def context_of(self, request: Request, model: str | None) -> RequestContext:
+        """The context of a request, once the weights are there that it asks for.
+
+        Raises:
+            ApiError: they are gone, or do not come.
+        """
+        self.check_open()
+        wanted = request.headers.get("x-min-weight-version")
+        await self.weights.wait_for(wanted, self.settings.weights_wait_s)
+        weights = self.weights.named(model)
+        state = request.scope["state"]
+        return RequestContext(
+            request, self, None if weights is None else weights.serial, state["request_id"],
+            state.get("client"), state["size"],
+        )  # fmt: skip
+
+    async def check_alive(self) -> None:
+        """Raises ApiError where no request can be taken now, or the engine does not answer."""
+        self.check_open()
+        try:
+            with anyio.fail_after(_ALIVE_SECONDS):
+                await asyncio.wrap_future(self.host.count())
+        except TimeoutError:
+            raise ApiError(
+                503, f"The server's engine has not answered in {_ALIVE_SECONDS:g} s.",
+                code="engine_silent",
+            ) from None  # fmt: skip
+        except RuntimeError as error:
+            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+
+    @asynccontextmanager
+    async def guided(self, job: Job) -> AsyncIterator[None]:
+        """Has the engine compile a job's grammar, if it has one, and keep it in the block.
+
+        Raises:
+            ApiError: 400, it is no good; 429, too many wait; 503, it takes too long.
+        """
+        if job.grammar is None:
+            yield
+            return
+        pin = next(self._pins)
+        try:
+            await self._compile(job.grammar, pin, job.grammar_field)
+            yield
+        finally:
+            self.host.release(pin)
+
+    async def _compile(self, grammar: str, pin: int, field: str) -> None:
+        try:
+            with anyio.fail_after(_GRAMMAR_SECONDS):
+                await asyncio.wrap_future(self.host.compile(grammar, pin))
+        except TimeoutError:
+            raise ApiError(
+                503, f"{field} was not compiled within {_GRAMMAR_SECONDS:g} s: others are compiled "
+                "before it, or it is too large. Try again later, or make it smaller.", param=field,
+                code="grammar_timeout", headers={"Retry-After": "1"},
+            ) from None  # fmt: skip
+        except ValueError as error:
+            raise no_good(field, str(error)) from error
+        except BusyError as error:
+            self.metrics.refused("queue")
+            raise ApiError(
+                429, f"{field} cannot be compiled now: {error}. Try again later.", param=field,
+                code="server_overloaded", headers={"Retry-After": "1"},
+            ) from error  # fmt: skip
+        except RuntimeError as error:
+            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+
+    def _admit(self, job: Job) -> None:
+        """Raises ApiError where there is no place for a job: 429, or 400 where there never is."""
+        most = self.settings.max_rows + self.settings.max_waiting
+        if job.num_rows > most:
+            raise ApiError(
+                400, f"n={job.n} completions of {len(job.prompts)} prompts must be at most {most} "
+                "together, the server's places. Ask for them in several requests.",
+                param="n", code="too_many_completions",
+            )  # fmt: skip
+        if self.num_rows + job.num_rows > most:
+            self.metrics.refused("queue")
+            raise ApiError(
+                429,
+                f"The server is full: {self.num_rows} completions are under way or wait, and "
+                f"{job.num_rows} more would be above {most}. Try again later.",
+                code="server_overloaded",
+                headers={"Retry-After": "1"},
+            )
 
     @asynccontextmanager
     async def run(
@@ -156,23 +289,25 @@ class Service:
         tokens are counted as the client's.
 
         Raises:
-            ApiError: 429, too many wait; 503, the server is about to stop.
+            ApiError: 400 or 429, too many are asked for; 503, the server is about to stop; 504, the
+                engine does not take it in.
         """
         self.check_open()
-        num_rows = len(job.prompts) * job.n
-        most = self.settings.max_rows + self.settings.max_waiting
-        if self.num_rows + num_rows > most:
-            self.metrics.refused("queue")
-            raise ApiError(
-                429,
-                f"The server is full: {self.num_rows} completions are under way or wait, and "
-                f"{num_rows} more would be above {most}. Try again later.",
-                code="server_overloaded",
-                headers={"Retry-After": "1"},
-            )
+        self._admit(job)
+        try:
+            with anyio.fail_after(self.settings.deadline_s):
+                await self.host.ready()
+        except TimeoutError:
+            raise deadline_passed(self.settings.deadline_s) from None
+        self.check_open()
+        self._admit(job)  # others may have come meanwhile
         watch = self.metrics.watch(sum(map(len, job.prompts)))
+        scoring = None
+        rows = self._rows_of(job)
+        if job.prompt_logprobs is not None:
+            scoring = self.host.score(job.prompts, job.prompt_logprobs, job.version)
         running = RunningJob(
-            request_id, job, self._rows_of(job), watch, self.weights, self.tokenizer, self.settings
+            request_id, job, rows, scoring, watch, self.weights, self.tokenizer, self.settings
         )
         key = object()  # clients choose ids, and may do so twice
         self.jobs[key] = running
@@ -187,24 +322,19 @@ class Service:
 
     @property
     def num_rows(self) -> int:
-        """Completions that are under way or wait."""
+        """Completions that are under way or wait, and texts that are scored."""
         return sum(job.num_left for job in self.jobs.values())
 
     def _rows_of(self, job: Job) -> RowEvents:
         """The rows of a job in the engine."""
         assert self._mailbox is not None, "start was called"
         wanted = []
-        for i, prompt in enumerate(job.prompts):
+        for i, prompt in enumerate(job.prompts if job.samples else ()):
             params = replace(job.params, max_new_tokens=job.max_tokens[i])
             group = object() if job.n > 1 else None
             for k in range(job.n):
-                guide = job.make_guide() if job.make_guide else None
                 noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
                 wanted.append(
-                    Wanted(prompt, params, noise, 0, group, job.version, guide, job.conversation)
+                    Wanted(prompt, params, noise, 0, group, job.version, None, job.conversation)
                 )
-        return RowEvents(self.host, self._mailbox, wanted)
-
-    async def score(self, token_ids: list[int], top: int, version: int | None) -> Scores:
-        """Log-probs of a prompt's tokens, at temperature 1."""
-        return await asyncio.wrap_future(self.host.score(token_ids, top, version))
+        return RowEvents(self.host, self._mailbox, wanted, job.grammar)

@@ -9,22 +9,26 @@ list of messages that does not begin like a path that is known begins a path of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.serving.chat import refused_by_template
-from rllib_llm.serving.choices import Piece
+from rllib_llm.serving.chat import read_arguments, refused_by_template
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.schemas import ChatRequest
+from rllib_llm.serving.texts import Piece
 
 MAX_SESSIONS = 10_000
+MAX_OF_AN_OWNER = 1_000
+# Settings that change what tokens are drawn from; an agent's own are not the run's.
+_OFF = dict.fromkeys(
+    ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,14 @@ class Session:
     that it ran into, "turns" or "tokens".
 
     Args:
+        owner: the key that began it; empty: there are none.
         rules: of its turns; None: they are sampled as the agent asks.
     """
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(self, owner: bytes = b"", rules: Rules | None = None) -> None:
+        self.owner = owner
+        self._told: dict[tuple[Conversation, int], tuple[str, str, str]] = {}
+        self._own_ids: dict[str, str] = {}
         self.lock = asyncio.Lock()
         self.rules, self.limit = rules, ""
         self.conversations: list[Conversation] = []
@@ -80,10 +88,9 @@ class Session:
         if rules is None:
             return body
         if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(
-                400, "response_format must be text: the policy learns from what it samples freely.",
-                param="response_format", code="unsupported_value",
-            )  # fmt: skip
+            raise _not_free("response_format must be text")
+        if body.tool_choice not in (None, "none", "auto"):
+            raise _not_free("tool_choice must be auto or none")
         room = min(rules.max_new_tokens, rules.max_tokens - prompt_len)
         if self.num_turns >= rules.max_turns or room < 1:
             self.limit = "tokens" if room < 1 else "turns"
@@ -94,7 +101,7 @@ class Session:
             )  # fmt: skip
         asked = body.max_completion_tokens or body.max_tokens or room
         turn = {"noise_turn": self.num_turns, "max_completion_tokens": min(asked, room)}
-        return body.model_copy(update={**rules.sampling, **turn})
+        return body.model_copy(update={**_OFF, **rules.sampling, **turn})
 
     def begin_turn(
         self, chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]]
@@ -105,27 +112,57 @@ class Session:
         Raises:
             ApiError: 400, the template refuses the messages, or the assistant is to answer itself.
         """
-        known = [each for each in self.conversations if each.chat_format is chat_format]
-        for conversation in reversed(known):
-            node = _last_common_turn(conversation, messages)
-            if node is not None:
-                conversation.branch(node)
-                said = len(_messages_until(conversation, node))
-                self._append(conversation, messages[said:])
-                self.conversations.remove(conversation)
-                self.conversations.append(conversation)
-                return conversation
-        conversation = Conversation(chat_format)
-        self._append(conversation, messages)
-        self.conversations.append(conversation)
-        return conversation
-
-    def _append(self, conversation: Conversation, new: Sequence[Mapping[str, Any]]) -> None:
         with refused_by_template():
-            conversation.append_messages(new)
+            known = [each for each in self.conversations if each.chat_format is chat_format]
+            for conversation in reversed(known):
+                node = self._last_common_turn(conversation, messages)
+                if node is not None:
+                    conversation.branch(node)
+                    said = len(_messages_until(conversation, node))
+                    conversation.append_messages([self._own(each) for each in messages[said:]])
+                    self.conversations.remove(conversation)
+                    self.conversations.append(conversation)
+                    return conversation
+            conversation = Conversation(chat_format)
+            conversation.append_messages(messages)
+            self.conversations.append(conversation)
+            return conversation
+
+    def _last_common_turn(
+        self, conversation: Conversation, messages: Sequence[Mapping[str, Any]]
+    ) -> int | None:
+        """The latest sampled node up to which a conversation and these messages are the same, with
+        further messages behind it. A turn is what its client was told of it, which is less than
+        what was sampled where a stop text ended it."""
+        given = [_essence(message) for message in messages]
+        found, longest = None, 0
+        for i, node in enumerate(conversation.nodes):
+            if not node.sampled:
+                continue
+            until = self._essences_until(conversation, i)
+            if longest < len(until) < len(given) and given[: len(until)] == until:
+                found, longest = i, len(until)
+        return found
+
+    def _essences_until(self, conversation: Conversation, node: int) -> list[tuple[str, str, str]]:
+        known = {id(each): i for i, each in enumerate(conversation.nodes)}
+        found = []
+        for each in conversation.path(node):
+            told = self._told.get((conversation, known[id(each)]))
+            found += [_essence(message) for message in each.messages] if told is None else [told]
+        return found
+
+    def _own(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A tool's answer, which names the call by the id that the client was told."""
+        own = self._own_ids.get(str(message.get("tool_call_id")))
+        return message if own is None else {**message, "tool_call_id": own}
 
     def end_turn(
-        self, conversation: Conversation, piece: Piece | None, versions: Sequence[int]
+        self,
+        conversation: Conversation,
+        piece: Piece | None,
+        versions: Sequence[int],
+        told: Mapping[str, Any],
     ) -> None:
         """Keeps what was sampled; None: nothing whole was, and the turn is taken back.
 
@@ -133,11 +170,18 @@ class Session:
             conversation: that the turn belongs to.
             piece: all of the completion.
             versions: of the weights that sampled each token, the publisher's.
+            told: the message that the client was sent.
         """
         if piece is not None and piece.token_ids:
             ends = conversation.chat_format.stop_token_ids
             finish = "stop" if piece.token_ids[-1] in ends else "length"
-            conversation.append_sampled(piece.token_ids, piece.logprobs, versions, finish=finish)
+            reply = conversation.append_sampled(
+                piece.token_ids, piece.logprobs, versions, finish=finish
+            )
+            self._told[conversation, len(conversation.nodes) - 1] = _essence(told)
+            readable = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")]
+            for call, sent in zip(readable, told.get("tool_calls") or (), strict=False):
+                self._own_ids[sent["id"]] = call.id
             return
         parent = conversation.nodes[-1].parent
         if parent is None and len(conversation.nodes) == 1:
@@ -183,8 +227,16 @@ class Session:
         }
 
 
+def _not_free(rule: str) -> ApiError:
+    return ApiError(
+        400, f"{rule}: the policy learns from what it samples freely.", param=rule.split()[0],
+        code="unsupported_value",
+    )  # fmt: skip
+
+
 class Sessions:
-    """The sessions of a server by id; the oldest are forgotten when there are many.
+    """The sessions of a server by id. The oldest of a key are forgotten when it has many, and those
+    of the key that has most when all have; never one that has rules, or whose turn is under way.
 
     `begin_by_themselves`: whether a request of an unknown session begins it. Not where they have
     rules: an agent that goes on after its end would sample without them.
@@ -192,58 +244,91 @@ class Sessions:
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, Session] = OrderedDict()
+        # Those without rules, by key.
+        self._of: defaultdict[bytes, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self.begin_by_themselves = True
 
-    def begin(self, session_id: str, rules: Rules | None = None) -> Session:
-        """The session of this id, made if there is none."""
-        session = self._held.setdefault(session_id, Session(rules))
-        self._held.move_to_end(session_id)
-        while len(self._held) > MAX_SESSIONS:
-            self._held.popitem(last=False)
-        return session
+    def begin(self, session_id: str, owner: bytes = b"", rules: Rules | None = None) -> Session:
+        """The session of this id, made if there is none.
 
-    def asked(self, session_id: str) -> Session:
+        Args:
+            session_id: of the session.
+            owner: the key that asks.
+            rules: of a new session.
+
+        Raises:
+            ApiError: 404, it is another key's.
+        """
+        if session_id in self._held:
+            return self.get(session_id, owner)
+        made = self._held[session_id] = Session(owner, rules)
+        if rules is None:
+            self._of[owner][session_id] = None
+            self._make_room(owner, session_id)
+        return made
+
+    def _make_room(self, owner: bytes, new: str) -> None:
+        if len(self._of[owner]) > (MAX_OF_AN_OWNER if owner else MAX_SESSIONS):
+            whose = owner
+        elif sum(map(len, self._of.values())) > MAX_SESSIONS:
+            whose = max(self._of, key=lambda each: len(self._of[each]))
+        else:
+            return
+        for session_id in self._of[whose]:
+            if session_id != new and not self._held[session_id].lock.locked():
+                self._remove(session_id)
+                return
+        self._remove(new)
+        raise ApiError(
+            429, "There is no room for another session: all are under way. End one (DELETE).",
+            code="too_many_sessions", headers={"Retry-After": "1"},
+        )  # fmt: skip
+
+    def _remove(self, session_id: str) -> None:
+        session = self._held.pop(session_id)
+        if session.rules is None:
+            del self._of[session.owner][session_id]
+            if not self._of[session.owner]:
+                del self._of[session.owner]
+
+    def asked(self, session_id: str, owner: bytes) -> Session:
         """The session that a request belongs to.
 
         Raises:
-            ApiError: 404, it is over.
+            ApiError: 404, it is over, or another key's.
         """
-        return self.begin(session_id) if self.begin_by_themselves else self.get(session_id)
+        if self.begin_by_themselves:
+            return self.begin(session_id, owner)
+        return self.get(session_id, owner)
 
-    def get(self, session_id: str) -> Session:
+    def get(self, session_id: str, owner: bytes) -> Session:
         """The session of this id.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, there is none, or it is another key's.
         """
-        if session_id not in self._held:
+        found = self._held.get(session_id)
+        if found is None or found.owner != owner:
             raise ApiError(
                 404, f"session {session_id[:80]!r} is not here: it begins with its first request, "
-                "and ends when it is deleted.", param="session_id", code="session_not_found",
+                "belongs to the key that began it, and ends when it is deleted.",
+                param="session_id", code="session_not_found",
             )  # fmt: skip
-        return self._held[session_id]
+        self._held.move_to_end(session_id)
+        if found.rules is None:
+            self._of[owner].move_to_end(session_id)
+        return found
 
-    def end(self, session_id: str) -> Session:
+    def end(self, session_id: str, owner: bytes = b"") -> Session:
         """Forgets a session, and returns it."""
-        session = self.get(session_id)
-        del self._held[session_id]
+        session = self.get(session_id, owner)
+        self._remove(session_id)
         return session
 
-
-def _last_common_turn(
-    conversation: Conversation, messages: Sequence[Mapping[str, Any]]
-) -> int | None:
-    """The latest sampled node up to which a conversation and these messages are the same, with
-    further messages behind it."""
-    given = [_essence(message) for message in messages]
-    found, longest = None, 0
-    for i, node in enumerate(conversation.nodes):
-        if not node.sampled:
-            continue
-        until = [_essence(message) for message in _messages_until(conversation, i)]
-        if longest < len(until) < len(given) and given[: len(until)] == until:
-            found, longest = i, len(until)
-    return found
+    def forget(self, session_id: str) -> None:
+        """Ends a session, if it is there."""
+        if session_id in self._held:
+            self._remove(session_id)
 
 
 def _messages_until(conversation: Conversation, node: int) -> list[Mapping[str, Any]]:
@@ -254,11 +339,7 @@ def _essence(message: Mapping[str, Any]) -> tuple[str, str, str]:
     """What of a message is compared: clients drop thoughts, and write calls in their own way."""
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function", {})
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append([function.get("name"), arguments])
+        function = call["function"]
+        calls.append([function["name"], read_arguments(function.get("arguments"))])
     content = message.get("content") or ""
     return str(message.get("role")), str(content).strip(), json.dumps(calls, sort_keys=True)

@@ -17,9 +17,14 @@ from pydantic import (
     model_validator,
 )
 
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
+RATES = ("requests_per_minute", "tokens_per_minute")
+ONE_REPLICA = (
+    "must come with one replica: it would hold for that which a request happens to reach, since "
+    "replicas share nothing. Leave it out, or set replicas=1 and no max_replicas"
+)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -47,6 +52,10 @@ class ServeSettings(BaseModel):
     max_model_len: int | None = Field(
         None, ge=2, description="Tokens of prompt and completion. Default: what the model reads."
     )
+    max_prompt_chars: int | None = Field(
+        None, ge=1, description="Of a prompt; longer ones are refused before they are tokenised. "
+        "Default: 16 for each token of max_model_len.",
+    )  # fmt: skip
     default_max_tokens: int | None = Field(
         None, ge=1, description="Of a chat that names no limit. Default: what there is room for."
     )
@@ -82,6 +91,10 @@ class ServeSettings(BaseModel):
         None, description="Key of the administration, which is off without it. For the environment."
     )
     admin_key_file: Path | None = Field(None, description="File with the administration's key.")
+    update_weights_folder: Path | None = Field(
+        None, description="Weights that /update_weights names lie below this folder; without it "
+        "that is off.",
+    )  # fmt: skip
     requests_per_minute: float | None = Field(None, gt=0, description="Of a key that names none.")
     tokens_per_minute: float | None = Field(None, gt=0, description="Of a key that names none.")
     cors_origins: list[str] = Field([], description="Web pages of these origins may ask, too.")
@@ -124,6 +137,19 @@ class ServeSettings(BaseModel):
             if not is_default and getattr(self, other) is None:
                 raise ValueError(f"{name} must come with {other}: without it nothing is merged")
         return self
+
+    @model_validator(mode="after")
+    def _holds_for_all_replicas(self) -> ServeSettings:
+        if self.has_replicas:
+            for name in ("admin_key", "admin_key_file", *RATES):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} {ONE_REPLICA}")
+        return self
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether a request may reach any of several copies, which share nothing."""
+        return max(self.replicas, self.max_replicas or 1) > 1
 
     @property
     def served_name(self) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from rllib_llm.serving.errors import ApiError
 
+MODEL_GONE = "model_not_found"
 _MAX_REMEMBERED = 10_000
 
 
@@ -103,7 +104,7 @@ class LiveWeights:
             f"model={model!r} must be one of {live}: this server has no other. `{self.name}` is "
             "always the newest.",
             param="model",
-            code="model_not_found",
+            code=MODEL_GONE,
         )
 
     async def wait_for(self, wanted: str | None, seconds: float) -> None:

@@ -1,16 +1,167 @@
-"""Completions as OpenAI shows them: choices of a whole answer, and of chunks."""
+"""Completions as OpenAI shows them: the JSON of whole answers and of chunks."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
+from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
-from rllib_llm.serving.answers import chat_logprobs, finite, text_logprobs
-from rllib_llm.serving.choices import Piece
-from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest
 from rllib_llm.serving.service import Service
-from rllib_llm.serving.texts import TextStream
+from rllib_llm.serving.texts import Piece, TextStream
+from rllib_llm.serving.versions import Weights
+
+_LOWEST = -9999.0  # JSON has no -inf
+
+
+class Envelope:
+    """What all answers and chunks of one request have in common.
+
+    Args:
+        service: that answers.
+        running: the request in the engine.
+        id: of the answer.
+        kind: its `object`.
+    """
+
+    def __init__(self, service: Service, running: RunningJob, id: str, kind: str) -> None:
+        self._service, self._running = service, running
+        self._fixed = {"id": id, "object": kind, "created": int(time.time())}
+        self._chunk: tuple[int, bytes, bytes] | None = None
+
+    def holding(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
+        """An answer with these choices."""
+        weights = self._running.weights
+        return {
+            **self._fixed,
+            "model": self._service.weights.id_of(weights[-1]),
+            "system_fingerprint": f"fp_{weights[-1].fingerprint}",
+            "choices": choices,
+            "metadata": versions_told(weights),
+            **further,
+        }
+
+    def chunk(self, choices: list[dict[str, Any]], **further: Any) -> bytes:
+        """As `holding`, in JSON, for the many chunks of a stream: what is around the choices is the
+        same in all of them, `further` too, and is written once for each version of the weights."""
+        num_weights = self._running.num_weights
+        if self._chunk is None or self._chunk[0] != num_weights:
+            whole = self.holding([], **further)
+            names = list(whole)
+            behind = names[names.index("choices") + 1 :]
+            head = to_json({name: whole[name] for name in names if name not in behind})
+            tail = to_json({name: whole[name] for name in behind})
+            self._chunk = num_weights, head.removesuffix(b"[]}"), b"," + tail[1:]
+        _, before, after = self._chunk
+        return before + to_json(choices) + after
+
+
+def versions_told(weights: Sequence[Weights]) -> dict[str, str]:
+    """The weights that have sampled an answer: the last of them, and all in their order, with a
+    comma between them (OpenAI's metadata are texts)."""
+    return {
+        "weight_version": weights[-1].label,
+        "weight_versions": ",".join(each.label for each in weights),
+    }
+
+
+def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str, int]:
+    """The tokens of a request."""
+    prompt_tokens = sum(map(len, prompts))
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+# --- log-probs -----------------------------------------------------------------------------------
+
+
+def finite(logprob: float) -> float:
+    """A log-prob as JSON takes it."""
+    return max(_LOWEST, logprob)
+
+
+def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
+    """`logprobs` of a chat's choice: an entry for each token, the stop token among them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, raw = service.texts.of(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+    content = []
+    for i, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True)):
+        likeliest = piece.likeliest[i][:top] if top else []
+        content.append(
+            {**entry(token, logprob), "top_logprobs": [entry(*each) for each in likeliest]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> dict[str, Any]:
+    """`logprobs` of a text completion, whose text begins at character `start`."""
+    names = [service.texts.of(token)[0] for token in piece.token_ids]
+    return {
+        "tokens": names,
+        "token_logprobs": [finite(value) for value in piece.logprobs],
+        "top_logprobs": [
+            {service.texts.of(token)[0]: finite(value) for token, value in place[:top]}
+            for place in piece.likeliest
+        ]
+        if top
+        else None,
+        "text_offset": [start + at for at in piece.offsets],
+    }
+
+
+def token_logprobs(piece: Piece, top: int) -> dict[str, Any]:
+    """`logprobs` of /inference/v1/generate: entries that name tokens by text and by number, for
+    clients of either of vLLM's shapes."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": f"token_id:{token}", "token_id": token, "logprob": finite(logprob)}
+
+    return {
+        "content": [
+            {
+                **entry(token, logprob),
+                "top_logprobs": [
+                    entry(*each) for each in (piece.likeliest[i][:top] if top else ())
+                ],
+            }
+            for i, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True))
+        ]
+    }
+
+
+def prompt_logprobs(
+    service: Service, prompt: Sequence[int], scores: Scores
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: at each place of a prompt its token and the likeliest, by number;
+    nothing at the first."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = service.texts.of(token)[0]
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+    told: list[dict[str, dict[str, Any]] | None] = [None]
+    for token, logprob, rank, likeliest in zip(
+        prompt[1:], scores.logprobs, scores.ranks, scores.likeliest, strict=True
+    ):
+        place = {str(token): entry(token, logprob, rank)}
+        for i, (other, value) in enumerate(likeliest, start=1):
+            place.setdefault(str(other), entry(other, value, i))
+        told.append(place)
+    return told
+
+
+# --- chats ---------------------------------------------------------------------------------------
 
 
 class ChatView:
@@ -19,32 +170,53 @@ class ChatView:
     Args:
         service: that answers.
         body: the request.
+        request_id: of the request.
         prompt: its token ids.
         chat_format: reads calls of tools; None: there are none. With it a turn is shown when it is
             whole: before, nobody knows what is a call.
+        syntax: of the calls, where it is another than the format's.
     """
 
     def __init__(
-        self, service: Service, body: ChatRequest, prompt: list[int], chat_format: Any
+        self,
+        service: Service,
+        body: ChatRequest,
+        request_id: str,
+        prompt: list[int],
+        chat_format: Any,
+        syntax: str | None,
     ) -> None:
         self._service, self._body, self._prompt = service, body, prompt
-        self._format = chat_format
+        self._request_id, self._format, self._syntax = request_id, chat_format, syntax
         self._begun: set[int] = set()
         self._held: dict[int, Piece] = {}
+        self.scores: Sequence[Scores] = ()
+        """Of the prompt, where they are asked for."""
 
-    def choices(self, pieces: list[Piece], n: int) -> list[dict[str, Any]]:
+    @property
+    def further(self) -> dict[str, Any]:
+        """What the answer has beside its choices."""
+        if not self.scores:
+            return {}
+        told = prompt_logprobs(self._service, self._prompt, self.scores[0])
+        return {"prompt_logprobs": told}
+
+    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Of a whole answer."""
         return [self._choice(i, piece) for i, piece in enumerate(pieces)]
 
     def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
-        message, finish = self._message(piece)
+        message, finish = self.message(i, piece)
         return {"index": i, "message": {**message, "refusal": None}, **self._end(piece, finish)}
 
-    def _message(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
+    def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
+        """The message of choice `i`, and why it ended."""
         if self._format is None or isinstance(piece.stop_reason, str):
             return {"role": "assistant", "content": piece.text}, piece.finish_reason
         return chat.assistant_message(
-            self._format, piece.token_ids, self._prompt, piece.finish_reason
-        )
+            self._format, piece.token_ids, self._prompt, piece.finish_reason,
+            lambda call: chat.call_id(self._request_id, i, call), self._syntax,
+        )  # fmt: skip
 
     def _end(self, piece: Piece, finish: str | None) -> dict[str, Any]:
         logprobs = None
@@ -57,13 +229,18 @@ class ChatView:
             ended |= {"token_ids": piece.token_ids, "prompt_token_ids": self._prompt}
         return ended
 
+    def before(self) -> list[dict[str, Any]]:
+        """Chunks that come before anything is sampled."""
+        return []
+
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        """Of a stream, for a piece of choice `i`."""
         if self._format is not None:
             held = self._held.setdefault(i, Piece())
             held.add(piece)
             if piece.finish_reason is None:
                 return []
-            message, finish = self._message(held)
+            message, finish = self.message(i, held)
             calls = [{"index": k, **call} for k, call in enumerate(message.pop("tool_calls", ()))]
             return [
                 self._chunk(i, held, message | ({"tool_calls": calls} if calls else {}), finish)
@@ -85,68 +262,99 @@ class ChatView:
         return {"index": i, "delta": delta, **self._end(piece, finish)}
 
 
+# --- texts ---------------------------------------------------------------------------------------
+
+
 class TextView:
     """Text completions as OpenAI shows them."""
 
     def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
-        self._service, self.body, self._prompts = service, body, prompts
+        self._service, self._body, self._prompts = service, body, prompts
         self._n = body.n or 1
-        self._lengths: dict[int, int] = {}  # characters that were shown, of each completion
-        self._echoes: list[tuple[str, dict[str, Any] | None]] = []
+        self.scores: Sequence[Scores] = ()
+        """Of the prompts, where they are asked for."""
+        self._echoes: list[str] = []
+        if body.echo:
+            decode = service.tokenizer.decode
+            self._echoes = [decode(prompt, skip_special_tokens=True) for prompt in prompts]
 
-    async def score(self, version: int | None) -> None:
-        """Finds what echo shows of the prompts, with log-probs if they are asked for."""
-        tokenizer, texts = self._service.tokenizer, self._service.texts
-        for prompt in self._prompts:
-            text = tokenizer.decode(prompt, skip_special_tokens=True)
-            logprobs = None
-            if self.body.logprobs is not None:
-                top = self.body.logprobs
-                try:
-                    scores = await self._service.score(prompt, top, version)
-                except ValueError as error:
-                    raise ApiError(400, str(error), param="prompt") from error
-                likeliest = [{texts.of(i)[0]: finite(v) for i, v in at} for at in scores.likeliest]
-                logprobs = {
-                    "tokens": [texts.of(token)[0] for token in prompt],
-                    "token_logprobs": [None, *map(finite, scores.logprobs)],
-                    "top_logprobs": [None, *likeliest] if top else None,
-                    "text_offset": _offsets(tokenizer, prompt),
-                }
-            self._echoes.append((text, logprobs))
+    @property
+    def further(self) -> dict[str, Any]:
+        """What the answer has beside its choices."""
+        return {}
 
-    def choices(self, pieces: list[Piece], n: int) -> list[dict[str, Any]]:
-        return [self._choice(i, piece) for i, piece in enumerate(pieces)]
+    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Of a whole answer, in which what is echoed and what follows are one text."""
+        found = []
+        for i, piece in enumerate(pieces):
+            choice = self._choice(i, piece)
+            if self._echoes:
+                echo = self._echo(i)
+                choice["text"] = echo["text"] + choice["text"]
+                if choice["logprobs"] is not None:
+                    choice["logprobs"] = _joined(echo["logprobs"], choice["logprobs"])
+            if self._body.prompt_logprobs is not None:
+                at = i // self._n
+                choice["prompt_logprobs"] = prompt_logprobs(
+                    self._service, self._prompts[at], self.scores[at]
+                )
+            found.append(choice)
+        return found
+
+    def before(self) -> list[dict[str, Any]]:
+        """Chunks that come before anything is sampled: what is echoed."""
+        return [self._echo(i) for i in range(len(self._echoes) * self._n)]
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        told = piece.token_ids and (self.body.logprobs is not None or self.body.return_token_ids)
+        """Of a stream, for a piece of choice `i`."""
+        told = piece.token_ids and (self._body.logprobs is not None or self._body.return_token_ids)
         if not (piece.text or piece.finish_reason or told):
             return []
         return [self._choice(i, piece)]
 
     def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
-        text, logprobs = piece.text, None
-        if self.body.logprobs is not None:
-            logprobs = text_logprobs(self._service, piece, self.body.logprobs)
-        if self._echoes:
-            before, of_prompt = self._echoes[i // self._n]
-            text = before + text
-            if logprobs is not None and of_prompt is not None:
-                own = text_logprobs(self._service, piece, self.body.logprobs or 0, len(before))
-                logprobs = {
-                    name: None if values is None else values + (own[name] or [])
-                    for name, values in of_prompt.items()
-                }
+        logprobs = None
+        if self._body.logprobs is not None:
+            start = len(self._echoes[i // self._n]) if self._echoes else 0
+            logprobs = text_logprobs(self._service, piece, self._body.logprobs, start)
         choice: dict[str, Any] = {
-            "index": i, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason,
+            "index": i, "text": piece.text, "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
         }  # fmt: skip
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
-        if self.body.return_token_ids:
+        if self._body.return_token_ids:
             choice |= {
                 "token_ids": piece.token_ids, "prompt_token_ids": self._prompts[i // self._n],
             }  # fmt: skip
         return choice
+
+    def _echo(self, i: int) -> dict[str, Any]:
+        """What is echoed of the prompt of choice `i`."""
+        at = i // self._n
+        logprobs = None
+        if self._body.logprobs is not None:
+            texts, prompt, scores = self._service.texts, self._prompts[at], self.scores[at]
+            likeliest: list[Mapping[str, float] | None] = [
+                {texts.of(i)[0]: finite(value) for i, value in place[: self._body.logprobs]}
+                for place in scores.likeliest
+            ]
+            logprobs = {
+                "tokens": [texts.of(token)[0] for token in prompt],
+                "token_logprobs": [None, *map(finite, scores.logprobs)],
+                "top_logprobs": [None, *likeliest] if self._body.logprobs else None,
+                "text_offset": _offsets(self._service.tokenizer, prompt),
+            }
+        return {
+            "index": i, "text": self._echoes[at], "logprobs": logprobs, "finish_reason": None,
+        }  # fmt: skip
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if values is None else [*values, *(second[name] or [])]
+        for name, values in first.items()
+    }
 
 
 def _offsets(tokenizer: Any, token_ids: list[int]) -> list[int]:

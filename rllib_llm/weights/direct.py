@@ -23,7 +23,7 @@ import ray
 import torch
 from ray.experimental import deregister_nixl_memory, register_nixl_memory
 
-from rllib_llm.ray_compat import put_direct
+from rllib_llm.shared.ray_compat import put_direct
 from rllib_llm.weights.flat_buffer import FlatBuffer, fill_slots, lay_out
 
 

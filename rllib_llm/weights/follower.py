@@ -18,8 +18,7 @@ from typing import Any
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
-from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import PASSING_ERRORS, Transfer, failure_metrics
+from rllib_llm.weights.receiver import PASSING_ERRORS, Transfer, WeightsReceiver, failure_metrics
 
 
 class WeightsFollower:
@@ -85,9 +84,15 @@ class WeightsFollower:
         return self.in_use
 
     def start(self) -> None:
-        """Fetches newer weights in a thread from now on."""
+        """Fetches newer weights in a thread from now on; nothing where one does already."""
+        if self._thread is not None and self._thread.is_alive():
+            if self._error is None:
+                return
+            self._thread.join()  # it has said why it ends
         self._stop.clear()
         self._error = None
+        if self._arrived is None:
+            self._news.clear()  # of the error
         self._thread = threading.Thread(target=self._run, name="fetch-weights", daemon=True)
         self._thread.start()
 

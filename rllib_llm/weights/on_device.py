@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.multiprocessing import reductions
 
 from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, fill_slots, lay_out, wait_for
 from rllib_llm.weights.transport import TicketError
@@ -59,11 +59,11 @@ class CudaMemory:
                 f"the learner's device {self.device} must be among this process's {visible}: CUDA "
                 "IPC works on one device"
             )
-        call = inspect.signature(rebuild_cuda_tensor).bind(*self.arguments)
+        call = inspect.signature(reductions.rebuild_cuda_tensor).bind(*self.arguments)
         # Processes number devices by what they see of them.
         call.arguments["storage_device"] = visible.index(self.device)
         try:
-            return rebuild_cuda_tensor(*call.args, **call.kwargs)
+            return reductions.rebuild_cuda_tensor(*call.args, **call.kwargs)
         except RuntimeError as error:  # torch has no closer class for what CUDA answers
             raise DeviceWeightsError(f"CUDA IPC: {error}") from error
 
@@ -80,7 +80,7 @@ def allocate_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, C
             f"{[device.type]}. Set num_gpus_per_learner, or weights_transport='store'."
         )
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    _, arguments = reduce_tensor(memory)
+    _, arguments = reductions.reduce_tensor(memory)
     return memory, CudaMemory(uuid.uuid4().hex, _uuid(memory.device.index), arguments)
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.openai_client import OpenAIClient, server_root
+from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
 _KEPT = 2  # folders; a server may read the one before the newest while that is written

@@ -9,19 +9,155 @@ coordinator (`follower.py`).
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
+import ray
 import torch
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
 
-from rllib_llm.weights.by_name import Transports
-from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.shared.named_actor import backoff_seconds
+from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
-from rllib_llm.weights.transfer import Transfer, failure_metrics
 from rllib_llm.weights.transport import TicketError
+from rllib_llm.weights.transports import Transports
+
+# --- Nodes that want the same weights are let go in growing waves
+
+POLL_SECONDS = 0.01
+MAX_WAIT_SECONDS = 5.0  # a node before this one may have died
+
+
+def may_pull(node: str, nodes: Sequence[str], holders: Collection[str]) -> bool:
+    """Whether it is the turn of `node` among `nodes`, in their order, while `holders` have whole
+    copies. Whoever is not among `nodes` need not wait."""
+    lacking = [other for other in nodes if other not in holders]
+    return node not in lacking or lacking.index(node) < max(1, len(holders))
+
+
+def nodes_with_a_copy(ref: ray.ObjectRef) -> list[str]:
+    """Ids of the nodes whose object store holds the whole object.
+
+    Raises:
+        GetTimeoutError: the owner of the object does not answer.
+    """
+    timeout_ms = int(1000 * MAX_WAIT_SECONDS)
+    return ray.experimental.get_object_locations([ref], timeout_ms)[ref]["node_ids"]
+
+
+def wait_for_turn(
+    published: PublishedWeights,
+    *,
+    node: str,
+    holders: Callable[[ray.ObjectRef], Collection[str]] = nodes_with_a_copy,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns when this node may pull, at the latest after `MAX_WAIT_SECONDS`."""
+    deadline = clock() + MAX_WAIT_SECONDS
+    while clock() < deadline and not may_pull(node, published.nodes, holders(published.ref[0])):
+        sleep(POLL_SECONDS)
+
+
+# --- One transfer to a receiver: always with a timeout, tried again when it fails
+
+# What passes: a node or an owner went, the store was full or slow, bytes were damaged on the way.
+# ObjectLostError is also the base of OwnerDiedError, ObjectFetchTimedOutError and their kind.
+LOST_ERRORS = (ObjectLostError, ChecksumError)
+PASSING_ERRORS = (*LOST_ERRORS, GetTimeoutError, RayActorError, RaySystemError)
+
+
+def failure_metrics(failures: Counter[str]) -> dict[str, float]:
+    """`failures/<kind>`; the usual kinds are named before they happen, so that every result has
+    the same columns."""
+    counts = {kind.__name__: 0 for kind in PASSING_ERRORS} | dict(failures)
+    return {f"failures/{kind}": float(count) for kind, count in counts.items()}
+
+
+def wait_among_nodes(published: PublishedWeights) -> None:
+    """Returns when the node of this process may pull."""
+    wait_for_turn(published, node=ray.get_runtime_context().get_node_id())
+
+
+class Transfer:
+    """Gets published weights, and counts what it took.
+
+    get: `ray.get` or what stands for it. sleep, uniform, wait_for_turn: likewise.
+    timeout_seconds: of one attempt; a transfer slower than that counts as failed.
+    max_attempts: after so many failures the weights count as lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        get: Callable[..., Any] = ray.get,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = random.uniform,
+        wait_for_turn: Callable[[PublishedWeights], None] = wait_among_nodes,
+        timeout_seconds: float = 60.0,
+        max_attempts: int = 5,
+    ):
+        self._get, self._sleep, self._uniform = get, sleep, uniform
+        self._wait_for_turn = wait_for_turn
+        self._timeout_seconds, self._max_attempts = timeout_seconds, max_attempts
+        self.failures: Counter[str] = Counter()  # by the error's name, over all transfers
+        self.seconds = 0.0  # of the last transfer, its failed attempts included
+
+    def fetch(
+        self,
+        latest: Callable[[], PublishedWeights],
+        report: Callable[[PublishedWeights], None] = lambda published: None,
+        *,
+        open_ticket: Callable[[Any], FlatBuffer] = lambda ticket: ticket,
+    ) -> tuple[PublishedWeights, FlatBuffer]:
+        """The weights that `latest` names, asked again at each attempt, and their bytes, checked
+        where they carry a checksum. `report` is told of weights whose bytes are gone or damaged;
+        `open_ticket` makes the bytes of what lies in the store.
+
+        Raises:
+            WeightsLostError: every attempt failed, or the ticket cannot be opened by this process.
+        """
+        start = time.perf_counter()
+        for attempt in range(self._max_attempts):
+            published = latest()
+            try:
+                if len(published.nodes) > 1:
+                    self._wait_for_turn(published)
+                flat = open_ticket(self.get(published.ref[0]))
+                verify(flat)
+            except TicketError as error:
+                raise self.unreadable(published, error) from error
+            except PASSING_ERRORS as error:
+                self.failures[type(error).__name__] += 1
+                if isinstance(error, LOST_ERRORS):
+                    report(published)
+                last = error
+                if attempt + 1 < self._max_attempts:
+                    self._sleep(backoff_seconds(attempt, self._uniform))
+            else:
+                self.seconds = time.perf_counter() - start
+                return published, flat
+        raise WeightsLostError(
+            f"weights_version={published.version} must be in the object store: {self._max_attempts}"
+            f" attempts failed, the last with {type(last).__name__}: {last}. Publish again."
+        ) from last
+
+    def get(self, ref: ray.ObjectRef) -> Any:
+        """The object, if it comes within the timeout of one attempt."""
+        return self._get(ref, timeout=self._timeout_seconds)
+
+    def unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:
+        """What is raised where these bytes will never be read here: trying again is of no use."""
+        self.failures[type(error).__name__] += 1
+        return WeightsLostError(
+            f"weights_version={published.version} must be readable where they were left: {error}. "
+            "Publish again, through the object store."
+        )
 
 
 class WeightsReceiver:

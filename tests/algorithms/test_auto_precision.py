@@ -1,14 +1,17 @@
-"""`mixed_precision: "auto"`: decided once by the hardware, and kept wherever a run goes on."""
+"""Settings that are "auto": decided once by the hardware, and kept wherever a run goes on."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
+from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.algorithms.auto_precision import decided
-from rllib_llm.checkpoints.folder import read_manifest
-from rllib_llm.processor import multiplies_bfloat16
+from rllib_llm.checkpoints.folder import MANIFEST, read_manifest
+from rllib_llm.modules.products import LIBRARIES, faster_library, multiplies_by_onednn
+from rllib_llm.shared.process import multiplies_bfloat16
 from tests.algorithms import tiny_runs
 
 needs_bfloat16 = pytest.mark.skipif(
@@ -68,6 +71,28 @@ def test_a_run_goes_on_as_it_began(tmp_path, move, began_with, by):
     results = [tiny_runs.train(algorithm, 1) for algorithm in (straight, resumed)]
     assert results[0] == results[1]
     tiny_runs.assert_same_weights(tiny_runs.weights(straight), tiny_runs.weights(resumed))
+    for algorithm in (straight, resumed):
+        algorithm.stop()
+        shutil.rmtree(algorithm.logdir, ignore_errors=True)
+
+
+def test_the_library_of_products_goes_on_as_it_began(tmp_path):
+    """Another machine would choose another: the checkpoint's manifest says which it was."""
+    config = tiny_runs.sft().language_model(float32_products="auto")
+    straight = config.build_algo()
+    assert straight.config.float32_products == faster_library()
+    path = straight.save_to_path(str(tmp_path / "checkpoint"))
+    manifest = tmp_path / "checkpoint" / MANIFEST
+    about = json.loads(manifest.read_text())
+    (other,) = set(LIBRARIES) - {about["float32_products"]}
+    manifest.write_text(json.dumps(about | {"float32_products": other}))
+    resumed = config.build_algo()
+    resumed.restore_from_path(path)
+    assert resumed.config.float32_products == other
+    (by_onednn,) = resumed.learner_group.foreach_learner(
+        lambda learner: multiplies_by_onednn(learner.module[DEFAULT_MODULE_ID].unwrapped())
+    )
+    assert by_onednn.get() == (other == "onednn")
     for algorithm in (straight, resumed):
         algorithm.stop()
         shutil.rmtree(algorithm.logdir, ignore_errors=True)

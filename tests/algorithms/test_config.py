@@ -10,7 +10,7 @@ import yaml
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
-from rllib_llm.verbosity import VERBOSE
+from rllib_llm.shared.tracebacks import VERBOSE
 from tests.algorithms import tiny_runs as tiny
 
 CONFIGS = {

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.algorithms.evaluation import held_out_metrics
 from rllib_llm.rollouts.errors import NoServerError
 from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.weights.read_only import can_map_read_only
+from rllib_llm.shared import columns
+from rllib_llm.weights.loading import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import Counted, how_it_got_weights
 from tests.scripted_server import serving

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from rllib_llm.learners.learner_actors import LearnerError
+from rllib_llm.learners.learner_group import LearnerError
 from rllib_llm.rollouts.errors import BrokenSamplerError, NoSamplersError
 from tests.algorithms import tiny_runs as tiny
 
@@ -47,9 +47,9 @@ def errors_logged_by(name):
 
 @pytest.mark.slow  # waits for its time to pass
 def test_a_stopped_sampler_is_killed_and_nothing_is_learnt_otherwise():
-    with tiny.built(tiny.grpo()) as algorithm:
-        undisturbed = tiny.train(algorithm, 3), tiny.weights(algorithm)
     config = tiny.grpo().env_runners(num_env_runners=2).fault_tolerance(sampler_timeout_s=5.0)
+    with tiny.built(config.copy(copy_frozen=False)) as algorithm:
+        undisturbed = tiny.train(algorithm, 3), tiny.weights(algorithm)
     with tiny.built(config) as algorithm:
         metrics = tiny.train(algorithm, 1)
         os.kill(sampler_pid(algorithm.env_runner_group), signal.SIGSTOP)

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from rllib_llm import columns
-from rllib_llm.learners.learner_actors import LearnerError
+from rllib_llm.learners.learner_group import LearnerError
 from rllib_llm.rollouts.request import take_rows
+from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.algorithms.pass_metrics import answers_of, pass_metrics
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 
 
 def batch():

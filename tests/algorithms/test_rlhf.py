@@ -6,8 +6,8 @@ import pytest
 import ray
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.errors import BrokenSamplerError
+from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 from tests.engines.test_decode_probe import STATEFUL, spread_out
@@ -57,8 +57,9 @@ def test_a_model_that_cannot_be_decoded_is_refused_before_anything_is_sampled(nu
 
 
 @pytest.mark.slow  # samplers in processes of their own
-def test_two_samplers_learn_what_none_learns(undisturbed):
-    """Also when one of them is killed between two iterations."""
+def test_two_samplers_learn_the_same_when_one_is_killed():
+    """Between two iterations; parts stay as they are cut."""
+    undisturbed = run(exact_ppo().env_runners(num_env_runners=2))
     with tiny.built(exact_ppo().env_runners(num_env_runners=2)) as algorithm:
         metrics = tiny.train(algorithm, 1)
         (owned,) = algorithm.env_runner_group.foreach_env_runner(

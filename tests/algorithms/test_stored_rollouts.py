@@ -15,7 +15,7 @@ from tests.algorithms import tiny_runs as tiny
 def kept(algorithm, where: str | None = None) -> list[dict]:
     algorithm.recorder.state()  # all that was recorded is written
     found = open_rollouts(rollout_folders(algorithm.logdir))
-    return query(found, where=where, use_duckdb=False).to_pylist()
+    return query(found, where=where).to_pylist()
 
 
 def test_every_completion_is_a_row_with_its_advantage():

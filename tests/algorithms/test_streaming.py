@@ -11,8 +11,8 @@ import pytest
 import ray
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.streaming.source import FilteredOutError
+from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -241,12 +241,38 @@ def test_other_prompts_take_the_place_of_those_that_filters_refuse():
     assert told["groups_rejected"] == told["rejected/odd"]
 
 
+def no_answer_to_five(prompts, completions):
+    if any(prompt.startswith("5") for prompt in prompts):
+        raise KeyError("no answer")
+    return tiny.num_digits(completions)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_one_prompt_that_cannot_be_judged_ends_no_run(schedule):
+    config = streaming(schedule=schedule)
+    config.env_config["reward_functions"] = f"{__name__}.no_answer_to_five"
+    told = learn(config, 3)[2][-1]
+    assert told["groups_trained"] == 12 and told["rejected/unjudged"] >= 2
+
+
+def test_two_batches_before_publishing_are_two_batches():
+    with tiny.built(streaming()) as algorithm:
+        one, two = algorithm.next_batch().result(), algorithm.next_batch().result()
+        groups = [batch.columns[columns.GROUP][::3].tolist() for batch in (one, two)]
+        assert groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        algorithm.forward_backward(one).result()
+        algorithm.forward_backward(two).result()
+        algorithm.optimizer_step().result()
+        algorithm.publish_weights().result()
+        assert algorithm.rollouts.metrics()["rollouts"]["groups_trained"] == 8
+
+
 def test_where_no_group_has_spread_the_run_ends_and_says_so():
     config = streaming(max_staleness=0, filters=["reward_spread"], max_resampling=2)
     config.env_config["reward_functions"] = f"{__name__}.always_one"
     with tiny.built(config) as algorithm, pytest.raises(
-        # Eight are allowed; with the ninth nothing more is admitted, and three are on their way.
-        FilteredOutError, match=r"groups rejected in a row=12 must be at most 8 .*12 no_spread"
+        # Eight are allowed; with the ninth the run ends, whatever else is finished by then.
+        FilteredOutError, match=r"groups rejected in a row=9 must be at most 8 .*9 no_spread"
     ):  # fmt: skip
         algorithm.train()
 

@@ -19,9 +19,9 @@ from rllib_llm.cli.session import (
     ray_session,
     weights_in_store,
 )
-from rllib_llm.experiments.yaml_experiments import Experiment
-from rllib_llm.named_imports import IMPORTS
-from rllib_llm.user_errors import UserError
+from rllib_llm.runs.yaml_experiments import Experiment
+from rllib_llm.shared.dotted import IMPORTS
+from rllib_llm.shared.errors import UserError
 
 
 def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():

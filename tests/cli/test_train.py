@@ -12,14 +12,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import rllib_llm
 from rllib_llm.cli.main import app
 from rllib_llm.cli.options import RunOptions, laid_over
-from rllib_llm.cli.train import run_folder
-from rllib_llm.experiments.stage_result import StageResult
-from rllib_llm.tune.trial_logs import read_results
+from rllib_llm.cli.train import resume_command
+from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.trial_logs import read_results
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
-from tests.tune.tiny_trainables import COUNTER
+from tests.runs.tiny_trainables import COUNTER
 
 TWO_STAGES = {
     "first": {
@@ -223,6 +224,7 @@ def test_a_run_that_is_stopped_saves_first(run, tmp_path, number):
 
 def test_checkpoints_by_time_keep_two_and_the_best(run, tmp_path):
     timed = {"a": {**TWO_STAGES["first"], "stop": {"training_iteration": 5}}}
+    timed["a"]["config"] = {"stale": 0}
     result = run(timed, "--checkpoint-interval-s", "0")
     assert result.exit_code == 0, result.output
     (trial,) = tmp_path.glob("results/run/a/Counter_*")
@@ -231,15 +233,24 @@ def test_checkpoints_by_time_keep_two_and_the_best(run, tmp_path):
     assert json.loads((trial / "best_checkpoint" / "count.json").read_text()) == 5
 
 
-def test_a_resumed_run_is_of_the_same_file(tmp_path):
-    storage = ["--storage-path", str(tmp_path)]
-    (tmp_path / "default_2_2026-01-01_00-00-00").mkdir()
-    result = CliRunner().invoke(app, ["train", "--algo", COUNTER, "--resume", *storage])
-    assert result.exit_code == 2
-    assert "no run of 'default' lies in" in said(result.output)
-    (tmp_path / "default_2026-01-01_00-00-00").mkdir()
-    options = RunOptions(storage_path=str(tmp_path), resume=True)
-    assert run_folder("default", options, []) == tmp_path / "default_2026-01-01_00-00-00"
+def test_a_file_needs_no_word_before_it(tmp_path):
+    for words in (["train", "none.yaml"], ["train", "file", "none.yaml"]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2
+        assert "file='none.yaml' must be a YAML file: there is none" in said(result.output)
+
+
+def test_the_version_is_told():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"rllib-llm {rllib_llm.__version__}, ray 2.")
+
+
+def test_the_command_that_resumes_holds_no_secret(monkeypatch, tmp_path):
+    for given in (["--wandb-key", "s3cret"], ["--wandb-key=s3cret"]):
+        monkeypatch.setattr(sys, "argv", ["rllib", "train", "file", "x.yaml", *given, "-v"])
+        command = resume_command(tmp_path / "run", RunOptions())
+        assert command == "rllib train file x.yaml -v --experiment-name run --resume"
 
 
 @pytest.mark.slow  # a whole run
@@ -338,7 +349,7 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train", "--algo", "PPO", "--config", "[1]"], "--config='[1]' must be a mapping"),
         (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "counter.config: unknown key 'lrr'"),
         (
-            ["train", "--algo", "tests.tune.tiny_trainables:Counter", "--config", "{lrr: 1}"],
+            ["train", "--algo", "tests.runs.tiny_trainables:Counter", "--config", "{lrr: 1}"],
             "counter.config: unknown key 'lrr'",
         ),
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),

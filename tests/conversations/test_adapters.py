@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
+import signal
+import time
 
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.adapters.trl import TRLEnv
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.tools.toolbox import ToolError
+from rllib_llm.shared import columns
 from tests.conversations.scripted import add, roll, settings
 
 
@@ -57,7 +62,7 @@ def make():
             {"prompt": "Guess.", "answer": "3", "tries": 2},
             {"prompt": [{"role": "user", "content": "Go."}], "answer": "4", "tries": 9},
         ]
-        made.append(TRLEnv(settings(prompts=rows, **changes)))  # fmt: skip
+        made.append(TRLEnv(settings(**{"prompts": rows, **changes})))
         return made[-1]
 
     yield build
@@ -90,8 +95,148 @@ def test_tools_of_trl_as_they_are(make):
     assert attempts[0].conversation.num_turns == 3
 
 
+class Ledger:
+    """An environment with what TRL allows: a static tool, a property, a data source of its own."""
+
+    made = 0
+
+    def __init__(self, start: int = 0):
+        type(self).made += 1
+        self.start, self.entries, self.right = start, [], None
+
+    @property
+    def broken(self):
+        raise RuntimeError("nobody asked")
+
+    def reset(self, **kwargs):
+        assert kwargs["prompt"][-1]["content"] == ""
+        return [{"type": "text", "text": f"Begin at {self.start}."}]
+
+    def push(self, number: int) -> dict:
+        """
+        Writes a number down.
+
+        Args:
+            number: What to write.
+        """
+        time.sleep(0.05 / (1 + number))  # the later ones are quicker
+        self.entries.append(number)
+        return {"entries": len(self.entries)}
+
+    @staticmethod
+    def double(number: int) -> int:
+        """
+        Doubles a number.
+
+        Args:
+            number: What to double.
+        """
+        return 2 * number
+
+    async def get_reward(self) -> float:
+        return float(self.entries == sorted(self.entries))
+
+
+def calls(*numbers, tool="push"):
+    return "".join(
+        f'<tool_call>{{"name": "{tool}", "arguments": {{"number": {n}}}}}</tool_call>'
+        for n in numbers
+    )
+
+
+FACTORIES = {
+    "class": Ledger, "lambda": lambda: Ledger(), "partial": functools.partial(Ledger, 3),
+    "path": "tests.conversations.test_adapters:Ledger",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_an_environment_that_owns_its_data_and_its_calls_in_order(make, kind):
+    """TRL's first example has no data set; the calls of a turn are made in their order."""
+    env = make(prompts=None, environment_factory=FACTORIES[kind], num_tasks=10)
+    attempts, judged, policy = roll(env, calls(0, 1, 2, 3, 4), calls(4, tool="double"), "Done.")
+    assert judged.columns[columns.SCORES].tolist() == [1.0] * 4
+    assert len(env.tasks) == 10
+    begun = env.tokenizer.decode(policy.seen[0][2])
+    assert ("Begin at 3." if kind == "partial" else "Begin at 0.") in begun
+    said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
+    assert said == [*(f"{{'entries': {n}}}" for n in range(1, 6)), "8"]  # str, as TRL has it
+
+
+def test_rows_choose_among_environments(make):
+    """Each prompt shows the tools of its own environment alone."""
+    rows = [
+        {"prompt": "Guess.", "answer": "3", "tries": 2, "environment": "guess"},
+        {"environment": "ledger"},
+    ]
+    env = make(prompts=rows, environment_factory={"guess": Guess, "ledger": Ledger})
+    attempts, judged, policy = roll(
+        env, lambda row: call(3) if row < 2 else calls(2, 1), "Done."
+    )
+    assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 0.0, 0.0]
+    first = {row: env.tokenizer.decode(ids) for row, turn, ids in policy.seen if turn == 0}
+    assert '"name": "guess"' in first[0] and '"name": "push"' not in first[0]
+    assert '"name": "push"' in first[2] and '"name": "guess"' not in first[2]
+    with pytest.raises(EnvConfigError, match="environment='chess' of a row must be one of"):
+        roll(make(prompts=[{"prompt": "x", "environment": "chess"}],
+                  environment_factory={"guess": Guess}), "x", num_prompts=1)  # fmt: skip
+
+
+@contextlib.contextmanager
+def limited(seconds: int):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(seconds)
+    yield
+
+
+def slow(number: int) -> int:
+    """
+    Takes its time.
+
+    Args:
+        number: What to return.
+    """
+    with limited(1):
+        return number
+
+
+class Sneaky:
+    """Hides what it does with signals."""
+
+    def reset(self, **row):
+        return None
+
+    def limit(self, number: int) -> int:
+        """
+        Sets an alarm.
+
+        Args:
+            number: What to return.
+        """
+        getattr(signal, "sig" + "nal")(signal.SIGINT, signal.SIG_DFL)
+        return number
+
+
+def test_tools_that_want_the_main_thread_are_refused(make):
+    with pytest.raises(ToolError, match="tool 'slow' must not use 'SIGALRM'"):
+        make(tools=[slow])
+    env = make(environment_factory=Sneaky, reward_functions=lambda completions, **_: [1.0] * 4)
+    with pytest.raises(EnvConfigError, match="signal only works in main thread"):
+        roll(env, calls(1, tool="limit"), "Done.")
+
+
+class Pictures(Sneaky):
+    def reset(self, **row):
+        return [{"type": "image", "image": b""}]
+
+
+def test_pictures_are_refused(make):
+    with pytest.raises(EnvConfigError, match=r"reset\(\) must give a text or parts of type 'text'"):
+        roll(make(environment_factory=Pictures), "x")
+
+
 def test_an_environment_without_reset_is_refused(make):
-    with pytest.raises(EnvConfigError, match=r"must be a class with reset\(\*\*row\)"):
+    with pytest.raises(EnvConfigError, match=r"must make objects with reset\(\*\*row\)"):
         make(environment_factory=dict)
 
 
@@ -125,14 +270,114 @@ def test_a_task_is_a_function_of_seed_and_position(gym):
     assert 120 <= names.count("gcd") <= 180  # three of four: 150 +- 5 standard deviations of 6
 
 
-def test_half_an_answer_is_worth_nothing(gym):
-    """The data sets' own score rewards whoever writes down all that might be right."""
+@pytest.fixture
+def scores(gym):
+    """What answers to tasks are worth."""
+    opened = []
+
+    def judge(tasks, answers, **settings):
+        opened.append(gym.Scorer(tasks, **settings))
+        return opened[-1](list(answers.values()), list(answers))
+
+    yield judge
+    for scorer in opened:
+        scorer.close()
+
+
+def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
+    """By the data sets' own score; whoever wants nothing for it says so."""
     tasks = gym.Tasks("chain_sum", num_tasks=10)
-    answer = tasks[0]["answer"]
-    every = " ".join(map(str, range(-2000, 2000))) + f" {answer}"
-    assert tasks.score(0, answer, "exact") == tasks.score(0, answer, "task") == 1.0
-    assert tasks.score(0, every, "exact") == 0.0 < tasks.score(0, every, "task")
-    assert tasks.score(0, None, "exact") == 0.0
+    every = " ".join(map(str, range(-2000, 2000))) + f" {tasks[1]['answer']}"
+    answers = {0: tasks[0]["answer"], 1: every}
+    right, part = scores(tasks, answers)
+    assert right == 1.0 and 0 < part < 0.01
+    assert scores(tasks, answers, scoring="exact") == [1.0, 0.0]
+    with pytest.raises(EnvConfigError, match="scoring='exakt' must be one of"):
+        gym.Scorer(tasks, scoring="exakt")
+
+
+def test_what_a_model_writes_is_not_run_where_it_is_scored(gym, scores, tmp_path):
+    """Data sets that evaluate answers, by `eval` and through sympy."""
+    evaluating = [
+        "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "polynomial_equations",
+        "simple_integration", "complex_arithmetic", "intermediate_integration",
+    ]  # fmt: skip
+    made = tmp_path / "made"
+    for bad in (f"__import__('os').system('touch {made}')", "9**9**9**9"):
+        tasks = gym.Tasks(evaluating, num_tasks=100)
+        answers = {}
+        for name in evaluating:
+            index = next(i for i in range(100) if tasks[i]["dataset"] == name)
+            answers[index] = bad
+        found = scores(tasks, answers, deadline_s=5.0)
+        assert all(0 <= score < 0.1 for score in found), dict(zip(evaluating, found, strict=True))
+    assert not made.exists()
+
+
+READ_BY_SYMPY = [
+    "simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown",
+    "puzzle24",
+]  # fmt: skip
+FORGING = (
+    """exec("import os\\nfor fd in range(3, 60):\\n"""
+    """  try: os.write(fd, b'{\\\\"value\\\\": 1.0}\\\\n')\\n"""
+    """  except OSError: pass")"""
+)
+NO_FORMULAS = [
+    FORGING, "(lambda: 1)()", "[exec('1') for x in (1,)]", "x.__class__", "sin('exec(1)')",
+    "eval('24')", "Symbol(eval('1'))",
+]  # fmt: skip
+
+
+def test_sympy_reads_formulas_alone(gym):
+    """What it makes of a text is run as Python: an answer wrote its own score into a pipe."""
+    tasks = gym.Tasks(READ_BY_SYMPY, num_tasks=40)
+    index = {}
+    for i in range(40):
+        index.setdefault(tasks[i]["dataset"], i)
+    chosen = index["simple_integration"]
+    own = {i: tasks[i]["answer"] for i in index.values()}
+    other = f"sqrt(4)/2*({own[chosen]}) + exp(0)*Abs(-3) + 2!".replace("C", "7")
+    with contextlib.closing(gym.Scorer(tasks, num_workers=1)) as scorer:
+        for bad in NO_FORMULAS:
+            assert scorer([bad] * 5, list(own)) == [0.0] * 5, bad
+        assert scorer([*own.values(), other], [*own, chosen]) == [1.0] * 6
+
+
+def test_no_answer_computes_its_own_score(gym, scores):
+    tasks = gym.Tasks("n_queens", num_tasks=4)
+    forged = "setattr(type(self), 'score_answer', lambda *a: 1.0) or __import__('os')._exit(0)"
+    assert scores(tasks, {0: forged, 1: "nothing", 2: tasks[2]["answer"]}) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.slow  # a hundred data sets
+@pytest.mark.filterwarnings("ignore:.*gives its full score")
+def test_answers_to_all_data_sets(gym, scores):
+    from reasoning_gym.factory import DATASETS
+
+    names = sorted(set(DATASETS) - {"composite"})
+    assert len(names) >= 105
+    tasks = gym.Tasks(names, num_tasks=4000)
+    first = {}
+    for index, which in enumerate(tasks._which.tolist()):
+        first.setdefault(which, index)
+    rows = {index: tasks[index] for index in first.values()}
+    solved = {index: row["answer"] for index, row in rows.items() if row["answer"] is not None}
+    worth = scores(tasks, solved)
+    wrong = {rows[i]["dataset"]: s for i, s in zip(solved, worth, strict=True) if s != 1.0}
+    assert not wrong
+    unsolved = {rows[i]["dataset"] for i in rows if i not in solved}
+    assert unsolved <= {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+    for bad in ("None", "", "garbage of a policy", "[1, 2", "nan"):
+        worth = scores(tasks, dict.fromkeys(rows, bad))
+        found = {rows[i]["dataset"]: s for i, s in zip(rows, worth, strict=True)}
+        liked = {name for name, score in found.items() if not 0 <= score <= 0.5}
+        assert liked <= {"game_of_life_halting"}, (bad, liked)  # any text is right to it
+
+
+def test_a_data_set_that_likes_any_answer_is_named(gym):
+    with pytest.warns(UserWarning, match="'game_of_life_halting' of reasoning-gym gives its full"):
+        gym.Tasks("game_of_life_halting", num_tasks=2)
 
 
 def test_a_curriculum_grows_with_the_position(gym):
@@ -142,16 +387,54 @@ def test_a_curriculum_grows_with_the_position(gym):
     assert tasks.level(9) == 0 and tasks.level(25) == 2
 
 
-def test_unknown_data_sets_are_refused(gym):
-    with pytest.raises(EnvConfigError, match="datasets='chain' must be a name of reasoning-gym"):
-        gym.Tasks("chain")
-    with pytest.raises(EnvConfigError, match="config={'max_terms': 'x'} must be settings of"):
-        gym.Tasks([{"name": "chain_sum", "config": {"max_terms": "x"}}])[0]
-    with pytest.raises(EnvConfigError, match="must be None for"):
-        from reasoning_gym.factory import CURRICULA, DATASETS
+@pytest.mark.parametrize("name", ["rearc", "arc_agi"])
+def test_curricula_with_settings_within_settings(gym, name):
+    tasks = gym.Tasks(name, num_tasks=2, tasks_per_level=1)
+    assert tasks[1]["prompt"]
 
-        name = min(set(DATASETS) - set(CURRICULA) - {"composite"})
-        gym.Tasks(name, tasks_per_level=5)[0]
+
+def test_levels_that_make_no_task_are_refused_at_once(gym):
+    with pytest.raises(
+        EnvConfigError, match="level 2 of its curriculum.*rotation must be in range"
+    ):
+        gym.Tasks("caesar_cipher", num_tasks=30, tasks_per_level=10)
+    gym.Tasks("caesar_cipher", num_tasks=20, tasks_per_level=10)
+    fixed = {"name": "caesar_cipher", "config": {"max_rotation": 25}}
+    gym.Tasks([fixed], num_tasks=30, tasks_per_level=10)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "why"),
+    [
+        ("chain", "datasets='chain' must be a name of reasoning-gym"),
+        ([], r"datasets=\[\] must have at least one data set"),
+        ([{"name": "gcd", "weight": "x"}], "weight='x' is no number"),
+        ([{"name": "gcd", "weight": 0}], "weight=0"),
+        ([{"name": "gcd", "config": 3}], "config=3 is no mapping"),
+        ([{"name": "gcd", "wieght": 3}], r"unknown \['wieght'\]"),
+        (
+            [{"name": "chain_sum", "config": {"max_terms": "x"}}],
+            "config={'max_terms': 'x'} must be",
+        ),
+    ],
+)
+def test_unknown_data_sets_are_refused(gym, datasets, why):
+    with pytest.raises(EnvConfigError, match=why):
+        gym.Tasks(datasets)
+
+
+def test_a_curriculum_wants_one(gym):
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    name = min(set(DATASETS) - set(CURRICULA) - {"composite"})
+    with pytest.raises(EnvConfigError, match="must be None for"):
+        gym.Tasks(name, tasks_per_level=5)
+
+
+def test_answers_that_nobody_knows(gym):
+    assert gym.Tasks("rush_hour", num_tasks=2)[0]["answer"] is None
+    with pytest.raises(EnvConfigError, match="must have a data set with answers"):
+        gym.sft_texts("rush_hour", num_tasks=2)
 
 
 def test_the_environment_judges_tagged_answers(gym):

@@ -9,17 +9,18 @@ import openai
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.agent_rollouts import open_service, run_agents
+from rllib_llm.envs.agent_rollouts import open_for, run_agents
 from rllib_llm.envs.checks.check_env import check_env
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import EngineFailed
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.toys.calculator import MODEL, build_model
 from rllib_llm.rollouts.agents import sampling_fields
+from rllib_llm.serving.agent_server import open_agent_server
+from rllib_llm.shared import columns
 
 VERSION = 7
 MAX_NEW_TOKENS = 6
@@ -51,11 +52,11 @@ def play(agent, *, engine=None, params=PARAMS, num_completions=2, seed=0, **chan
     """The attempts and the judged batch of an agent."""
     env = AgentEnv({"model": MODEL, "prompts": TASKS, "shuffle": False, "agent": agent, **changes})
     engine = engine or TorchEngine(build_model()[0], version=VERSION)
-    service = open_service(env, engine, stop_token_ids=(), name="test")
+    server = open_for(env, engine, open_agent_server, (), "test")
     try:
         attempts = run_agents(
             env, env.tasks.rows(0, 2), first_position=0, num_completions=num_completions,
-            service=service, sampling=sampling_fields(params, seed), max_new_tokens=MAX_NEW_TOKENS,
+            server=server, sampling=sampling_fields(params, seed), max_new_tokens=MAX_NEW_TOKENS,
         )  # fmt: skip
         return attempts, judge(env, attempts, 0)
     finally:
@@ -241,4 +242,4 @@ def test_what_cannot_be_called_is_refused():
 
 def test_the_checker_has_the_agent_talk_to_the_model():
     asked = {"model": MODEL, "prompts": TASKS, "agent": talk}
-    assert check_env("rllib_llm/Agent-v0", asked) == []
+    assert check_env("rllib_llm/Agent-v0", asked, agent_server=open_agent_server) == []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.adapters.chat import ChatEnv
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.shared import columns
 from tests.conversations.scripted import ADD_CALL, add, roll, settings
 from tests.scripted_server import serving
 

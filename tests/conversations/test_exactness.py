@@ -6,9 +6,9 @@ import pytest
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm import columns
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.shared import columns
 from tests.conversations.templates import FAMILIES
 from tests.learners import tiny_learners as tiny
 from tests.rollouts.tiny_samplers import build_sampler

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import subprocess
 import sys
+import time
+import warnings
 
 import pytest
 
+from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.tools.toolbox import ToolError
+from rllib_llm.envs.event_loop import EventLoop
+from rllib_llm.envs.tools.mcp_tools import MCPServers
+from rllib_llm.envs.tools.toolbox import Toolbox, ToolError
 from tests.conversations.scripted import roll, settings
 
 pytest.importorskip("mcp")
@@ -28,6 +36,163 @@ def add(a: int, b: int) -> str:
 
 server.run("stdio")
 """
+
+MUTE = "import time; time.sleep(600)"
+FRAIL = """
+import asyncio, os, sys, time
+from mcp.server import MCPServer
+
+server = MCPServer("frail")
+
+
+@server.tool()
+async def add(a: int, b: int) -> str:
+    "Adds two numbers, or goes away."
+    if a == 9:
+        os._exit(1)
+    if a == 8:
+        await asyncio.sleep(60)
+    if a == 7:
+        time.sleep(60)  # and nothing else is answered meanwhile
+    return str(a + b)
+
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+"""
+
+
+@pytest.fixture
+def served(tmp_path):
+    """(calls, tools) of servers: `calls(*asked)` gives the results of `add`."""
+    loop, opened = EventLoop(), []
+
+    def serve(*servers, **settings):
+        opened.append(MCPServers(servers, **settings))
+        tools = loop.run(opened[-1].connect())
+        box = Toolbox(tools)
+
+        def calls(*asked):
+            return [loop.run(box.run(ToolCall("add", {"a": a, "b": 2}, "", "ok"))) for a in asked]
+
+        return calls, tools
+
+    yield serve
+    for servers in opened:
+        loop.run(servers.close())
+    loop.close()
+
+
+def program(tmp_path, text):
+    script = tmp_path / "server.py"
+    script.write_text(text)
+    return {"command": sys.executable, "args": [str(script)]}
+
+
+def test_a_server_that_never_answers_is_given_up(served, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(
+        ToolError, match="must be reachable: TimeoutError: it did not answer within 1"
+    ):
+        served(program(tmp_path, MUTE), connect_s=1)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.slow  # servers in processes of their own
+def test_a_server_that_dies_is_started_again(served, tmp_path):
+    calls, _ = served(program(tmp_path, FRAIL))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, died, again = calls(1, 9, 1)
+    assert (first.text, first.failure) == ("3", "")
+    assert died.failure == "unavailable" and "the MCP server went away" in died.text
+    assert (again.text, again.failure) == ("3", "")
+    assert any("rollouts that call it are not valid" in str(w.message) for w in caught)
+
+
+@pytest.mark.slow  # as above
+def test_slow_calls_are_told_and_servers_that_hang_are_not_the_policy_s(
+    served, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rllib_llm.envs.tools.mcp_tools._PROBE_SECONDS", 2.0)
+    calls, _ = served(program(tmp_path, FRAIL), timeout_s=1.0)
+    (slow,) = calls(8)
+    assert (slow.failure, slow.text) == ("timeout", "Error: no result within 1 s.")
+    with pytest.warns(UserWarning, match="answered nothing for 1 s"):
+        hung, again = calls(7, 1)
+    assert hung.failure == "unavailable" and again.text == "3"
+
+
+def free_port():
+    with socket.socket() as open_one:
+        open_one.bind(("127.0.0.1", 0))
+        return open_one.getsockname()[1]
+
+
+@pytest.mark.slow  # as above
+def test_a_server_that_is_restarted_is_found_again(served, tmp_path):
+    port, script = free_port(), program(tmp_path, FRAIL)
+    command = [script["command"], *script["args"], str(port)]
+    with open(tmp_path / "log", "w") as log:
+        running = subprocess.Popen(command, stderr=log)
+        try:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                with socket.socket() as probe:
+                    if not probe.connect_ex(("127.0.0.1", port)):
+                        break
+                time.sleep(0.1)
+            calls, _ = served(f"http://127.0.0.1:{port}/mcp", connect_s=60)
+            assert calls(1)[0].text == "3"
+            running.kill()
+            running.wait()
+            with pytest.warns(UserWarning, match="went away"):
+                assert calls(1)[0].failure == "unavailable"
+                running = subprocess.Popen(command, stderr=log)
+                assert calls(1)[0].text == "3"
+        finally:
+            running.kill()
+            running.wait()
+
+
+def test_all_pages_of_a_list_are_read():
+    from rllib_llm.envs.tools.mcp_tools import _listed_by
+
+    class Paged:
+        async def list_tools(self, *, cursor=None):
+            page = int(cursor or 0)
+            following = str(page + 1) if page < 2 else None
+            return type("Page", (), {"tools": [f"tool{page}"], "next_cursor": following})
+
+    assert asyncio.run(_listed_by(Paged())) == ["tool0", "tool1", "tool2"]
+
+
+def test_a_rollout_whose_server_is_away_is_not_valid(tmp_path):
+    class Gone:
+        name, timeout_s = "add", 1.0
+        schema = {
+            "type": "function",
+            "function": {"name": "add", "description": "", "parameters": {}},
+        }
+
+        async def run(self, arguments):
+            from rllib_llm.envs.tools.toolbox import ToolUnavailable
+
+            if arguments["a"]:
+                return "3"
+            raise ToolUnavailable("the MCP server is away")
+
+    env = ConversationEnv(
+        settings(tools=[Gone()], reward_functions=lambda completions: [1.0] * len(completions))
+    )
+    try:
+        with pytest.warns(UserWarning, match="the MCP server is away"):
+            attempts, judged, _ = roll(env, lambda row: call(row % 2), "3")
+    finally:
+        env.close()
+    assert judged.columns["valid"].tolist() == [False, True, False, True]
 
 
 def call(a):

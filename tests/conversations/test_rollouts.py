@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.conversations.chat_format import ChatFormatError
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.conversation_rollouts import EngineFailed, run_rollouts
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.shared import columns
 from tests.conversations.scripted import ADD_CALL, ScriptedPolicy, add, roll, settings
 from tests.conversations.templates import CHATML, family_tokenizer
 
@@ -329,8 +329,9 @@ def test_failures_of_tools_may_make_a_rollout_invalid(make):
 def test_wrong_calls_are_told_of(make, call, told):
     env = make(tools=[add], reward_functions=right)
     attempts, _, _ = roll(env, f"<tool_call>{call}</tool_call>", "It is 3.")
-    (result,) = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
-    assert told in result
+    # A call that could not be read is none to the template, and its answer no tool's.
+    result = attempts[0].conversation.messages[2]
+    assert result["role"] == ("user" if call == "{" else "tool") and told in result["content"]
 
 
 def test_a_tool_knows_which_conversation_called_it(make):

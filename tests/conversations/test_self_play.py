@@ -6,7 +6,6 @@ import pytest
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm import columns
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.algorithms.self_play import SelfPlayConfig
 from rllib_llm.conversations.proof import USER
@@ -16,10 +15,11 @@ from rllib_llm.envs.conversation import Response
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.self_play import SelfPlayEnv, run_games
 from rllib_llm.envs.toys import guessing
-from rllib_llm.ray_compat import local_learner
 from rllib_llm.rollouts.self_play import PlayersPolicy
+from rllib_llm.shared import columns
+from rllib_llm.shared.ray_compat import local_learner
+from rllib_llm.weights.exporter import OPPONENT, TwoModules
 from rllib_llm.weights.flat_buffer import pack
-from rllib_llm.weights.two_modules import OPPONENT, TwoModules
 from tests.algorithms import tiny_runs as tiny
 from tests.conversations.scripted import settings
 
@@ -79,6 +79,24 @@ def test_a_game_ends_at_its_limits_and_at_what_nobody_can_answer(env):
     # The answerer was never asked: there is nothing of it to learn from.
     assert judged.columns[columns.VALID].tolist() == [True, False]
     assert judged.columns[columns.SCORES].tolist() == pytest.approx([-0.05, 0.0])
+
+
+def test_reward_functions_judge_who_has_spoken():
+    """The second player was told something at the end, and never asked."""
+    env = Short(settings(reward_functions=lambda completions, **_: [len(c) for c in completions]))
+    try:
+        _, judged = play(env, ["Yes."], ["No."], num_prompts=2, num_completions=1)
+    finally:
+        env.close()
+    assert judged.columns[columns.VALID].tolist() == [True, False] * 2
+    assert judged.columns[columns.SCORES].tolist() == [1.5, 0.0] * 2
+
+
+class Short(SelfPlayEnv):
+    """Is over when the first player has spoken, and says so to the second."""
+
+    def relay(self, player, game):
+        return Response("It is over.", reward=0.5, done=True)
 
 
 class Brittle(SelfPlayEnv):

@@ -15,7 +15,13 @@ WRITTEN = {
     "xml": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
     "mistral": f"[TOOL_CALLS] [{CALL}]",
     "llama3": CALL.replace("arguments", "parameters"),
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "harmony": ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}',
+    "gemma4": "<|tool_call>call:add{a:1}<tool_call|>",
+    "pythonic": "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
+    "cohere": '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|>',
 }
+OPEN_ENDED = ("mistral", "llama3", "harmony")  # no mark says that a call is whole
 
 
 def parsed(text, syntax="hermes", **options):
@@ -37,8 +43,56 @@ def test_a_truncated_tool_call_is_never_complete(syntax):
             calls = parsed(whole[:end], syntax, finish=finish).tool_calls
             # Cut anywhere before its last character no call is complete, however sampling ended;
             # whole but not ended by the policy, only a closing mark says that nothing is missing.
-            is_whole = end == len(whole) and (finish == "stop" or syntax in ("hermes", "xml"))
+            is_whole = end == len(whole) and (finish == "stop" or syntax not in OPEN_ENDED)
             assert [call.status for call in calls if call.status == "ok"] == ["ok"] * is_whole
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "arguments"),
+    [
+        ("mistral", '[TOOL_CALLS]add{"a": 1}', [{"a": 1}]),  # v11
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]call00001[ARGS]{"a": 1}', [{"a": 1}]),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}',
+         [{"a": 1}, {"a": 2}]),  # v13
+        ("harmony", '<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>'
+         'commentary to=functions.add <|constrain|>json<|message|>{"a": 1}', [{"a": 1}]),
+        ("gemma4", '<|tool_call>call:add{a:<|"|>{x: "1"}<|"|>,b:[1,true],c:{d:null}}<tool_call|>',
+         [{"a": '{x: "1"}', "b": [1, True], "c": {"d": None}}]),
+        ("gemma4", "<|tool_call>call:add{}<tool_call|>", [{}]),
+        ("pythonic", "<|tool_call_start|>[add(a='x', b=[1, None]), add(a=2)]<|tool_call_end|>",
+         [{"a": "x", "b": [1, None]}, {"a": 2}]),
+        ("pythonic", "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>", [None]),
+        ("glm", "<tool_call>add\n</tool_call>", [{}]),
+    ],
+)  # fmt: skip
+def test_a_call_is_read_in_the_forms_of_its_family(syntax, text, arguments):
+    assert [call.arguments for call in parsed(text, syntax).tool_calls] == arguments
+
+
+@pytest.mark.parametrize("written", ["123", "true", '{"a": 1}', '"quoted"', "null", "None"])
+@pytest.mark.parametrize("syntax", ["xml", "glm"])
+def test_a_text_that_looks_like_json_stays_a_text_where_the_schema_wants_one(syntax, written):
+    form = {
+        "xml": "<tool_call><function=f><parameter=x>\n{}\n</parameter></function></tool_call>",
+        "glm": "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>",
+    }[syntax]
+    text = form.replace("{}", written)
+    texts = {"f": {"properties": {"x": {"type": "string"}}}}
+    assert parsed(text, syntax, tools=texts).tool_calls[0].arguments == {"x": written}
+    any_value = parsed(text, syntax, tools={"f": {}}).tool_calls[0].arguments["x"]
+    assert any_value == (None if written == "None" else json.loads(written))
+
+
+def test_without_tools_an_answer_in_json_is_an_answer():
+    for syntax, text in WRITTEN.items():
+        reply = parsed(text, syntax, reads_calls=False)
+        assert reply.tool_calls == () and "1" in reply.content, syntax
+
+
+def test_calls_beyond_the_most_are_told_apart():
+    reply = parsed(f"{WRITTEN['llama3']}; {WRITTEN['llama3']}", "llama3", max_calls=1)
+    assert [call.status for call in reply.tool_calls] == ["ok", "too_many_calls"]
+    assert len(reply.as_message()["tool_calls"]) == 1
 
 
 def test_several_calls_and_the_words_between_them():

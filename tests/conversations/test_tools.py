@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -69,6 +70,63 @@ def test_programs_are_held_to_their_limits():
     assert len(python("while True: print('x' * 999)", max_output=5000).text) < 6000
 
 
+def test_a_program_s_own_limit_holds_and_is_named():
+    """A child in a session of its own, which holds the pipe, holds up nothing."""
+    child = "import subprocess; subprocess.Popen(['setsid', 'sleep', '99'])"
+    start = time.monotonic()
+    result = python(f"{child}\nimport time; time.sleep(60)", timeout_s=1)
+    assert result.text == "Error: the program did not end within 1 s."
+    assert result.failure == "timeout" and time.monotonic() - start < 6
+    start = time.monotonic()
+    assert python(f"print('kept'); {child}", timeout_s=20).text == "kept"
+    assert time.monotonic() - start < 15
+
+
+def test_programs_see_nothing_of_the_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_SECRET", "hush")
+    code = f"""
+import os, pathlib, socket
+for attempt in (
+    lambda: pathlib.Path({str(tmp_path / "made")!r}).write_text("x"),
+    lambda: socket.create_connection(("127.0.0.1", 80)),
+    lambda: pathlib.Path("/proc/{os.getpid()}/environ").read_text(),
+):
+    try:
+        print(attempt())
+    except OSError as error:
+        print(type(error).__name__)
+print("MY_SECRET" in os.environ, pathlib.Path("own").write_text("mine"))
+"""
+    lines = python(code, timeout_s=20).text.splitlines()
+    assert lines[:2] == ["PermissionError"] * 2 and lines[3] == "False 4"
+    assert lines[2] in ("PermissionError", "FileNotFoundError")
+
+
+def test_programs_wait_for_a_place_and_are_not_late_for_it():
+    tool = PythonTool(timeout_s=20, max_processes=1)
+    asked = ToolCall("python", {"code": "import time; time.sleep(0.5); print(1)"}, "", "ok")
+
+    async def both():
+        box = Toolbox([tool], timeout_s=0.3)  # of tools without a limit of their own
+        return await asyncio.gather(box.run(asked), box.run(asked))
+
+    assert [result.text for result in asyncio.run(both())] == ["1", "1"]
+
+
+def function_of(function: str) -> str:
+    """Says its argument.
+
+    Args:
+        function: anything.
+    """
+    return function
+
+
+def test_an_argument_may_be_called_function():
+    asked = ToolCall("function_of", {"function": "f"}, "", "ok")
+    assert asyncio.run(Toolbox([function_of]).run(asked)).text == "f"
+
+
 def test_search_ranks_passages_by_rare_words():
     texts = {
         "rivers": "The Rhine is long.\n\nThe Aare flows through Bern.",
@@ -86,6 +144,18 @@ def test_search_reads_a_folder(tmp_path):
     (tmp_path / "a.md").write_text("Apples are red.")
     (tmp_path / "b.bin").write_bytes(b"\x00")
     assert SearchTool(tmp_path).search("apples") == [("a", "Apples are red.")]
+
+
+def test_search_keeps_files_of_one_name_apart(tmp_path):
+    for folder, text in (("one", "Apples are red."), ("two", "Plums are blue.")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "README.md").write_text(f"\ufeff{text}", encoding="utf-8")
+    tool = SearchTool(tmp_path)
+    assert tool.search("apples") == [("one/README", "Apples are red.")]
+    assert tool.search("plums") == [("two/README", "Plums are blue.")]
+    (tmp_path / "old.txt").write_bytes("Äpfel".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"old.txt' must be written in UTF-8"):
+        SearchTool(tmp_path)
 
 
 def untyped(x):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
-from rllib_llm import columns
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.shared import columns
 from tests.conversations.scripted import roll, settings
 
 pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
@@ -71,6 +72,43 @@ def test_the_record_has_the_sampled_tokens(make):
     assert trace.num_turns == 2 and not trace.is_truncated and trace.last_reply == "2"
 
 
+def plain_call(name, **arguments):
+    given = json.dumps(arguments)
+    return f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>'
+
+
+def test_a_shared_toolset_has_a_state_of_each_rollout(make):
+    """After verifiers' scratchpad: 16 rollouts at once, each reads its own word alone."""
+    env = make(taskset=f"{HERE}:Scratchpads")
+    words = ("alpha", "bravo", "charlie", "delta")
+    attempts, judged, _ = roll(
+        env, lambda row: plain_call("scratchpad_roundtrip", word=words[row // 4]),
+        plain_call("scratchpad_shout"), lambda row: words[row // 4],
+        num_prompts=4, num_completions=4,
+    )  # fmt: skip
+    assert judged.columns[columns.SCORES].tolist() == [2.0] * 16
+    said = (attempt.conversation.messages for attempt in attempts)
+    told = [[m["content"] for m in messages if m["role"] == "tool"] for messages in said]
+    assert told == [[word, word.upper()] for word in words for _ in range(4)]
+    for attempt, outputs, total in zip(
+        attempts, judged.metrics["output_tokens"], judged.metrics["total_tokens"], strict=True
+    ):
+        assert outputs == attempt.conversation.num_sampled_tokens
+        assert total == len(attempt.conversation.token_ids)
+
+
+def test_toolsets_of_one_state_share_it(make):
+    both = plain_call("ones_one") + plain_call("hundreds_hundred")
+    env = make(taskset=f"{HERE}:Counts")
+    _, judged, _ = roll(env, both, "Done.", num_prompts=1)
+    assert judged.columns[columns.SCORES].tolist() == [101.0] * 2
+    assert judged.metrics["completed"].tolist() == [1.0] * 2
+    env = make(taskset=f"{HERE}:Counts", max_turns=3)
+    _, judged, _ = roll(env, both, num_prompts=1)
+    assert judged.columns[columns.SCORES].tolist() == [303.0] * 2
+    assert judged.metrics["was_cut"].tolist() == [1.0] * 2
+
+
 def test_settings_of_the_task_set_and_how_many_tasks(make):
     assert len(make(taskset_config={"most": 5}).tasks) == 5
     assert len(make(taskset_config={"most": 5}, num_tasks=3).tasks) == 3
@@ -83,6 +121,9 @@ def test_settings_of_the_task_set_and_how_many_tasks(make):
         ({"taskset": f"{HERE}:Boxed"}, "it runs in a container"),
         ({"taskset": f"{HERE}:Running"}, r"\['ran'\] want a runtime"),
         ({"taskset": f"{HERE}:Endless"}, "num_tasks=None must be a number for Endless"),
+        ({"taskset": f"{HERE}:Guarded"}, r"@vf.intercept of \['guard'\] rewrites"),
+        ({"taskset": f"{HERE}:Watched"}, r"@vf.stop of \['long'\] looks at requests or resp"),
+        ({"taskset": f"{HERE}:Remote"}, "toolset Ones must be .* http://localhost:1/mcp. Name"),
         ({"taskset": "no_such_taskset"}, "taskset='no_such_taskset'.* must be a vf.Taskset"),
         ({"taskset_config": {"mots": 3}}, "taskset_config={'mots': 3} must be"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import verifiers.v1 as vf
 
 
@@ -83,3 +85,143 @@ class Endless(vf.Taskset[SumTask, SumsConfig]):
         while True:
             number += 1
             yield SumTask(SumData(prompt=f"1+{number}?", answer=str(1 + number)))
+
+
+# --- after verifiers' own scratchpad: one writable toolset of all rollouts ----------------------
+
+
+class Word(vf.State):
+    word: str = ""
+
+
+class Scratchpad(vf.Toolset[vf.SharedToolsetConfig, Word]):
+    @vf.tool
+    async def roundtrip(self, word: str) -> str:
+        """Stores a word and reads it back."""
+        self.state.word += word
+        await asyncio.sleep(0.01)
+        return self.state.word
+
+    @vf.tool
+    def shout(self) -> str:
+        """Says the word loudly; not async."""
+        self.state.word = self.state.word.upper()
+        return self.state.word
+
+
+class ScratchpadData(vf.TaskData):
+    word: str
+
+
+class ScratchpadTask(vf.Task[ScratchpadData, Word]):
+    @vf.stop
+    async def done(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 4
+
+    @vf.reward
+    async def isolated(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.word)
+
+    @vf.reward
+    async def kept(self, trace: vf.Trace) -> float:
+        return float(trace.state.word == self.data.word.upper())
+
+    @vf.metric
+    async def output_tokens(self, trace: vf.Trace) -> float:
+        return float(trace.num_output_tokens)
+
+    @vf.metric
+    async def total_tokens(self, trace: vf.Trace) -> float:
+        return float(trace.num_total_tokens)
+
+
+class Scratchpads(vf.Taskset[ScratchpadTask, vf.TasksetConfig]):
+    @classmethod
+    def toolsets(cls, config) -> list[vf.Toolset]:
+        return [Scratchpad(vf.SharedToolsetConfig())]
+
+    def load(self):
+        for word in ("alpha", "bravo", "charlie", "delta"):
+            yield ScratchpadTask(ScratchpadData(prompt=f"Say {word}.", word=word))
+
+
+# --- two toolsets of one state -------------------------------------------------------------------
+
+
+class Count(vf.State):
+    count: int = 0
+
+
+class Ones(vf.Toolset[vf.ToolsetConfig, Count]):
+    @vf.tool
+    async def one(self) -> str:
+        """Adds one."""
+        self.state.count += 1
+        return str(self.state.count)
+
+
+class Hundreds(vf.Toolset[vf.ToolsetConfig, Count]):
+    @vf.tool
+    async def hundred(self) -> str:
+        """Adds a hundred."""
+        self.state.count += 100
+        return str(self.state.count)
+
+
+class CountTask(vf.Task[vf.TaskData, Count]):
+    @classmethod
+    def toolsets(cls, config) -> list[vf.Toolset]:
+        return [Ones(vf.ToolsetConfig()), Hundreds(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def counted(self, trace: vf.Trace) -> float:
+        return float(trace.state.count)
+
+    @vf.metric
+    async def was_cut(self, trace: vf.Trace) -> float:
+        return float(trace.is_truncated and trace.stop_condition == "max_turns")
+
+    @vf.metric
+    async def completed(self, trace: vf.Trace) -> float:
+        return float(trace.stop_condition == "agent_completed")
+
+
+class Counts(vf.Taskset[CountTask, vf.TasksetConfig]):
+    def load(self):
+        yield CountTask(vf.TaskData(prompt="Count."))
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+class GuardedTask(vf.Task[vf.TaskData]):
+    @vf.intercept
+    async def guard(self, response: vf.Response) -> vf.Response | None:
+        return None
+
+
+class Guarded(vf.Taskset[GuardedTask, vf.TasksetConfig]):
+    def load(self):
+        yield GuardedTask(vf.TaskData(prompt="x"))
+
+
+class WatchedTask(vf.Task[vf.TaskData]):
+    @vf.stop
+    async def long(self, response: vf.Response) -> bool:
+        return True
+
+
+class Watched(vf.Taskset[WatchedTask, vf.TasksetConfig]):
+    def load(self):
+        yield WatchedTask(vf.TaskData(prompt="x"))
+
+
+class RemoteTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config) -> list[vf.Toolset]:
+        return [Ones(vf.ToolsetConfig(url="http://localhost:1/mcp"))]
+
+
+class Remote(vf.Taskset[RemoteTask, vf.TasksetConfig]):
+    def load(self):
+        yield RemoteTask(vf.TaskData(prompt="x"))

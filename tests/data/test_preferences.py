@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
-from rllib_llm import columns
 from rllib_llm.data.preferences import PairSource, PromptedPairSource
 from rllib_llm.data.rows import DataSourceError
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import build_model
 from tests.data.test_texts import CHAT, PLAIN_TEMPLATE
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer

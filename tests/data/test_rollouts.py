@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from rllib_llm.data.conditions import ConditionError
 from rllib_llm.data.preferences import PreferenceSource
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.data.rollouts import (
+    ConditionError,
     NoRolloutsError,
-    has_duckdb,
     open_rollouts,
     query,
     rollout_folders,
@@ -33,13 +34,6 @@ def folder(tmp_path_factory):
     return root / "trial" / "rollouts"
 
 
-READERS = [
-    False,
-    pytest.param(True, marks=pytest.mark.skipif(not has_duckdb(), reason="duckdb is absent")),
-]
-
-
-@pytest.mark.parametrize("use_duckdb", READERS)
 @pytest.mark.parametrize("where, scores", [
     (None, [9.0, 0.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.75, 0.0, 1.0]),
     ("status = 'trained' AND score > 0.5", [1.0, 0.75, 1.0]),
@@ -48,25 +42,31 @@ READERS = [
     ("status <> 'trained' AND reason IS NULL", []),
     ("valid AND score = 0", [0.0, 0.0]),
 ])  # fmt: skip
-def test_conditions(folder, where, scores, use_duckdb):
-    found = query(open_rollouts([folder]), where=where, use_duckdb=use_duckdb)
+def test_conditions(folder, where, scores):
+    found = query(open_rollouts([folder]), where=where)
     assert found.column("score").to_pylist() == scores
 
 
-@pytest.mark.parametrize("use_duckdb", READERS)
-def test_order_and_number(folder, use_duckdb):
+def test_order_and_number(folder):
     rollouts = open_rollouts([folder])
-    best = query(rollouts, sort="score", limit=3, use_duckdb=use_duckdb)
+    best = query(rollouts, sort="score", limit=3)
     assert [(r["iteration"], r["score"]) for r in best.to_pylist()] == [(0, 9), (1, 1), (3, 1)]
-    worst = query(rollouts, sort="score asc", limit=1, columns=["score"], use_duckdb=use_duckdb)
+    worst = query(rollouts, sort="score asc", limit=1, columns=["score"])
     assert worst.to_pylist() == [{"score": 0.0}]
 
 
-@pytest.mark.parametrize("use_duckdb", READERS)
 @pytest.mark.parametrize("where", ["score >", "colour = 'red'", "score > 1 )", "DROP TABLE x"])
-def test_what_cannot_be_read_is_said(folder, where, use_duckdb):
+def test_what_cannot_be_read_is_said(folder, where):
     with pytest.raises(ConditionError, match="where=.* must be"):
-        query(open_rollouts([folder]), where=where, use_duckdb=use_duckdb)
+        query(open_rollouts([folder]), where=where)
+
+
+def test_a_condition_without_duckdb_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    rollouts = open_rollouts([folder])
+    with pytest.raises(ConditionError, match=r"pip install 'rllib-llm\[rollouts\]'"):
+        query(rollouts, where="score > 1")
+    assert len(query(rollouts)) == 10 and len(load_rows(str(folder))) == 9
 
 
 def test_an_unknown_column_to_sort_by(folder):

@@ -9,7 +9,7 @@ import pytest
 
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import check_source, load_rows
-from rllib_llm.dotted import DottedPathError
+from rllib_llm.shared.dotted import DottedPathError
 
 ROWS = [{"prompt": "one", "label": 1}, {"prompt": "two", "label": 0}, {"prompt": "☃", "label": 1}]
 

@@ -13,9 +13,9 @@ import typer
 import yaml
 
 from rllib_llm.cli.main import app
-from rllib_llm.experiments.plan import check_experiments
-from rllib_llm.experiments.yaml_experiments import load
-from rllib_llm.experiments.yaml_loader import parse
+from rllib_llm.runs.plan import check_experiments
+from rllib_llm.runs.yaml_experiments import load
+from rllib_llm.runs.yaml_loader import parse
 from tests.docs.code_blocks import Block, blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +103,13 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
     assert not broken
 
 
+def test_the_first_page_leads_to_every_other():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", index)) | {"index.md"}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - linked == set()
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
 
@@ -126,6 +133,13 @@ def test_the_house_has_no_circles(monkeypatch):
     assert house.circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     assert house.circles(house.arrows()) == []
     assert house.circles(house.module_imports()) == []
+
+
+def test_every_room_is_described():
+    page = (ROOT / "docs/explanations/house.md").read_text("utf-8")
+    described = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    package = ROOT / "rllib_llm"
+    assert described == {path.parent.name for path in package.glob("*/__init__.py")}
 
 
 def test_the_walk_names_at_most_twelve_files_that_exist():

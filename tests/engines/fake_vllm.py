@@ -14,12 +14,12 @@ class FakeLLMEngine:
     def __init__(self) -> None:
         self.requests: dict[str, tuple[list[int], Any, list[int]]] = {}
         self.offset = 0
-        self.added: list[tuple[str, list[int], Any]] = []
+        self.added: list[tuple[str, dict[str, Any], Any]] = []
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
     def add_request(self, request_id, prompt, params) -> None:
         assert request_id not in self.requests
-        self.added.append((request_id, prompt["prompt_token_ids"], params))
+        self.added.append((request_id, prompt, params))
         self.requests[request_id] = (prompt["prompt_token_ids"], params, [])
 
     def abort_request(self, request_ids) -> None:
@@ -32,9 +32,13 @@ class FakeLLMEngine:
             tokens.append(len(prompt) + len(tokens) + self.offset)
             is_full = len(tokens) == params.max_tokens
             finished = is_full or tokens[-1] in params.stop_token_ids
-            logprobs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
-            answer = SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs)
-            outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
+            if params.output_kind == "delta" or finished:
+                new = tokens[-1:] if params.output_kind == "delta" else list(tokens)
+                logprobs = SimpleNamespace(logprobs=[-0.5] * len(new))
+                answer = SimpleNamespace(token_ids=new, logprobs=logprobs)
+                outputs.append(
+                    SimpleNamespace(request_id=name, outputs=[answer], finished=finished)
+                )
             if finished:
                 del self.requests[name]
         return outputs
@@ -50,25 +54,19 @@ class FakeLLM:
         assert method == "reload_weights"
         self.llm_engine.offset = int(dict(kwargs["weights_iterator"])["offset"])
 
-    def reset_prefix_cache(self) -> bool:
-        assert not self.llm_engine.requests, "blocks of old weights would stay"
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        assert reset_running_requests or not self.llm_engine.requests, "they would stay"
         self.num_resets += 1
         return True
-
-    def generate(self, prompts, params, use_tqdm) -> list[Any]:
-        names = [f"generate {i}" for i in range(len(prompts))]
-        for name, prompt, own in zip(names, prompts, params, strict=True):
-            self.llm_engine.add_request(name, prompt, own)
-        done = {}
-        while len(done) < len(names):
-            done |= {out.request_id: out for out in self.llm_engine.step() if out.finished}
-        return [done[name] for name in names]
 
 
 def install(monkeypatch) -> None:
     """Puts the package where `import vllm` finds it."""
     package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
     package.LLM, package.SamplingParams = FakeLLM, SimpleNamespace
+    package.sampling_params = SimpleNamespace(
+        RequestOutputKind=SimpleNamespace(DELTA="delta", FINAL_ONLY="final")
+    )
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)

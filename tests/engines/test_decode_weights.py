@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rllib_llm.engines.decode_weights import (
+from rllib_llm.engines.llama_step import (
     decode_layout,
     packed,
     packed_linear,
@@ -14,7 +14,7 @@ from rllib_llm.engines.decode_weights import (
     pays_packed,
     transposed,
 )
-from rllib_llm.processor import multiplies_bfloat16
+from rllib_llm.shared.process import multiplies_bfloat16
 from tests.modules.tiny_models import tiny_model
 
 

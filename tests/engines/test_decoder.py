@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rllib_llm.engines.batch_rows import Prompts
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import capacity, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.prompt_queue import Prompts
+from tests.engines.tiny_generations import exact_logprobs
 from tests.modules.tiny_models import VOCAB, tiny_model
+from tests.rounding import assert_as_near
 
 PAD = 0
 STOPS = tuple(range(2, 10))
@@ -36,11 +38,11 @@ def completions(model, *, max_rows, looks=1, **settings):
     )  # fmt: skip
 
 
-def assert_same(out, expected):
+def assert_same(out, expected, exact):
     assert torch.equal(out.completion_ids, expected.completion_ids)
     assert torch.equal(out.completion_mask, expected.completion_mask)
     assert torch.equal(out.finished, expected.finished)
-    torch.testing.assert_close(out.logprobs, expected.logprobs, atol=3e-5, rtol=0)
+    assert_as_near(out.logprobs, expected.logprobs, exact)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,8 @@ def test_any_number_of_places_gives_the_same_completions(family, max_rows):
     model = tiny_model(family, **own_head)
     expected = completions(model, max_rows=None)
     assert len(expected.completion_mask.sum(dim=1).unique()) > 4, "lengths should be mixed"
-    assert_same(completions(model, max_rows=max_rows), expected)
+    exact = exact_logprobs(model, *prompts(), expected, N)
+    assert_same(completions(model, max_rows=max_rows), expected, exact)
 
 
 @pytest.mark.parametrize("looks", [2, 8, 100])
@@ -61,7 +64,8 @@ def test_rows_that_have_ended_and_are_not_yet_dropped_change_nothing(looks):
     for family in ("llama", "gpt2"):
         model = tiny_model(family)
         expected = completions(model, max_rows=None)
-        assert_same(completions(model, max_rows=2 * N, looks=looks), expected)
+        exact = exact_logprobs(model, *prompts(), expected, N)
+        assert_same(completions(model, max_rows=2 * N, looks=looks), expected, exact)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,8 @@ def test_rows_that_have_ended_and_are_not_yet_dropped_change_nothing(looks):
 def test_settings_mean_the_same(settings):
     model = tiny_model("llama")
     expected = completions(model, max_rows=None, **settings)
-    assert_same(completions(model, max_rows=3 * N, **settings), expected)
+    exact = completions(model.double(), max_rows=None, **settings).logprobs.double()
+    assert_same(completions(tiny_model("llama"), max_rows=3 * N, **settings), expected, exact)
 
 
 def test_places_are_filled_again_and_the_cache_stays_small():

@@ -14,12 +14,14 @@ from tests.engines.tiny_generations import (
     MODELS,
     PAD,
     STOPS,
+    exact_logprobs,
     greedy,
     ragged_prompts,
     sampled,
     seeded,
 )
 from tests.modules.tiny_models import FAMILIES, tiny_model
+from tests.rounding import assert_as_near
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_a_rows_tokens_do_not_depend_on_its_batch(family):
     model = tiny_model(family)
     ids, mask = ragged_prompts()
     together = sampled(model, ids, mask, n=3, stop_token_ids=STOPS)
+    exact = exact_logprobs(model, ids, mask, together, n=3)
     noise = uniform_noise(1, range(15), 30)
     params = SamplingParams(pad_token_id=PAD, max_new_tokens=30, stop_token_ids=STOPS)
 
@@ -105,9 +108,7 @@ def test_a_rows_tokens_do_not_depend_on_its_batch(family):
         length = alone.completion_ids.shape[1]
         assert torch.equal(alone.completion_ids, together.completion_ids[rows, :length])
         assert not together.completion_mask[rows, length:].any()
-        torch.testing.assert_close(
-            alone.logprobs, together.logprobs[rows, :length], atol=2e-5, rtol=0
-        )
+        assert_as_near(alone.logprobs, together.logprobs[rows, :length], exact[rows, :length])
 
 
 @pytest.mark.parametrize("looks", [2, 7, 100])
@@ -121,7 +122,8 @@ def test_when_ended_rows_leave_does_not_change_the_completions(looks):
     assert torch.equal(out.completion_ids, expected.completion_ids)
     assert torch.equal(out.completion_mask, expected.completion_mask)
     assert torch.equal(out.finished, expected.finished)
-    torch.testing.assert_close(out.logprobs, expected.logprobs, atol=2e-5, rtol=0)
+    exact = exact_logprobs(model, ids, mask, expected, n=3)
+    assert_as_near(out.logprobs, expected.logprobs, exact)
 
 
 def test_padding_in_front_of_all_prompts_changes_nothing():
@@ -147,8 +149,8 @@ def test_logprobs_are_the_trainers_before_truncation(name, settings):
 
     out = sampled(model, ids, mask, n=2, stop_token_ids=STOPS, **settings)
 
-    expected = score(model, ids, mask, out, n=2, temperature=settings["temperature"])
-    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
+    of_which = (ids, mask, out, 2, settings["temperature"])
+    assert_as_near(out.logprobs, score(model, *of_which), exact_logprobs(model, *of_which))
 
 
 def test_greedy_logprobs_know_the_temperature_too():
@@ -157,8 +159,8 @@ def test_greedy_logprobs_know_the_temperature_too():
 
     out = greedy(model, ids, mask, temperature=2.0)
 
-    expected = score(model, ids, mask, out, n=1, temperature=2.0)
-    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
+    of_which = (ids, mask, out, 1, 2.0)
+    assert_as_near(out.logprobs, score(model, *of_which), exact_logprobs(model, *of_which))
 
 
 def score(model, ids, mask, out: Completions, n: int, temperature: float) -> torch.Tensor:

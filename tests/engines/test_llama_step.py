@@ -13,6 +13,7 @@ from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
 from rllib_llm.modules.mixed_precision import cast_parameters_
 from tests.modules.tiny_models import VOCAB, tiny_model
+from tests.rounding import assert_as_near
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
@@ -46,7 +47,8 @@ def test_logits_are_the_models(case, steps, padded):
     mask = torch.arange(10) >= torch.tensor([[0], [2], [5]]) * padded
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        plain, exact = (m(**arguments).logits for m in (model, copy.deepcopy(model).double()))
         cache = SharedPromptCache(len(model.model.layers), 1, capacity=10)
         model(
             input_ids=ids[:, :prompt_len],
@@ -58,7 +60,7 @@ def test_logits_are_the_models(case, steps, padded):
         for t in range(prompt_len, 10):
             seen = mask[:, : t + 1] if padded else None
             logits = step(ids[:, t], positions[:, t], cache, seen)
-            torch.testing.assert_close(logits, expected[:, t], atol=2e-5, rtol=1e-5)
+            assert_as_near(logits, plain[:, t], exact[:, t])
 
 
 @pytest.mark.parametrize("case", ["biases everywhere", "normed queries, wide heads"])

@@ -34,6 +34,12 @@ def test_min_equal_to_max_new_tokens_is_allowed():
         ({"top_k": -1}, "top_k=-1 must be 0 or more"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"min_p": 1.1}, "min_p=1.1 must be within 0 and 1"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 must be within -2 and 2"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan must be within -2 and 2"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a finite number above 0"),
+        ({"logit_bias": {3: 101}}, "must be of numbers within -100 and 100"),
+        ({"logit_bias": {-3: 1}}, "must be of distinct ids of 0 or more"),
         ({"pad_token_id": -1}, "pad_token_id=-1 must be 0 or more"),
         ({"stop_token_ids": (-2,)}, r"stop_token_ids=\(-2,\) must be ids of 0 or more"),
         ({"stop_token_ids": (2, 2)}, r"stop_token_ids=\(2, 2\) must be distinct"),
@@ -42,3 +48,22 @@ def test_min_equal_to_max_new_tokens_is_allowed():
 def test_a_wrong_value_is_named_with_its_rule(settings, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{"pad_token_id": 0, **settings})
+
+
+def test_a_bias_may_be_a_mapping_and_makes_equal_settings():
+    one = SamplingParams(pad_token_id=0, logit_bias={7: 1, 2: -3.5})
+
+    assert one == SamplingParams(pad_token_id=0, logit_bias=((2, -3.5), (7, 1.0)))
+    assert hash(one) and one.adjustments == {"logit_bias": {2: -3.5, 7: 1.0}}
+
+
+def test_what_is_off_is_not_asked_of_other_engines():
+    plain = SamplingParams(pad_token_id=0)
+    adjusted = SamplingParams(pad_token_id=0, min_p=0.1, repetition_penalty=1.5, greedy=True)
+
+    assert plain.drawn_by == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    assert not plain.has_penalties and not plain.adjustments
+    # A greedy choice is the likeliest one: min_p has nothing to cut.
+    assert adjusted.drawn_by == {
+        "temperature": 0.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.5,
+    }  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rllib_llm.engines.decode_step import prefill, recurring_length
 from rllib_llm.engines.kv_cache import make_cache
-from rllib_llm.engines.prefill import prefill, recurring_length
 from tests.engines.test_torch_engine import tiny_model
 
 LENGTHS = (9, 4, 7)

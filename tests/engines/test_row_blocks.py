@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
+from rllib_llm.engines.batch_rows import Prompts
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import groups_of
-from rllib_llm.engines.like_lengths import alike, cost_of_block, is_alike
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.prompt_queue import Prompts
 from rllib_llm.engines.protocol import Noise, Row, continued
+from rllib_llm.engines.row_blocks import alike, cost_of_block, is_alike
 from tests.engines.test_kept_prefixes import dialogues
 from tests.engines.test_torch_engine import (
     alone,

@@ -7,8 +7,8 @@ import pytest
 from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise
-from rllib_llm.engines.token_completions import TokenCompletions, read_label
-from rllib_llm.openai_client import ServerError
+from rllib_llm.engines.servers import TokenCompletions, read_label
+from rllib_llm.shared.openai_client import ServerError
 from tests.scripted_server import serving
 
 PARAMS = SamplingParams(0, (2, 5), max_new_tokens=4, temperature=0.5, top_k=3)

@@ -220,6 +220,57 @@ def test_tokens_so_far_are_those_of_the_end():
     assert so_far.logprobs == pytest.approx(logprobs[:2], abs=1e-5)
 
 
+@pytest.mark.parametrize("looks", [1, 8])
+def test_what_was_sampled_says_whether_its_row_has_ended(looks):
+    """An engine that looks seldom holds rows that have ended: whoever goes on with what it tells of
+    them would sample behind their end."""
+    model = tiny_model("llama")
+    ours = engine(model, steps_between_looks=looks)
+    settings = [*SETTINGS[:4], replace(PARAMS, max_new_tokens=1)]
+    ours.add(rows(settings))
+    whole = {row.id: alone(model, row)[0] for row in rows(settings)}
+    seen, ended = set(), {}
+    while ours.num_running:
+        ended |= {each.id: each for each in ours.step()}
+        ids = [row.id for row in rows() if row.id not in ended]
+        for start in (0, 1, 40):
+            for row_id, told in zip(ids, ours.sampled(ids, [start] * len(ids)), strict=True):
+                expected = whole[row_id][: ours._decoder.clock]
+                assert told.token_ids == expected[start:]
+                is_whole = len(expected) == len(whole[row_id])
+                row = next(row for row in rows(settings) if row.id == row_id)
+                last = "stop" if expected[-1] in row.params.stop_token_ids else "length"
+                assert told.finish == (last if is_whole else None)
+                seen.add(told.finish)
+    assert seen == ({None, "stop", "length"} if looks == 8 else {None})
+    assert {i: each.token_ids for i, each in ended.items()} == whole
+
+
+def test_rows_that_end_while_others_are_taken_out_are_in_the_engine_still():
+    """Until they are handed out: they can be read, taken out, and keep their names."""
+    model = tiny_model("llama")
+    running = engine(model, steps_between_looks=8)
+    running.add(rows([replace(PARAMS, stop_token_ids=(), max_new_tokens=20)] * 5))
+    running.add([Row("ends", prompts()[0], replace(PARAMS, stop_token_ids=(token_0(model),)))])
+    running.step()
+    running.step()
+    (told,) = running.sampled(["ends"], [0])
+    running.abort(["row 1"])
+    assert running.num_running == 5
+    assert running.sampled(["ends"], [0]) == [told]
+    with pytest.raises(ValueError, match="'ends' must be one that is not in the engine"):
+        running.add([Row("ends", [1], PARAMS)])
+    (taken,) = running.abort(["ends"])
+    assert (taken.token_ids, taken.finish) == (told.token_ids, "stop")
+    assert running.num_running == 4
+    assert set(until_empty(running)) == {"row 0", "row 2", "row 3", "row 4"}
+
+
+def token_0(model) -> int:
+    """The first token of the first prompt, by the noise of a row without a name."""
+    return alone(model, Row("ends", prompts()[0], PARAMS))[0][0]
+
+
 # --- weights -----------------------------------------------------------------------------------
 
 

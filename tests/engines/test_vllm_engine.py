@@ -9,9 +9,10 @@ pytest.importorskip(
     "vllm", reason="vLLM has an environment of its own: `make test-vllm` installs and tests it"
 )
 
+from rllib_llm.algorithms.grpo import GRPOConfig  # noqa: E402
 from rllib_llm.engines.engine import generate  # noqa: E402
-from rllib_llm.engines.noise import row_seeds  # noqa: E402
 from rllib_llm.engines.params import SamplingParams  # noqa: E402
+from rllib_llm.engines.protocol import Noise, Row, continued  # noqa: E402
 from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
 from rllib_llm.modules.packing.logprobs import score_completions  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.vllm
 
 MODEL = f"{__name__}.build_model"
 SETTINGS = {"kv_cache_memory_bytes": 64 * 1024**2, "enforce_eager": True, "max_model_len": 128}
+TALKER = f"{__name__}.build_talker"
 VOCAB, PAD, STOPS = 64, 0, (2, 3, 4, 5)
 
 
@@ -36,6 +38,13 @@ def build_model(seed: int = 3):
             initializer_range=0.3, tie_word_embeddings=False, pad_token_id=PAD, eos_token_id=2,
         )  # fmt: skip
         return LlamaForCausalLM(config).eval(), tokenizer
+
+
+def build_talker():
+    """A model that can call the calculator, with heads as wide as vLLM's kernels want."""
+    from rllib_llm.envs.toys import calculator
+
+    return calculator.build_model(num_heads=2)
 
 
 def weights_of(model):
@@ -74,8 +83,8 @@ def params(**settings) -> SamplingParams:
 
 
 def completions(engine, n=4, seed=1, **settings):
-    seeds = row_seeds(seed, range(3 * n))
-    return engine.generate(*prompts(), params(**settings), num_completions=n, seeds=seeds)
+    noises = [Noise(seed, i) for i in range(3 * n)]
+    return engine.generate(*prompts(), params(**settings), num_completions=n, noises=noises)
 
 
 def assert_equals_ours(engine, model):
@@ -120,9 +129,7 @@ def test_log_probs_are_the_trainer_s_before_truncation(engine, model, settings):
 def test_a_seed_decides_a_completion_whatever_is_beside_it(engine, model):
     everything = completions(engine)
     ids, mask = prompts()
-    alone = engine.generate(
-        ids[1:2], mask[1:2], params(), num_completions=1, seeds=row_seeds(1, [5])
-    )
+    alone = engine.generate(ids[1:2], mask[1:2], params(), num_completions=1, noises=[Noise(1, 5)])
     length = alone.completion_ids.shape[1]
     assert torch.equal(alone.completion_ids[0], everything.completion_ids[5, :length])
     other = completions(engine, seed=2)
@@ -134,7 +141,11 @@ def test_sampling_follows_the_model(engine, model):
     ids, mask = (t[1:2] for t in prompts())
     count = 600
     out = engine.generate(
-        ids, mask, params(max_new_tokens=1), num_completions=count, seeds=row_seeds(9, range(count))
+        ids,
+        mask,
+        params(max_new_tokens=1),
+        num_completions=count,
+        noises=[Noise(9, i) for i in range(count)],
     )
     with torch.no_grad():
         probabilities = model(ids[mask].unsqueeze(0)).logits[0, -1].softmax(-1)
@@ -148,11 +159,122 @@ def test_sampling_follows_the_model(engine, model):
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_a_run_learns_with_it(ray_session):
-    config = tiny.grpo(off_policy="decoupled")
-    config.language_model(model=MODEL)
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def until_empty(rows) -> dict:
+    found = {}
+    while rows.num_running:
+        found |= {ended.id: ended for ended in rows.step()}
+    return found
+
+
+def texts() -> list[list[int]]:
+    ids, mask = prompts()
+    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+GREEDY = {"greedy": True, "stop_token_ids": (), "max_new_tokens": 12}
+
+
+def greedy_row(name, text, **settings) -> Row:
+    return Row(name, text, SamplingParams(PAD, **{**GREEDY, **settings}))
+
+
+def greedily(model, text, count: int) -> list[int]:
+    """The likeliest tokens, each by a full pass."""
+    for _ in range(count):
+        with torch.no_grad():
+            text = [*text, int(model(torch.tensor([text])).logits[0, -1].argmax())]
+    return text[len(text) - count :]
+
+
+def test_rows_come_and_go_at_any_step(engine, model):
+    rows = engine.open_rows(7)
+    first, second, third = texts()
+    rows.add([greedy_row("a", first), greedy_row("b", second)])
+    rows.step(), rows.step()
+    rows.add([greedy_row("c", third)])
+    (told,) = rows.sampled(["a"], [1])
+    assert told.token_ids == greedily(model, first, 12)[1 : 1 + len(told.token_ids)]
+    (out,) = rows.abort(["b"])
+    assert out.finish == "aborted" and out.token_ids == greedily(model, second, len(out.token_ids))
+    rows.add([continued(greedy_row("b", second), out)])
+    found = until_empty(rows)
+    assert found["a"].token_ids == greedily(model, first, 12)
+    assert out.token_ids + found["b"].token_ids == greedily(model, second, 12)
+    assert found["c"].token_ids == greedily(model, third, 12)
+    for row_id in "ac":
+        assert found[row_id].versions == [7] * 12 and found[row_id].finish == "length"
+        assert len(found[row_id].logprobs) == 12
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "recompute", "keep"])
+def test_new_weights_come_between_two_steps(engine, models, in_flight):
+    engine.load_weights(weights_of(models[0]))
+    rows = engine.open_rows(0)
+    first, second, _ = texts()
+    rows.add([greedy_row("old", first)])
+    for _ in range(4):
+        rows.step()
+    rows.load(weights_of(models[1]), 1, in_flight)
+    rows.add([greedy_row("new", first), greedy_row("other", second)])
+    found = until_empty(rows)
+    # The same prompt by the new weights: nothing of the old ones' cache is used.
+    assert found["new"].token_ids == greedily(models[1], first, 12)
+    assert found["other"].token_ids == greedily(models[1], second, 12)
+    assert found["new"].versions == [1] * 12
+    old = found["old"]
+    if in_flight == "finish":
+        assert old.token_ids == greedily(models[0], first, 12) and old.versions == [0] * 12
+        return
+    num_old = old.versions.count(0)
+    assert old.versions == [0] * num_old + [1] * (12 - num_old) and 0 < num_old < 12
+    begun = old.token_ids[:num_old]
+    assert begun == greedily(models[0], first, num_old)
+    if in_flight == "recompute":
+        assert old.token_ids[num_old:] == greedily(models[1], [*first, *begun], 12 - num_old)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def run_with_it(config):
     config.env_runners(num_env_runners=1)
-    config.sampling(engine="vllm", engine_settings=SETTINGS, stop_token_ids=list(STOPS))
+    return config.sampling(engine="vllm", engine_settings=SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [{"schedule": "lockstep"}]
+    + [{"schedule": "free", "in_flight": each} for each in ("finish", "recompute", "keep")],
+    ids=lambda each: "-".join(each.values()),
+)
+def test_a_run_streams_with_it(ray_session, stream):
+    config = run_with_it(tiny.grpo(off_policy="decoupled")).language_model(model=MODEL)
+    config.sampling(stop_token_ids=list(STOPS)).streaming(max_staleness=1, **stream)
+    with tiny.built(config) as algorithm:
+        for _ in range(3):
+            told = algorithm.train()["rollouts"]
+            accounted = ("tokens_trained", "tokens_rejected", "tokens_carried")
+            assert told["tokens_generated"] == sum(told[name] for name in accounted)
+            assert told["tokens_trained"] > 0
+
+
+def test_a_run_of_conversations_learns_with_it(ray_session):
+    config = run_with_it(GRPOConfig()).language_model(model=TALKER)
+    config.environment("rllib_llm/Calculator-v0", env_config={"max_turns": 3})
+    config.training(train_batch_size_per_learner=12, minibatch_size=6, off_policy="decoupled")
+    config.sampling(max_new_tokens=24, num_completions=3)
+    with tiny.built(config) as algorithm:
+        for version in range(2):
+            result = algorithm.train()
+            assert result["weights"]["oldest_version"] == version
+
+
+def test_a_run_learns_with_it(ray_session):
+    config = run_with_it(tiny.grpo(off_policy="decoupled")).language_model(model=MODEL)
+    config.sampling(stop_token_ids=list(STOPS))
     with tiny.built(config) as algorithm:
         for version in range(2):
             result = algorithm.train()

@@ -30,7 +30,7 @@ def weights(offset: int) -> dict[str, torch.Tensor]:
 
 
 def opened(engine, offset: int = 0):
-    rows = engine.rows()
+    rows = engine.open_rows()
     rows.load(weights(offset), version=3)
     return rows
 
@@ -44,11 +44,11 @@ def until_empty(rows) -> dict:
 
 def test_generating_without_weights_is_refused(engine):
     prompt = torch.ones(1, 3, dtype=torch.int64)
-    ask = {"num_completions": 1, "seeds": [0]}
+    ask = {"num_completions": 1, "noises": [Noise()]}
     with pytest.raises(RuntimeError, match="must be loaded before engine='vllm' generates"):
         engine.generate(prompt, prompt.bool(), PARAMS, **ask)
     with pytest.raises(RuntimeError, match="must be loaded before engine='vllm' generates"):
-        engine.rows().add([Row("a", [1], PARAMS)])
+        engine.open_rows().add([Row("a", [1], PARAMS)])
     engine.load_weights(weights(8))
     out = engine.generate(prompt, prompt.bool(), PARAMS, **ask)
     # Three tokens and an offset of eight: 11, 12, 13 and the stop token.
@@ -81,7 +81,7 @@ def test_an_aborted_row_goes_on_behind_its_tokens(engine):
     assert rows.num_running == 0 and not engine._llm.llm_engine.requests
     rows.add([continued(row, part)])
     assert until_empty(rows)["a"].token_ids == [22, 23, 24, 25]
-    assert engine._llm.llm_engine.added[1][1] == [1] * 20 + [20, 21]
+    assert engine._llm.llm_engine.added[1][1]["prompt_token_ids"] == [1] * 20 + [20, 21]
 
 
 def test_rows_finish_on_their_weights_and_others_wait(engine):
@@ -117,6 +117,46 @@ def test_what_vllm_cannot_do_is_said(engine):
         rows.add([Row("a", [1], PARAMS)])
     with pytest.raises(ValueError, match="temperature=0.5 must be 1.0"):
         rows.add([Row("b", [1], replace(PARAMS, temperature=0.5))])
+
+
+def test_rows_may_keep_their_cache_and_new_ones_never_see_it(engine):
+    rows = opened(engine)
+    rows.add([Row("a", [1] * 20, PARAMS)])
+    rows.step(), rows.step()
+    rows.load(weights(100), 4, in_flight="keep")
+    rows.add([Row("b", [1] * 20, PARAMS)])
+    found = until_empty(rows)
+    assert found["a"].token_ids == [20, 21, 122, 123, 124, 125]
+    assert found["a"].versions == [3, 3, 4, 4, 4, 4]
+    first, second = (prompt for _, prompt, _ in engine._llm.llm_engine.added)
+    assert first["cache_salt"] != second["cache_salt"]
+
+
+def test_batches_are_generated_beside_rows(engine):
+    """As an evaluation does while groups stream: neither takes the other's answers."""
+    rows = opened(engine)
+    rows.add([Row(0, [1] * 20, PARAMS)])
     rows.step()
-    with pytest.raises(ValueError, match="in_flight='keep'"):
-        rows.load(weights(1), 4, in_flight="keep")
+    prompt = torch.ones(1, 3, dtype=torch.int64)
+    out = engine.generate(prompt, prompt.bool(), PARAMS, num_completions=2, noises=[Noise()] * 2)
+    assert out.completion_ids.tolist() == [[3, 4, 5, 6, 7, 8]] * 2
+    (told,) = rows.sampled([0], [0])
+    # All of it was sampled meanwhile, and is handed out by the next step.
+    assert (told.token_ids, told.finish) == ([20, 21, 22, 23, 24, 25], "length")
+    assert until_empty(rows)[0].token_ids == told.token_ids
+
+
+def test_penalties_are_asked_for_where_the_log_probs_see_them(monkeypatch):
+    fake_vllm.install(monkeypatch)
+    cool = VLLMEngine(tiny.MODEL, temperature=0.5)
+    rows = opened(cool)
+    settings = {"frequency_penalty": 0.5, "logit_bias": {3: 1.0}}
+    rows.add([Row("a", [1], replace(PARAMS, temperature=0.5, **settings))])
+    rows.step()
+    ((_, _, asked),) = cool._llm.llm_engine.added
+    assert (asked.frequency_penalty, asked.logit_bias) == (0.5, {3: 1.0})
+    with pytest.raises(ValueError, match="min_p=0.1 must be 0.0 with engine='vllm'"):
+        rows.add([Row("b", [1], replace(PARAMS, temperature=0.5, min_p=0.1))])
+    warm = opened(VLLMEngine(tiny.MODEL))
+    with pytest.raises(ValueError, match="frequency_penalty, logit_bias must be off"):
+        warm.add([Row("b", [1], replace(PARAMS, **settings))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -44,6 +46,18 @@ def sampled(model, ids, mask, n=1, seed=1, looks=None, **settings) -> Completion
     return generate(
         model, ids, mask, params, num_completions=n, noise=noise, steps_between_looks=looks
     )
+
+
+def exact_logprobs(model, ids, mask, out, n=1, temperature=1.0) -> torch.Tensor:
+    """Log-probs of a completion's tokens by transformers' own layers in float64, each row alone."""
+    double, logprobs = copy.deepcopy(model).double(), torch.zeros_like(out.logprobs).double()
+    for row, (tokens, said) in enumerate(zip(out.completion_ids, out.completion_mask, strict=True)):
+        prompt, tokens = ids[row // n][mask[row // n]], tokens[said]
+        with torch.no_grad():
+            logits = double(input_ids=torch.cat([prompt, tokens])[None]).logits[0]
+        scores = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        logprobs[row, said] = scores.gather(1, tokens[:, None])[:, 0]
+    return logprobs
 
 
 def greedy(model, ids, mask, n=1, looks=None, **settings) -> Completions:

@@ -7,10 +7,10 @@ from ray.rllib.env.env_context import EnvContext
 from ray.tune import register_env
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from rllib_llm.dotted import DottedPathError
 from rllib_llm.envs import registry
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.registry import UnknownEnvError, env_ids, make, register_envs
+from rllib_llm.shared.dotted import DottedPathError
 from tests.envs.tiny_envs import word_env
 
 ARITHMETIC = "rllib_llm/Arithmetic-v0"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.checked_completions import BanditEnvError
 from rllib_llm.envs.checks.check_env import check_env
 from rllib_llm.envs.sampled_tokens import told_columns
+from rllib_llm.shared import columns
 from tests.envs.tiny_envs import word_env
 
 EXISTS = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()

@@ -7,17 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm import columns
 from rllib_llm.learners.batching import (
     micro_batch_indices,
     minibatch_indices,
     minibatch_indices_by_tokens,
     restore_rows,
     row_lengths,
-    split_by_tokens,
     take_rows,
     trim,
 )
+from rllib_llm.modules.packing.token_batches import token_batches
+from rllib_llm.shared import columns
 
 
 def rollouts(prompt_lengths: list[int], completion_lengths: list[int], pad: int = 2):
@@ -81,16 +81,10 @@ def test_minibatches_of_nothing_are_refused():
 # --- micro-batches -------------------------------------------------------------------------------
 
 
-def test_split_by_tokens_hand_worked():
-    # Budget 10, longest first: 7 alone (2 * 7 > 10); 5 and 4 cost 2 * 5; 3, 2, 1 cost 3 * 3.
-    parts = split_by_tokens(torch.tensor([3, 7, 1, 5, 2, 4]), 10)
-    assert [part.tolist() for part in parts] == [[1], [3, 5], [0, 4, 2]]
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 200))
-def test_split_by_tokens_keeps_every_row_and_the_budget(lengths, budget):
-    parts = split_by_tokens(torch.tensor(lengths), budget)
+def test_batches_by_tokens_keep_every_row_and_the_budget(lengths, budget):
+    parts = token_batches(torch.tensor(lengths), budget)
     assert torch.cat(parts).sort().values.tolist() == list(range(len(lengths)))
     for part in parts:
         padded_tokens = len(part) * max(lengths[row] for row in part.tolist())
@@ -145,7 +139,7 @@ def test_contradicting_or_senseless_sizes_are_refused():
         micro_batch_indices(row_lengths(batch), micro_batch_size=1, token_budget=8)
     with pytest.raises(ValueError, match="micro_batch_size=0 must be at least 1"):
         micro_batch_indices(row_lengths(batch), micro_batch_size=0)
-    with pytest.raises(ValueError, match="token_budget=0 must be at least 1"):
+    with pytest.raises(ValueError, match="batch_tokens=0 must be at least 1"):
         micro_batch_indices(row_lengths(batch), token_budget=0)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import MODEL, grpo, rloo
 from tests.learners import tiny_learners as tiny
 

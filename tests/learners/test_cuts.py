@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm import columns
 from rllib_llm.learners.batching import _LEFT_PADDED, _RIGHT_PADDED
+from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from rllib_llm.learners.decay_groups import decay_groups
+from rllib_llm.learners.optimizer import decay_groups
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners as tiny
 from tests.modules.tiny_models import FAMILIES, tiny_model

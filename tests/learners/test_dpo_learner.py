@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.algorithms.dpo import DPOConfig
 from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from rllib_llm.shared import columns
 from tests import tiny_models
 from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, dpo
 from tests.learners import tiny_learners as tiny
@@ -100,7 +100,9 @@ def test_it_starts_as_its_reference_and_moves_away_from_it(lora):
     learner = tiny.build(dpo(lr=1e-2).language_model(lora=lora))
     first, second = (tiny.update(learner, pairs()) for _ in range(2))
     assert first["loss/dpo"] == pytest.approx(math.log(2), rel=1e-6)
-    assert first["rewards/margins"] == 0.0
+    # The same weights in two passes: a reference need not be read in the learner's cut.
+    rounding = 8 * torch.finfo(torch.float32).eps * abs(first["logps/chosen"])
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=rounding)
     assert second["loss/dpo"] < first["loss/dpo"]
     assert second["rewards/margins"] > 0
     # Under adapters there is no second copy of the trunk.

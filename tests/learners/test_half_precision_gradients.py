@@ -13,8 +13,8 @@ import functools
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.toys import arithmetic
+from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 
@@ -77,7 +77,9 @@ def recorded(config, batch):
     steps = []
 
     class Recording(config.get_default_learner_class()):
-        def _step(self, loss, minibatch):
+        def _step(self):
+            minibatch = self._accumulated[-1][1]
+            self._accumulated = []
             module = tiny.module_of(self)
             gradient = {n: p.grad.clone() for n, p in module.model.named_parameters()}
             steps.append((minibatch[columns.ROW_ID], minibatch[columns.ADVANTAGES], gradient))

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from rllib_llm import columns
-from rllib_llm.learners.language_model_learner import NUM_PARAMETERS
-from rllib_llm.learners.refused_updates import MAX_IN_A_ROW
-from tests.algorithms.tiny_runs import assert_same_weights, ppo
+from rllib_llm.learners.language_model_learner import MEANS, NUM_PARAMETERS, TOLD
+from rllib_llm.learners.metrics import MAX_IN_A_ROW
+from rllib_llm.shared import columns
+from tests.algorithms.tiny_runs import assert_same_weights, grpo, ppo
 from tests.learners import tiny_learners as tiny
 
 
@@ -202,3 +202,83 @@ def test_optimiser_settings_follow_the_config_after_a_restore():
         assert found == {"lr": 5e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": decay}
     # The moments are the old ones: 2 steps of the old learner, then 2 of the new.
     assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+
+
+def with_dropout(**training):
+    """A learner whose adapters have dropout and are not the zeros that they start as."""
+    learner = tiny.build(grpo(**training).language_model(lora={"r": 4, "dropout": 0.5}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in tiny.module_of(learner).named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return learner
+
+
+def test_passes_without_gradient_have_no_dropout():
+    """Held-out losses, old log-probs and references are of the policy, not of a thinned one."""
+    learner = with_dropout()
+    batch = tiny.completions()
+    first, second = (
+        learner.evaluate_rows(batch, [columns.LOGPROBS])[columns.LOGPROBS] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    training = tiny.module_of(learner).forward_train(batch)[columns.LOGPROBS]
+    assert (training - first).abs().max() > 0.01
+    tiny.module_of(learner).eval()
+    assert torch.equal(learner.evaluate_rows(batch, [columns.LOGPROBS])[columns.LOGPROBS], first)
+
+
+def test_equal_seeds_learn_the_same_when_old_log_probs_are_recomputed():
+    weights = []
+    for seed in (1, 2):
+        learner = with_dropout(off_policy="decoupled", num_epochs=2)
+        batch = tiny.judged(learner)
+        torch.manual_seed(seed)  # whatever else has drawn in this process
+        tiny.update(learner, batch)
+        weights.append(tiny.parameters(learner))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def one_step(**training):
+    return grpo(minibatch_size=None, num_epochs=1, **training)
+
+
+def test_gradients_without_a_step_are_taken_or_refused_never_added_unseen():
+    learner, other = (tiny.build(one_step()) for _ in range(2))
+    batch = tiny.judged(learner)
+    learner.forward_backward(batch)
+    with pytest.raises(RuntimeError, match=r"batches=1 must be 0.*Call optimizer_step\(\)"):
+        tiny.update(learner, batch)
+    learner.optimizer_step()
+    tiny.update(other, batch)
+    for name, expected in tiny.parameters(other).items():
+        torch.testing.assert_close(tiny.parameters(learner)[name], expected, rtol=1e-4, atol=1e-6)
+    learner.forward_backward(batch)
+    learner.set_state(copy_state(other.get_state()))  # a restore drops gradients of other weights
+    expected = tiny.update(other, batch)["grad_norm"]
+    assert tiny.update(learner, batch)["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_passes_that_fail_drop_the_gradients_that_were_added():
+    learner = tiny.build(one_step())
+    batch = tiny.judged(learner)
+    learner.forward_backward(batch)
+    broken = batch | {columns.COMPLETION_IDS: torch.full_like(batch[columns.COMPLETION_IDS], 999)}
+    with pytest.raises(IndexError):  # no embedding has that row
+        learner.forward_backward(broken)
+    with pytest.raises(RuntimeError, match="batches=0 must be at least 1"):
+        learner.optimizer_step()
+    tiny.update(learner, batch)
+
+
+@pytest.mark.parametrize("before", ["nothing", "an update"])
+def test_gradients_in_half_precision_are_exactly_on_policy(before):
+    """As an update's first mini-batch: compared with the very pass that is learnt from."""
+    learner = tiny.build(one_step().language_model(mixed_precision="bf16"))
+    batch = tiny.judged(learner)
+    if before == "an update":
+        tiny.update(learner, batch)
+        batch = tiny.judged(learner)
+    means = learner.forward_backward(batch)[TOLD][MEANS]
+    assert means["val/ratio"] == 1 and means["policy/approxkl_avg"] == 0

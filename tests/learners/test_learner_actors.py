@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 
-from rllib_llm.learners.learner_actors import LearnerActors, LearnerError
+from rllib_llm.learners.learner_group import LearnerActors, LearnerError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

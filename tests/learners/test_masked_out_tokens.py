@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.learners.batching import row_lengths, trim
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import grpo, ppo
 from tests.learners import tiny_learners as tiny
 
@@ -145,9 +145,9 @@ def test_what_the_environment_said_is_read_and_not_learnt(config):
     """Through the model: other ids there change the loss, other numbers beside them do not."""
     learner = tiny.build(config(minibatch_size=None, num_epochs=1, micro_batch_size=1))
     batch = scripted()
-    batch[columns.SAMPLER_LOGPROBS] = (
-        tiny.module_of(learner).forward_train(batch)[columns.LOGPROBS].detach()
-    )
+    # Each row alone, as the update reads it: the ratio of one computation to itself is exactly 1.
+    sampled = learner.evaluate_rows(batch, [columns.LOGPROBS])
+    batch[columns.SAMPLER_LOGPROBS] = sampled[columns.LOGPROBS]
     assert not batch[columns.SAMPLER_LOGPROBS][~SAMPLED].any()
     batch[columns.REF_LOGPROBS] = batch[columns.SAMPLER_LOGPROBS] - 0.5
 

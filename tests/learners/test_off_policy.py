@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import grpo
 from tests.learners import tiny_learners as tiny
 

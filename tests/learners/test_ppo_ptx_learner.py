@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.numerics.advantages import gae, token_rewards
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import TEXTS, assert_same_weights, ppo
 from tests.learners import tiny_learners as tiny
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.data.preferences import PairSource
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, reward_model
 from tests.learners import tiny_learners as tiny
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import MODEL, TEXTS, assert_same_weights, grpo, ppo, rloo
 from tests.learners import tiny_learners as tiny
 
@@ -80,6 +80,20 @@ def test_scores_are_penalised_then_clipped_then_scaled():
     learner, means = prepared_means(reinforce(**settings, scale_scores=True), batch)
     assert means["objective/rlhf_reward"] == pytest.approx(0.4 / 3 / 2.01329, rel=1e-5)
     assert learner.score_scale.count == 3
+
+
+def test_tokens_that_are_masked_as_stale_count_for_length_penalties():
+    """The policy wrote three tokens, of which one is learnt from; not one that a tool inserted."""
+    for version, expected in ((0, -0.3), (-1, -0.1)):
+        batch = scripted()
+        batch[columns.SCORES] = torch.zeros(3)
+        batch[columns.VALID] = torch.tensor([False, True, False])
+        mask = batch[columns.COMPLETION_MASK].clone()
+        mask[1, :2] = False
+        batch[columns.LOSS_MASK] = mask
+        batch[columns.WEIGHTS_VERSION] = torch.full((3, 3), version).where(~mask, 1)
+        _, means = prepared_means(reinforce(ref_kl_coeff=0.0, length_penalty=0.1), batch)
+        assert means["objective/rlhf_reward"] == pytest.approx(expected)
 
 
 def test_the_adaptive_coefficient_moves_towards_its_target():

@@ -6,11 +6,11 @@ import pytest
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm import columns
 from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.modules.shards import local_data
-from rllib_llm.weights.broadcast import WeightsPublisher
+from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import unpack
+from rllib_llm.weights.publisher import WeightsPublisher
 from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny

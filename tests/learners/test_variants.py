@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from rllib_llm import columns
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import grpo, rloo
 from tests.learners import tiny_learners as tiny
 

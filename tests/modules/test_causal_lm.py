@@ -9,11 +9,12 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import LlamaForSequenceClassification
 
-from rllib_llm import columns
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.envs.toys.characters import CHAT_SPECIAL, character_tokenizer
 from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.score_normalization import write_score_normalization
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import MODEL, build_classifier
 from tests.learners.tiny_learners import completions
 from tests.modules.tiny_models import tiny_model
@@ -207,3 +208,16 @@ def test_text_and_completions_go_in_together():
     torch.testing.assert_close(outputs[columns.TEXT_LOGPROBS][:, 1:], expected, rtol=1e-4,
                                atol=1e-5)  # fmt: skip
     assert columns.LOGPROBS in outputs
+
+
+def test_a_model_that_samples_its_routing_in_train_mode_does_not_here(tmp_path):
+    """PhiMoE's experts are drawn in train mode; log-probs would be of another policy each time."""
+    model = tiny_model("phimoe", num_local_experts=4, num_experts_per_tok=2)
+    folder = save(tmp_path / "phimoe", model, character_tokenizer("0123", special=CHAT_SPECIAL))
+    module, batch = build(pretrained_model=folder), completions()
+    with torch.no_grad():
+        expected = module.forward_train(batch)[columns.LOGPROBS]
+    for _ in range(2):
+        trained = module.forward_train(batch)[columns.LOGPROBS]
+        torch.testing.assert_close(trained, expected)
+    trained.sum().backward()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rllib_llm import columns
 from rllib_llm.modules.hugging_face_module import EXTRAS_FILE
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import assert_same_weights
 from tests.learners.tiny_learners import completions
 from tests.modules.test_causal_lm import build

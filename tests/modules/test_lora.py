@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -10,13 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.envs.toys.characters import CHAT_SPECIAL, character_tokenizer
 from rllib_llm.modules.adapter_folder import AdapterBase, read_adapters, save_adapters
+from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.lora import adapters_off, add_adapters, check_lora, is_adapter, merge_into
 from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import load_quantized
 from tests.modules.tiny_models import tiny_model
-from tests.tiny_models import llama
+from tests.rounding import assert_as_near
+from tests.tiny_models import llama, save
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -142,8 +147,11 @@ def test_scores_are_those_of_the_adapted_model(wrap):
         model = wrapped.eval()
     ones = torch.ones_like(IDS, dtype=torch.bool)
     scored = score_completions(model, IDS[:, :4], ones[:, :4], IDS[:, 4:], ones[:, 4:])
-    own = logits(model).log_softmax(-1)[:, 3:-1].gather(-1, IDS[:, 4:, None]).squeeze(-1)
-    torch.testing.assert_close(scored.logprobs, own)
+    own, exact = (
+        logits(one).log_softmax(-1)[:, 3:-1].gather(-1, IDS[:, 4:, None]).squeeze(-1)
+        for one in (model, copy.deepcopy(model).double())
+    )
+    assert_as_near(scored.logprobs, own, exact)
     params = SamplingParams(max_new_tokens=30, stop_token_ids=(2,), pad_token_id=0)
     sampled = generate(
         model, IDS, ones, params, num_completions=2, noise=uniform_noise(0, torch.arange(4), 30)
@@ -190,7 +198,7 @@ def test_an_adapter_folder_is_pefts_own_and_loads_merged(tmp_path):
     save_adapters(model, tensors, tmp_path / "adapters", AdapterBase(str(tmp_path / "base")))
     held = {file.name for file in (tmp_path / "adapters").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= held
-    for name, tensor in read_adapters(tmp_path / "adapters").items():
+    for name, tensor in read_adapters(tmp_path / "adapters", model).items():
         assert torch.equal(tensor, tensors[name])
     by_peft = PeftModel.from_pretrained(base(), tmp_path / "adapters")
     torch.testing.assert_close(logits(by_peft), logits(model))
@@ -199,6 +207,43 @@ def test_an_adapter_folder_is_pefts_own_and_loads_merged(tmp_path):
     ours = load_causal_lm(tmp_path / "adapters")
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-4, atol=1e-4)
     assert not any(is_adapter(name) for name, _ in ours.named_parameters())
+
+
+def policy(folder, targets, seed):
+    """A policy module whose adapters are not 0."""
+    settings = {
+        "pretrained_model": str(folder), "dtype": "float32", "temperature": 1.0, "critic": "none",
+        "lora": {"r": 4, "target_modules": targets},
+    }  # fmt: skip
+    module = CausalLMModule(model_config=settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 (tied)"])
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_adapters_of_embeddings_come_back_and_merge(family, targets, tmp_path):
+    """Each side has its own also where both share their weight, which is then shared no longer."""
+    save(tmp_path / "base", base(family), character_tokenizer("0123", special=CHAT_SPECIAL))
+    one, other = (policy(tmp_path / "base", targets, seed) for seed in (1, 2))
+    trained = logits(one.model)
+    assert (trained - logits(base(family))).abs().max() > 0.1
+    one.save_pretrained(tmp_path / "adapters")
+    other.load_pretrained(tmp_path / "adapters")
+    assert torch.equal(logits(other.model), trained)
+    one.export_pretrained(tmp_path / "exported")
+    assert torch.equal(logits(one.model), trained)
+    for folder, loads in (
+        ("exported", (AutoModelForCausalLM.from_pretrained, load_causal_lm)),
+        ("adapters", (AutoPeftModelForCausalLM.from_pretrained, load_causal_lm)),
+    ):
+        for load in loads:
+            found = logits(load(tmp_path / folder))
+            torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])

@@ -24,7 +24,7 @@ from rllib_llm.modules.pretrained import (
     load_tokenizer,
 )
 from rllib_llm.modules.quantization import load_quantized
-from rllib_llm.modules.quantized_layers import model_bytes
+from rllib_llm.modules.quantize import model_bytes
 from tests import tiny_models as tiny
 
 IDS = torch.randint(4, 260, (3, 9), generator=torch.Generator().manual_seed(0))

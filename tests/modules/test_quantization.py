@@ -13,7 +13,7 @@ from rllib_llm.modules.quantization import (
     quantize,
     resolve_backend,
 )
-from rllib_llm.modules.quantized_layers import head_names, is_quantized, quantizable_layers
+from rllib_llm.modules.quantize import head_names, is_quantized, quantizable_layers
 from tests import tiny_models as tiny
 
 IDS = torch.randint(4, 260, (32, 16), generator=torch.Generator().manual_seed(0))

@@ -7,9 +7,9 @@ import torch
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from transformers import AutoModelForSequenceClassification
 
-from rllib_llm import columns
 from rllib_llm.data.preferences import PairSource
-from rllib_llm.modules.reward_model_module import RewardModelModule
+from rllib_llm.modules.pair_modules import RewardModelModule
+from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import HERE, MODEL, PAIRS, build_model
 from tests.modules.test_causal_lm import SPACE
 from tests.tiny_models import byte_tokenizer, llama_classifier, save

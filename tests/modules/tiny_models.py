@@ -35,7 +35,8 @@ FAMILIES = {
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
-    """A model of one of FAMILIES, in eval mode, its logits spread over several nats."""
+    """A model of one of FAMILIES, or of a type that has a Llama's settings, in eval mode; its
+    logits are spread over several nats."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         family.split()[0],
@@ -43,7 +44,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedM
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **{**FAMILIES[family], **overrides},
+        **{**FAMILIES.get(family, _LLAMA), **overrides},
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

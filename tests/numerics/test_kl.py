@@ -87,6 +87,13 @@ def test_k3_keeps_its_precision_near_zero():
     assert value == pytest.approx(0.5e-6, rel=0.2)
 
 
+@pytest.mark.parametrize("sampler", [LOGITS, OLD_LOGITS], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_with_a_ratio_every_estimator_has_the_gradient_of_the_exact_kl(estimator, sampler):
+    exact = gradient_of(lambda logits: exact_kl(logits, REF_LOGITS))
+    torch.testing.assert_close(expected_gradient(estimator, sampler, ratio=True), exact)
+
+
 def test_importance_weighted_k3_is_exact_off_policy_in_value_and_gradient():
     logprobs, old_logprobs = LOGITS.log_softmax(-1), OLD_LOGITS.log_softmax(-1)
     ratio = (logprobs - old_logprobs).exp()

@@ -9,7 +9,6 @@ import torch
 
 from rllib_llm.numerics.off_policy import (
     age_metrics,
-    effective_sample_size,
     importance_weights,
     kept_tokens,
     log_ratio,
@@ -113,15 +112,6 @@ def test_completions_are_rejected_by_their_mean_mismatch():
     # Mean k3: (1.120 + 0.0048)/4 = 0.281, 0.0655, 0.0026.
     kept = kept_tokens(RATIOS, MASK, estimator="k3", upper=0.1)
     assert kept.any(dim=1).tolist() == [False, True, True]
-
-
-def test_effective_sample_size_by_hand():
-    # Weights 1, 1, 2: 4² / 6; equal ones count whole; a masked-out one does not count.
-    mask = torch.tensor([[True, True, True, False]])
-    weights = torch.tensor([[1.0, 1.0, 2.0, 50.0]])
-    assert float(effective_sample_size(weights, mask)) == pytest.approx(16 / 6)
-    assert float(effective_sample_size(torch.full((1, 4), 0.3), mask)) == pytest.approx(3.0)
-    assert float(effective_sample_size(torch.zeros(1, 4), mask)) == 0.0
 
 
 def test_the_loglinear_proximal_policy_by_hand():

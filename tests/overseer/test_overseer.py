@@ -16,7 +16,7 @@ from rllib_llm.overseer.client import NoOverseerError, find_run
 from rllib_llm.overseer.commands import CommandError
 from rllib_llm.overseer.http_server import OverseerServer
 from rllib_llm.overseer.overseer import SILENT_SECONDS, Overseer, is_settled
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 from tests.cli.said import said
 
 

@@ -68,3 +68,12 @@ def test_a_diagnosis_names_who_is_waited_for_and_what_to_change(seconds, bound, 
 
 def test_nothing_is_said_of_nothing():
     assert diagnose({diagnosis.STARTING: 5.0}).bound == ""
+
+
+def test_evaluating_and_saving_hold_a_run_up_as_well():
+    found = diagnose({diagnosis.EVALUATING: 300.0, diagnosis.FOR_COMPLETIONS: 100.0,
+                      diagnosis.LEARNING: 18.0})  # fmt: skip
+    assert (found.bound, round(found.share, 3)) == ("evaluation", round(300 / 418, 3))
+    assert "evaluation_interval" in found.text
+    found = diagnose({diagnosis.SAVING: 3.0, diagnosis.LEARNING: 1.0})
+    assert (found.bound, found.share) == ("checkpoints", 0.75)

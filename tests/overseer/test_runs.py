@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rllib_llm.overseer.actor import NAMESPACE, overseer_name
 from rllib_llm.overseer.client import find_run
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -48,7 +48,7 @@ class TuneRun:
     def __init__(self, folder: Path, schedule: str, *, overseer: bool = True) -> None:
         from ray import tune
 
-        from rllib_llm.tune import default_callbacks
+        from rllib_llm.runs import default_callbacks
 
         self.folder, self.gate = folder / "run", folder / "gate"
         config = make_config(self.gate, schedule, overseer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs import rlhf
+from rllib_llm.shared import columns
 
 VERSION = 5  # that it says the sampled tokens are of
 

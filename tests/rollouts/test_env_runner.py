@@ -8,13 +8,13 @@ import torch
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.utils.metrics import NUM_EPISODES
 
-from rllib_llm import columns
 from rllib_llm.rollouts.environment import SamplingEnvironment
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import pack, unpack
+from rllib_llm.weights.loading import can_map_read_only
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.read_only import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import assert_same_batch, build_sampler, publication
 

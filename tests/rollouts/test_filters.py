@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.filters import FilterError, Filters
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 
 
 def group(scores, lengths=None, valid=None, tokens=5):
@@ -76,3 +76,13 @@ def test_a_function_of_ones_own_by_dotted_path():
 def test_what_is_no_filter_is_refused(setting):
     with pytest.raises(FilterError, match=r"must be among \['distinct', 'least_reward'"):
         Filters([setting])
+
+
+def test_tokens_that_are_masked_as_stale_count_for_the_length():
+    """The policy wrote them; what a tool inserted it did not."""
+    batch = group([1.0, 0.0], lengths=[4, 4])
+    batch.columns[columns.LOSS_MASK] = torch.tensor([[False, False, True, True]] * 2)
+    batch.columns[columns.WEIGHTS_VERSION] = torch.tensor([[0, 0, 1, 1]] * 2)
+    assert reason([{"name": "length", "most": 3}], batch) == "too_long"
+    batch.columns[columns.WEIGHTS_VERSION] = torch.tensor([[-1, -1, 1, 1]] * 2)
+    assert reason([{"name": "length", "most": 3}], batch) == ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.errors import BrokenSamplerError, PublishedWeightsLostError
 from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 from tests.rollouts.tiny_samplers import publication
 
 

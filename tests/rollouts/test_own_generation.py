@@ -7,9 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.own_generation import Generated, GeneratedError
 from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, publication
 

@@ -7,10 +7,10 @@ import collections
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.replay_buffer import ReplayBuffer
 from rllib_llm.rollouts.replayed import Replayed
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
 
 
 def batch(*groups: int, length: int = 2) -> JudgedBatch:

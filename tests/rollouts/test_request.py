@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest, concatenate
+from rllib_llm.shared import columns
 
 
 def batch(prompts, completions, *, valid=None, scores=None, components=None, timing=1.0, pad=0):
@@ -137,3 +137,22 @@ def test_a_metric_that_some_rows_lack_is_averaged_over_the_others():
     assert whole.metrics["latency"].isnan().tolist() == [True, True, False]
     means = whole.env_metrics()
     assert (means["length"], means["latency"]) == (1.5, 7.0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_tokens_that_were_inserted_are_never_learnt_from(order):
+    """One batch has a loss mask, the other needs none, in either order."""
+    plain = batch([[1]], [[5, 6, 0]])
+    inserted = batch([[1]], [[5, 6, 7]])
+    inserted.columns[columns.LOSS_MASK] = torch.tensor([[True, False, True]])
+    parts = [plain, inserted]
+    joined = concatenate([parts[i] for i in order])
+    expected = [[[True, True, False], [True, False, True]][i] for i in order]
+    assert joined.columns[columns.LOSS_MASK].tolist() == expected
+
+
+def test_a_column_that_nothing_takes_the_place_of_is_named():
+    scored = batch([[1]], [[5]])
+    scored.columns[columns.REF_LOGPROBS] = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="column='ref_logprobs' must be in all batches"):
+        concatenate([batch([[1]], [[5]]), scored])

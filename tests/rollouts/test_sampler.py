@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rllib_llm import columns
+from rllib_llm.rollouts.environment import SamplingEnvironment
 from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners
 from tests.rollouts.interrupting_env import VERSION, sampled_tokens
@@ -65,3 +70,55 @@ def test_gradients_are_those_of_the_sampled_tokens(config, batch):
     found = tiny_learners.first_gradients(learner)
     for name, gradient in by_hand.items():
         torch.testing.assert_close(found[f"model.{name}"], gradient, rtol=1e-4, atol=1e-6)
+
+
+class SlowEnvironment:
+    """An environment of somebody else, in which a judge works while completions are sampled."""
+
+    return_texts = False
+
+    def __init__(self):
+        self.__dict__["was_set"] = threading.Event()
+        self.__dict__["is_judging"] = threading.Event()
+
+    def __setattr__(self, name, value):
+        self.__dict__[name] = value
+        if name == "global_step" and self.is_judging.is_set():
+            self.was_set.set()
+
+    def reset(self, *, options):
+        ones = torch.ones(options["num_prompts"] * options["num_completions"], 1)
+        return {
+            columns.PROMPT_IDS: ones.long(), columns.PROMPT_MASK: ones.bool()
+        }, {columns.PROMPT_INDEX: ones[:, 0].long()}  # fmt: skip
+
+    def step(self, completions):
+        self.is_judging.set()
+        self.was_set.wait(0.5)
+        scores = torch.full((len(completions[columns.COMPLETION_IDS]),), float(self.global_step))
+        return None, scores, None, None, {}
+
+
+class OnesPolicy:
+    takes_weights, has_weights, pad_token_id = False, True, 0
+
+    def generate(self, prompts, asked):
+        ones = torch.ones(len(asked.row_ids), 1)
+        return {columns.COMPLETION_IDS: ones.long(), columns.COMPLETION_MASK: ones.bool()}
+
+
+def test_a_judge_knows_the_step_of_its_completions_while_others_are_sampled():
+    """The next request set the environment's `global_step` under the judge's hands."""
+    environment = SamplingEnvironment(SlowEnvironment())
+    params = SimpleNamespace(max_new_tokens=1)
+    sampler = Sampler(environment, OnesPolicy(), params=lambda explore: params, seed=0)
+    generated = sampler.generate(SampleRequest(0, 1, 2), publication(3))
+    generated.version = 3
+    found = []
+    judging = threading.Thread(target=lambda: found.append(sampler.judge(generated)))
+    judging.start()
+    assert environment.env.is_judging.wait(10.0)
+    sampler.generate(SampleRequest(1, 1, 2), publication(4))
+    judging.join(10.0)
+    assert found[0].rewards.tolist() == [3.0, 3.0]
+    assert sampler.serve(SampleRequest(2, 1, 2), publication(5)).rewards.tolist() == [5.0, 5.0]

@@ -6,10 +6,10 @@ import datetime
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.data.rollout_schema import conform
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.stored_rows import AboutRun, rows_of
+from rllib_llm.shared import columns
 from tests.tiny_models import byte_tokenizer
 
 ENDED = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)

@@ -6,8 +6,8 @@ import ray
 import torch
 from ray.exceptions import ActorUnavailableError
 
-from rllib_llm import columns
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 
 

@@ -11,11 +11,12 @@ import torch
 from rllib_llm.modules.lora import add_adapters, is_adapter
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantize import quantize
-from rllib_llm.serving.adapters import AdapterMerger
 from rllib_llm.serving.deployment import follow
-from rllib_llm.serving.opening import open_service
+from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings, read_settings
-from rllib_llm.user_errors import UserError
+from rllib_llm.serving.sources import AdapterMerger
+from rllib_llm.shared.errors import UserError
+from tests import tiny_models
 from tests.algorithms import tiny_runs
 from tests.serving.test_deployment import assert_sampled_by
 from tests.serving.tiny_server import DEADLINE_S, running, until
@@ -54,6 +55,15 @@ def test_merged_weights_compute_what_the_policy_under_adapters_does(quantization
         served.load_state_dict(merger.merged(copy.deepcopy(adapters)))
         with torch.no_grad():
             torch.testing.assert_close(served(IDS).logits, policy(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_of_one_side_of_shared_embeddings_are_refused(tmp_path):
+    folder = tiny_models.save(
+        tmp_path / "tied", tiny_models.llama(tie_word_embeddings=True), tiny_models.byte_tokenizer()
+    )
+    lora = {"r": 2, "target_modules": ["q_proj", "lm_head"]}
+    with pytest.raises(ValueError, match="must leave out the embeddings where input and output"):
+        AdapterMerger(folder, settings(lora=lora))
 
 
 def test_adapters_of_another_run_are_refused():

@@ -369,7 +369,6 @@ def test_a_request_has_a_deadline_and_a_drained_server_takes_no_more():
 def test_a_server_that_starts_asks_to_come_again():
     chat = {"messages": [{"role": "user", "content": "a"}]}
     tokens = {"token_ids": [1, 40]}
-    line = json.dumps({"custom_id": "1", "url": "/v1/completions", "body": ASKED})
 
     async def ask() -> None:
         made = service()
@@ -384,8 +383,6 @@ def test_a_server_that_starts_asks_to_come_again():
                 answer = await http.post(path, json=body)
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
                 assert answer.json()["error"]["code"] == "unavailable"
-            batch = await http.post("/v1/batch", content=line)
-            assert batch.json()["response"]["status_code"] == 503
             assert (await http.get("/readyz")).status_code == 503
             assert (await http.get("/healthz")).status_code == 200
             assert (await http.get("/metrics")).status_code == 200

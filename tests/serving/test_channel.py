@@ -1,49 +1,105 @@
-"""Messages arrive whole, in their order, however their bytes do."""
+"""Messages arrive whole and in order, whatever their sizes and however slowly they are read."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+import time
 
+import anyio
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from rllib_llm.serving.channel import Channel, Messages
+from rllib_llm.serving.channel import AsyncChannel, Channel, Messages, packed
 
+uvloop = pytest.importorskip("uvloop")
 SENT = [[], "a", list(range(3000)), None, b"x" * 2**21]
+# Of a message in bytes, and how long the other end sleeps before it reads on: from nothing to
+# several times what a socket holds.
+SIZES = st.lists(
+    st.tuples(st.sampled_from([0, 1, 1000, 70_000, 300_000, 2_000_000]),
+              st.sampled_from([0.0, 0.0, 0.01, 0.05])),
+    min_size=1, max_size=6,
+)  # fmt: skip
 
 
 def test_messages_are_whole_however_their_bytes_come():
-    ours, theirs = socket.socketpair()
-    sender = Channel(ours)
-    for each in SENT[:4]:
-        sender.send(each)
-    sender.close()
-    with theirs:
-        data = b"".join(iter(lambda: theirs.recv(2**20), b""))
+    data = b"".join(packed(each) for each in SENT[:4])
     for step in (1, 7, 5000, len(data)):
         messages = Messages()
         parts = [data[at : at + step] for at in range(0, len(data), step)]
         assert [each for part in parts for each in messages.take(part)] == SENT[:4]
 
 
-def test_an_end_takes_what_has_come_and_notices_that_the_other_is_gone():
+def echo(theirs: socket.socket, stalls: list[float]) -> None:
+    """The other end: reads slowly, and sends back what it reads."""
+    channel, waits = Channel(theirs), iter(stalls)
+    try:
+        while True:
+            time.sleep(next(waits, 0.0))
+            for message in channel.arrived():
+                channel.send(message)
+    except (EOFError, OSError):
+        channel.close()
+
+
+async def exchange(sizes: list[tuple[int, float]]) -> None:
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=echo, args=(theirs, [stall for _, stall in sizes]))
+    thread.start()
+    found: list[bytes] = []
+    ended = asyncio.Event()
+    channel = AsyncChannel(ours, found.append, ended.set)
+    await channel.open()
+    sent = [bytes([i]) * size for i, (size, _) in enumerate(sizes)]
+    for each in sent:
+        await channel.ready()
+        channel.send(each)  # none of these holds the loop up
+    await asyncio.to_thread(channel.send, b"from a thread")
+    with anyio.fail_after(60):
+        while len(found) <= len(sent):
+            await asyncio.sleep(0.001)
+    assert found == [*sent, b"from a thread"]
+    channel.close()
+    await asyncio.wait_for(ended.wait(), 60)
+    await asyncio.to_thread(thread.join)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@settings(max_examples=25, deadline=None, derandomize=True,
+          suppress_health_check=list(HealthCheck))  # fmt: skip
+@given(sizes=SIZES)
+def test_any_sizes_and_stalls_arrive_in_both_directions(run, sizes):
+    run(exchange(sizes))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_who_asks_for_more_than_is_read_waits_and_the_loop_goes_on(run):
+    async def ask() -> None:
+        ours, theirs = socket.socketpair()
+        channel = AsyncChannel(ours, lambda message: None, lambda: None)
+        await channel.open()
+        channel.send(b"x" * 3_000_000)  # nobody reads
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.ready(), 0.05)
+        thread = threading.Thread(target=echo, args=(theirs, []))
+        thread.start()
+        await asyncio.wait_for(channel.ready(), 60)
+        channel.close()
+        await asyncio.to_thread(thread.join)
+
+    run(ask())
+
+
+def test_each_end_notices_that_the_other_is_gone():
     sender, receiver = map(Channel, socket.socketpair())
-    with pytest.raises(BlockingIOError):
-        receiver.arrived(waits=False)
     sender.send("first")
     assert receiver.receive() == "first"
-    found = []
-    # The last message is larger than the socket's buffer: somebody has to read while it is sent.
-    thread = threading.Thread(target=lambda: [sender.send(each) for each in SENT])
-    thread.start()
-    while len(found) < len(SENT):
-        found += receiver.arrived(waits=True)
-    thread.join()
-    assert found == SENT
     sender.close()
-    assert sender.is_closed
     with pytest.raises(EOFError):
-        receiver.arrived(waits=False)
+        receiver.arrived()
     with pytest.raises(OSError, match="Broken pipe"):
         receiver.send("anybody?")
     receiver.close()

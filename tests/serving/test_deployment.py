@@ -13,17 +13,18 @@ from typing import IO
 
 import httpx
 import openai
+import psutil
 import pytest
 from ray.serve.config import AutoscalingConfig
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.serving import autoscaling, deployment
+from rllib_llm.serving import deployment
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.sources import RunSource
-from rllib_llm.user_errors import UserError
-from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.shared.errors import UserError
 from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.publisher import BackgroundPublisher
 from tests import tiny_models
 from tests.cli.said import said
 from tests.serving.tiny_server import (
@@ -114,9 +115,9 @@ class Context:
 
 def test_replicas_follow_completions_that_run_and_wait():
     config = AutoscalingConfig(target_ongoing_requests=64)
-    counted = {autoscaling.COMPLETIONS: {"a": 64.0, "b": 96.0}, "other": {"a": 9.0}}
-    assert autoscaling.by_completions(Context(counted, config)) == (2.5, {})
-    assert autoscaling.by_completions(Context({}, config)) == (0.0, {})
+    counted = {deployment.COMPLETIONS: {"a": 64.0, "b": 96.0}, "other": {"a": 9.0}}
+    assert deployment.by_completions(Context(counted, config)) == (2.5, {})
+    assert deployment.by_completions(Context({}, config)) == (0.0, {})
 
 
 def test_autoscaling_s_settings_reach_ray_serve(monkeypatch):
@@ -125,7 +126,7 @@ def test_autoscaling_s_settings_reach_ray_serve(monkeypatch):
     )
     made = deployment.build(settings)._bound_deployment._deployment_config.autoscaling_config
     assert (made.min_replicas, made.max_replicas, made.target_ongoing_requests) == (2, 5, 7)
-    assert made.upscale_delay_s == 1.5 and made.policy.policy_function == autoscaling.POLICY
+    assert made.upscale_delay_s == 1.5 and made.policy.policy_function == deployment.POLICY
     fixed = deployment.build(ServeSettings(model="m", replicas=2))
     assert fixed._bound_deployment._deployment_config.autoscaling_config is None
 
@@ -136,7 +137,7 @@ def test_of_a_replica_s_trace_the_error_is_told():
         "ray::ServeReplica:rllib_llm:server.initialize_and_get_metadata() (pid=1)\n"
         "RuntimeError: Traceback (most recent call last):\n"
         '  File "deployment.py", line 44, in __init__\n'
-        "rllib_llm.user_errors.UserError: checkpoint='x' must hold a model: there is none."
+        "rllib_llm.shared.errors.UserError: checkpoint='x' must hold a model: there is none."
     )
     told = "UserError: checkpoint='x' must hold a model: there is none."
     assert deployment._last_error(["", trace]) == told
@@ -202,11 +203,26 @@ def test_the_command_serves_and_sigterm_drains(folder):
         process.kill()
 
 
+@pytest.mark.slow  # a server in a process of its own
+def test_the_command_ends_when_its_engine_does(folder):
+    port = free_port()
+    process = command(folder, "--local", "--port", str(port), stderr=subprocess.DEVNULL)
+    try:
+        until_ready(process, f"http://127.0.0.1:{port}")
+        (engine,) = psutil.Process(process.pid).children()
+        engine.kill()
+        assert process.wait(DEADLINE_S) == 1, "whoever started it starts it again"
+    finally:
+        process.kill()
+
+
 def test_the_command_refuses_in_words(folder):
     for arguments, expected in (
         (("--local", "--host", "0.0.0.0"), "host='0.0.0.0' must be one of"),
         (("--set", "max_rows=none"), "max_rows='none' must be corrected"),
         (("--set", "colour=red"), "colour='red' must be corrected"),
+        (("--set", "api_keys=k"), "--set=api_keys=... must be left out"),
+        (("--set", "admin-key=k"), "--set=admin_key=... must be left out"),
     ):
         result = CliRunner().invoke(app, ["serve", folder, *arguments])
         assert result.exit_code != 0

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
 import threading
 
 import pytest
 import torch
 
 from rllib_llm.engines.engine_loop import Wanted
+from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise
 from rllib_llm.serving.engine_host import Counts, ThreadHost
-from rllib_llm.serving.engine_process import EngineProcess
-from rllib_llm.serving.guides import Guides
+from rllib_llm.serving.engine_process import EngineProcess, _without_keys
+from rllib_llm.serving.guides import GrammarError, grammar_of
 from rllib_llm.serving.schemas import ResponseFormat
 from rllib_llm.serving.service import Service
 from tests.serving.tiny_server import (
@@ -50,9 +53,7 @@ def events():
 @pytest.fixture(scope="module")
 def process(events):
     host = EngineProcess(settings(), SOURCE)
-    listening = threading.Event()
-    events.call_soon_threadsafe(lambda: (host.listen(), listening.set()))
-    assert listening.wait(DEADLINE_S)
+    asyncio.run_coroutine_threadsafe(host.listen(), events).result(DEADLINE_S)
     yield host
     closing = threading.Event()
     events.call_soon_threadsafe(lambda: (host.close(), closing.set()))
@@ -61,46 +62,57 @@ def process(events):
 
 @pytest.fixture
 def thread():
-    host = ThreadHost(model(), settings(), (EOS,))
+    host = ThreadHost(model(), settings(), (EOS,), tokenizer())
     yield host
     host.close()
 
 
 def several() -> list[Wanted]:
-    """A group of two, a guided one, and one by itself."""
+    """A group of two, and one by itself."""
     group, prompt = object(), [1, 40, 41]
-    wanted = ResponseFormat(type="regex", regex="[0-9]{3}")
-    make_guide = Guides(tokenizer(), EOS).maker(wanted, PARAMS)
-    assert make_guide is not None
     return [
         Wanted(prompt, PARAMS, Noise(5, 0), 0, group),
         Wanted(prompt, PARAMS, Noise(5, 1), 0, group),
-        Wanted(prompt, PARAMS, Noise(5, 2), guide=make_guide()),
         Wanted([1, 90], PARAMS, Noise(6), version=0),
     ]
 
 
-def sampled(host, wanted: list[Wanted]) -> list[tuple]:
+def sampled(host, wanted: list[Wanted], grammar: str | None = None) -> list[tuple]:
     """What came of each, which is also what was streamed of it."""
     streamed: list[list[int]] = [[] for _ in wanted]
     futures = host.submit_all(
         [
             dataclasses.replace(each, on_tokens=lambda new, to=to: to.extend(new.token_ids))
             for each, to in zip(wanted, streamed, strict=True)
-        ]
+        ],
+        grammar,
     )
     ended = [future.result(DEADLINE_S) for future in futures]
     assert streamed == [each.token_ids for each in ended]
     return [(e.token_ids, e.logprobs, e.versions, e.finish, e.likeliest) for e in ended]
 
 
+def test_it_knows_no_key_of_the_server_s(monkeypatch):
+    monkeypatch.setenv("RLLIB_SERVE_ADMIN_KEY", "hush")
+    monkeypatch.setenv("OTHERS", "told")
+    kept = _without_keys()
+    assert kept["OTHERS"] == "told" and not [name for name in kept if "RLLIB_SERVE" in name]
+
+
 def test_it_samples_what_a_thread_does(process, thread):
     assert process.facts == thread.facts
-    found = sampled(process, several())
-    assert found == sampled(thread, several())
-    assert len(found[2][0]) == 4  # three digits and the end
-    text = [1, 40, 41, 42]
-    assert process.score(text, 2, None).result(DEADLINE_S) == thread.score(text, 2, 0).result()
+    assert sampled(process, several()) == sampled(thread, several())
+    found = grammar_of(ResponseFormat(type="regex", regex="[0-9]{3}"))
+    assert found is not None
+    guided = []
+    for host in (process, thread):
+        assert host.compile(found[1], 0).result(DEADLINE_S) is None
+        guided.append(sampled(host, [Wanted([1, 40, 41], PARAMS, Noise(5, 2))] * 2, found[1]))
+        host.release(0)
+    assert guided[0] == guided[1]
+    assert [len(each[0]) for each in guided[0]] == [4, 4]  # three digits and the end
+    texts = [[1, 40, 41, 42], [1, 90]]
+    assert process.score(texts, 2, None).result(DEADLINE_S) == thread.score(texts, 2, 0).result()
 
 
 def test_a_row_that_nobody_waits_for_leaves_and_an_aborted_one_says_what_there_is(process):
@@ -127,8 +139,13 @@ def test_what_it_refuses_is_raised_here(process):
     with pytest.raises(ValueError, match="must name the model's parameters"):
         process.load(other, 1)
     (refused,) = process.submit_all([Wanted([1, 2], PARAMS, version=99)])
-    with pytest.raises(ValueError, match="row.version=99 must be one of"):
+    with pytest.raises(VersionGoneError, match="row.version=99 must be one of"):
         refused.result(DEADLINE_S)
+    with pytest.raises(GrammarError):
+        process.compile("no grammar", 1).result(DEADLINE_S)
+    process.release(1)
+    with pytest.raises(VersionGoneError):
+        process.score([[1, 2]], 0, 99).result(DEADLINE_S)
     (long,) = process.submit_all([Wanted([1] * 1020, PARAMS)])
     with pytest.raises(ValueError, match="1024"):
         long.result(DEADLINE_S)
@@ -163,6 +180,30 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events)
                 made.host.check_open()
 
     asyncio.run_coroutine_threadsafe(ask(), events).result(DEADLINE_S)
+
+
+def test_large_requests_while_the_engine_is_held_up_harm_no_later_one():
+    """uvloop's sockets do not block: half a message must not be all that is sent of one."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def ask() -> None:
+        made = Service(await asyncio.to_thread(EngineProcess, settings(), SOURCE), tokenizer(),
+                       settings(max_prompt_chars=10**7), source="here")  # fmt: skip
+        async with asgi_client(made) as http:
+            os.kill(made.host._process.pid, signal.SIGSTOP)
+            # Ids that take megabytes on their way, and are too many for the model.
+            long = {"prompt": [[40] * 1000] * 64, "max_tokens": 1}
+            asking = [asyncio.create_task(http.post("/v1/completions", json=long))
+                      for _ in range(4)]  # fmt: skip
+            await asyncio.sleep(0.5)
+            assert (await http.get("/healthz")).status_code == 200
+            os.kill(made.host._process.pid, signal.SIGCONT)
+            assert [(await each).status_code for each in asking] == [200] * 4
+            asked = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 8, "seed": 1}
+            assert (await http.post("/v1/completions", json=asked)).status_code == 200
+            assert (await http.get("/readyz")).status_code == 200
+
+    uvloop.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
 def test_a_model_that_cannot_be_loaded_is_said():

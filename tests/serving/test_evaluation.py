@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.rllib.algorithms import Algorithm
 
-from rllib_llm.serving.opening import open_service
+from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings
 from tests.algorithms import tiny_runs as tiny
 from tests.serving.tiny_server import running

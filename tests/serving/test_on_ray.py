@@ -19,7 +19,7 @@ from ray import serve
 
 import rllib_llm
 from rllib_llm.serving import deployment
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 from tests import tiny_models
 from tests.algorithms import tiny_runs
 from tests.serving.test_deployment import answers, assert_sampled_by, free_port
@@ -150,7 +150,7 @@ def test_replicas_are_added_for_completions_that_wait_and_taken_away(folder):
 
 def test_a_server_without_room_says_so(folder):
     with (
-        pytest.raises(rllib_llm.user_errors.UserError, match="replicas=9 of num_cpus=0.5 must"),
+        pytest.raises(UserError, match="replicas=9 of num_cpus=0.5 must"),
         serving(folder, replicas=9),
     ):
         pass

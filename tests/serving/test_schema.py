@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+
 import httpx
 import pytest
+import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
-from rllib_llm.serving.clients import Clients
-from rllib_llm.serving.security import ADMIN_PATHS
-from tests.serving.tiny_server import running, service
+from rllib_llm.serving.app import make_app
+from rllib_llm.serving.security import Clients, read_clients
+from tests.serving.tiny_server import running, service, until
+from tests.serving.tiny_server import settings as tiny_settings
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -18,23 +26,23 @@ ASKED = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/
          "/sessions/{session_id}/reward"]  # fmt: skip
 
 
-@schemathesis.serializer("application/jsonl")
-def as_it_is(context, value) -> bytes:
-    """A batch is text."""
-    return str(value).encode()
-
-
-def operations(address: str) -> list[tuple[str, str]]:
-    """(path, method) of everything that the interface describes."""
+def operations(address: str) -> list[tuple[str, str, bool]]:
+    """(path, method, whether it is the administration's) of all that the interface describes."""
     described = httpx.get(f"{address}/openapi.json").json()["paths"]
-    return [(path, method) for path, methods in described.items() for method in methods]
+    return [
+        (path, method, operation.get("security") == [{"admin_key": []}])
+        for path, methods in described.items()
+        for method, operation in methods.items()
+    ]
 
 
-def ask_at_random(address: str, path: str, method: str, headers: dict[str, str]) -> None:
+def ask_at_random(
+    address: str, path: str, method: str, headers: dict[str, str], count: int = 15
+) -> None:
     schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
 
     @settings(
-        max_examples=15,
+        max_examples=count,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -63,8 +71,8 @@ def test_no_request_for_completions_is_answered_by_a_fault_of_the_server(tiny, p
 @pytest.mark.slow  # everything else
 def test_no_request_is_answered_by_a_fault_of_the_server(tiny):
     described = operations(tiny[0])
-    assert len(described) > 20 and {path for path, _ in described} >= ADMIN_PATHS
-    for path, method in described:
+    assert len(described) > 20
+    for path, method, _ in described:
         if path not in ASKED:
             ask_at_random(tiny[0], path, method, {})
 
@@ -73,6 +81,46 @@ def test_no_request_is_answered_by_a_fault_of_the_server(tiny):
 def test_no_request_of_the_administration_is_answered_by_a_fault_of_the_server():
     made = service(drain_s=0)
     with running(made, Clients([], ADMIN_KEY.encode())) as address:
-        for path, method in operations(address):
-            if path in ADMIN_PATHS:
+        paths = [(path, method) for path, method, is_admin in operations(address) if is_admin]
+        assert len(paths) == 8
+        for path, method in paths:
+            if path != "/drain":  # behind it there are no answers
                 ask_at_random(address, path, method, {"Authorization": f"Bearer {ADMIN_KEY}"})
+
+
+@contextlib.contextmanager
+def below(made, prefix: str, clients: Clients):
+    """The server's address below a prefix, as Ray Serve mounts it."""
+    inner = make_app(made, clients)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        await made.start()
+        yield
+        made.close()
+
+    app = Starlette(routes=[Mount(prefix, inner)], lifespan=lifespan)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}{prefix}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.slow  # with a server of its own
+@pytest.mark.parametrize("key", ["k", "wrong", ADMIN_KEY])
+def test_no_request_below_a_prefix_is_answered_by_a_fault_of_the_server_or_without_its_key(key):
+    keys = read_clients(tiny_settings(api_keys="k")).clients
+    with below(service(), "/llm", Clients(keys, ADMIN_KEY.encode())) as address:
+        headers = {"Authorization": f"Bearer {key}"}
+        for path, method, is_admin in operations(address):
+            open_paths = ("/health", "/healthz", "/readyz", "/metrics")
+            right = is_admin == (key == ADMIN_KEY) and key != "wrong"
+            if path in open_paths or (right and path != "/drain"):
+                ask_at_random(address, path, method, headers, 6)
+            elif not right:
+                answer = httpx.request(method, f"{address}{path}", headers=headers, json={})
+                assert answer.status_code == 401, path

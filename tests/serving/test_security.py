@@ -11,9 +11,9 @@ import time
 import httpx
 import pytest
 
-from rllib_llm.serving.clients import Clients, TokenBucket, read_clients
+from rllib_llm.serving.security import Clients, TokenBucket, read_clients
 from rllib_llm.serving.settings import ServeSettings, read_settings
-from rllib_llm.user_errors import UserError
+from rllib_llm.shared.errors import UserError
 from tests.serving.tiny_server import (
     DEADLINE_S,
     NAME,
@@ -139,7 +139,7 @@ def test_the_administration_has_a_key_of_its_own_and_is_off_without(tmp_path):
         assert (await http.post("/drain", **root)).json() == {"drained": True, "under_way": 0}
         assert (await http.get("/readyz")).status_code == 503
 
-    asked(on, api_keys="k", admin_key="root")
+    asked(on, api_keys="k", admin_key="root", update_weights_folder=tmp_path)
 
 
 def test_other_addresses_than_this_machine_s_need_keys():

@@ -7,6 +7,8 @@ import asyncio
 import openai
 import pytest
 
+from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.sessions import Rules, Sessions
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, model, plain_logprobs, service
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -81,7 +83,8 @@ def test_a_turn_that_fails_or_nobody_waits_for_leaves_nothing_behind():
         odd = [*CHAT, {"role": "assistant", "tool_calls": [{"id": "no function"}]}]
         asked = {**KNOBS, "messages": odd}
         refused = await http.post("/sessions/s/v1/chat/completions", json=asked)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages.1.tool_calls.0.function"
         assert (await http.get("/sessions/s")).json()["rows"] == []
         assert (await http.post("/sessions/s/reward", json={"reward": 1})).status_code == 400
         await say(http, CHAT)
@@ -108,3 +111,85 @@ def test_a_streamed_turn_is_kept_too_through_openai_s_client(tiny):
     kept = httpx.get(f"{tiny[0]}/sessions/mine").json()
     assert kept["messages"][0][-1]["content"].startswith("".join(parts).strip()[:3])
     assert len(kept["rows"]) == 1 and all(kept["rows"][0]["loss_mask"])
+
+
+async def turns_of(http, messages, **asked) -> list[dict]:
+    """Three turns of one chat, as a client plays it back; the session's rows."""
+    messages = list(messages)
+    for text in ("and", "or", "but"):
+        said = (await say(http, messages, **asked))["choices"][0]["message"]
+        messages += [said, {"role": "user", "content": text}]
+    return (await http.get("/sessions/s")).json()["rows"]
+
+
+def test_a_turn_that_a_stop_text_ended_is_gone_on_with_as_it_was_sampled():
+    """The client is shown less than was sampled: what it plays back is that turn all the same."""
+
+    async def talk(http) -> None:
+        free = (await say(http, CHAT))["choices"][0]["message"]["content"]
+        await http.delete("/sessions/s")
+        stop = free[2:4]
+        rows = await turns_of(http, CHAT, stop=[stop])
+        assert len(rows) == 1, "one row, whose turns are all rewarded"
+
+    session_of(talk)
+
+
+def test_a_chat_goes_on_after_many_others_with_other_tools(tiny):
+    async def talk(http) -> None:
+        said = (await say(http, CHAT))["choices"][0]["message"]
+        for i in range(70):
+            tools = [{"type": "function", "function": {"name": f"tool_{i}"}}]
+            asked = {"messages": CHAT, "tools": tools, "max_tokens": 1}
+            assert (await http.post("/v1/chat/completions", json=asked)).status_code == 200
+        await say(http, [*CHAT, said, {"role": "user", "content": "and"}])
+        assert len((await http.get("/sessions/s")).json()["rows"]) == 1
+
+    session_of(talk)
+
+
+def test_a_key_s_many_sessions_cost_nobody_else_his_own(monkeypatch):
+    monkeypatch.setattr("rllib_llm.serving.sessions.MAX_OF_AN_OWNER", 3)
+    monkeypatch.setattr("rllib_llm.serving.sessions.MAX_SESSIONS", 5)
+    sessions = Sessions()
+    sessions.begin("mine", b"ann")
+    rules = Rules({}, max_new_tokens=1, max_turns=1, max_tokens=1, template_settings={})
+    for i in range(9):
+        sessions.begin(f"ruled {i}", b"", rules)
+    for i in range(9):
+        sessions.begin(f"bob {i}", b"bob")
+    assert sessions.get("mine", b"ann") and sessions.get("ruled 0", b"")
+    assert sum(name.startswith("bob") for name in sessions._held) <= 3
+    with pytest.raises(ApiError, match="is not here"):
+        sessions.get("bob 0", b"bob")
+    sessions.forget("mine")
+    sessions.forget("mine")
+    assert b"ann" not in sessions._of
+
+
+def test_a_busy_session_is_said_to_be_busy():
+    async def talk() -> None:
+        made = service()
+        async with asgi_client(made) as http:
+            await say(http, CHAT)
+            async with made.sessions.get("s", b"").lock:
+                asked = {**KNOBS, "messages": CHAT}
+                answer = await http.post("/sessions/s/v1/chat/completions", json=asked)
+                assert answer.status_code == 409, answer.text
+                assert answer.json()["error"]["code"] == "session_busy"
+            await say(http, CHAT)
+
+    asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+
+
+def test_nobody_begins_a_session_where_a_run_does():
+    async def talk() -> None:
+        made = service()
+        made.sessions.begin_by_themselves = False  # as of an agent's server
+        async with asgi_client(made) as http:
+            assert (await http.post("/sessions")).status_code == 404
+            asked = {**KNOBS, "messages": CHAT}
+            answer = await http.post("/sessions/s/v1/chat/completions", json=asked)
+            assert answer.status_code == 404 and not made.sessions._held
+
+    asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from rllib_llm.serving.opening import open_service
+from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.sources import RunSource
 from rllib_llm.weights.coordinator import CoordinatorClient

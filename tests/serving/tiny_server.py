@@ -14,9 +14,9 @@ import torch
 
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.serving.app import make_app
-from rllib_llm.serving.clients import Clients
 from rllib_llm.serving.engine_host import ThreadHost
 from rllib_llm.serving.http_server import HttpServer
+from rllib_llm.serving.security import Clients
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
 from tests import tiny_models
@@ -53,8 +53,9 @@ def settings(**changes) -> ServeSettings:
 def service(the_model=None, the_tokenizer=None, **changes) -> Service:
     made = settings(**changes)
     the_model = the_model or load_causal_lm("tests.serving.tiny_server.build")
-    host = ThreadHost(the_model, made, (EOS,))
-    return Service(host, the_tokenizer or tokenizer(), made, source="here")
+    the_tokenizer = the_tokenizer or tokenizer()
+    host = ThreadHost(the_model, made, (EOS,), the_tokenizer)
+    return Service(host, the_tokenizer, made, source="here")
 
 
 @asynccontextmanager

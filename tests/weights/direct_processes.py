@@ -20,8 +20,7 @@ from ray.experimental.rdt import (
 from rllib_llm.weights.direct import DirectTransport
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import Transfer
+from rllib_llm.weights.receiver import Transfer, WeightsReceiver
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections import Counter
 
 from ray.exceptions import ObjectLostError
 
-from rllib_llm.weights.version_log import VersionLog
+from rllib_llm.weights.coordinator import VersionLog
 
 
 class Store:

@@ -17,8 +17,7 @@ from ray.cluster_utils import Cluster
 
 from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, unpack
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.waves import nodes_with_a_copy
+from rllib_llm.weights.receiver import WeightsReceiver, nodes_with_a_copy
 
 NUM_NODES = 6  # beside the learner's
 NUM_VERSIONS = 3

@@ -7,12 +7,10 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError
 
-from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
-from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import Transfer
+from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
+from rllib_llm.weights.receiver import Transfer, WeightsReceiver
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
 from tests.weights.fakes import Coordinator, Store

@@ -11,12 +11,11 @@ import pytest
 import ray
 import torch
 
-from rllib_llm.weights.background import BackgroundPublisher
-from rllib_llm.weights.coordinator import NAMESPACE, CoordinatorClient
+from rllib_llm.weights.coordinator import NAMESPACE, CoordinatorClient, Verdict
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.version_log import Verdict
+from rllib_llm.weights.publisher import BackgroundPublisher
 
 LONG = 600.0  # seconds that nothing here takes
 

@@ -10,10 +10,10 @@ import pytest
 import ray
 
 from rllib_llm.weights import direct
-from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.direct import DirectSnapshot, has_nixl
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.published import WeightsLostError
+from rllib_llm.weights.publisher import WeightsPublisher
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners
 from tests.weights.direct_processes import NUM_BYTES, Learner, Sampler

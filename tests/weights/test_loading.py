@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.weights import read_only as module_under_test
+from rllib_llm.weights import loading as module_under_test
 from rllib_llm.weights.flat_buffer import FlatBuffer, pack, unpack
-from rllib_llm.weights.loading import ModuleLoader, differing
-from rllib_llm.weights.read_only import can_map_read_only, read_only
+from rllib_llm.weights.loading import ModuleLoader, can_map_read_only, differing, read_only
 
 needs_protection = pytest.mark.skipif(not can_map_read_only(), reason="no second mapping here")
 

@@ -16,7 +16,6 @@ import ray
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rllib_llm.weights.broadcast import WeightsPublisher
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.on_device import (
@@ -25,8 +24,8 @@ from rllib_llm.weights.on_device import (
     DeviceWeightsError,
 )
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
-from rllib_llm.weights.receiver import WeightsReceiver
-from rllib_llm.weights.transfer import Transfer
+from rllib_llm.weights.publisher import WeightsPublisher
+from rllib_llm.weights.receiver import Transfer, WeightsReceiver
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
 from tests.weights.test_broadcast import LocalGroup

@@ -10,8 +10,8 @@ import ray
 
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.request import SampleRequest
-from rllib_llm.weights.broadcast import export_module
 from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.publisher import export_module
 from tests.algorithms import tiny_runs as tiny
 from tests.docs.code_blocks import blocks_of
 from tests.learners import tiny_learners

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rllib_llm.modules.lora import is_adapter
 from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.openai_client import RequestRefusedError, ServerError
+from rllib_llm.shared.openai_client import RequestRefusedError, ServerError
 from rllib_llm.weights.push import WeightsPush, open_servers
 from tests.algorithms import tiny_runs as tiny
 from tests.scripted_server import serving
@@ -172,11 +172,11 @@ def test_a_server_that_does_not_take_them_ends_the_push_and_stays_paused(tmp_pat
 
 def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
     pytest.importorskip("fastapi")
-    from rllib_llm.serving.clients import Clients
+    from rllib_llm.serving.security import Clients
     from tests.serving import tiny_server
 
     monkeypatch.setenv("ADMIN", "secret")
-    made = tiny_server.service()
+    made = tiny_server.service(update_weights_folder=tmp_path)
     other = tiny_server.model(seed=1)
     with tiny_server.running(made, Clients([], admin_key=b"secret")) as address:
         entry = {"server": "rllib_llm", "base_url": address, "api_key_env": "ADMIN"}

@@ -14,10 +14,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from rllib_llm.weights.backoff import backoff_seconds
+from rllib_llm.shared.named_actor import backoff_seconds
 from rllib_llm.weights.flat_buffer import FlatBuffer, pack
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
-from rllib_llm.weights.transfer import Transfer
+from rllib_llm.weights.receiver import Transfer
 from rllib_llm.weights.transport import TicketError
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))

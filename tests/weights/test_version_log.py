@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rllib_llm.weights.coordinator import Verdict, VersionLog
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.version_log import Verdict, VersionLog
 
 
 class Clock:

@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from rllib_llm.dotted import import_dotted
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.shared.dotted import import_dotted
 
 
 class AgentEnv(ConversationEnv):

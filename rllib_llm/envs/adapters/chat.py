@@ -19,7 +19,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.openai_client import OpenAIClient, ServerError
+from rllib_llm.shared.openai_client import OpenAIClient, ServerError
 
 _EXCHANGED = {"user": "assistant", "assistant": "user"}
 

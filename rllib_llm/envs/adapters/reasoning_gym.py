@@ -4,22 +4,29 @@
     env_config: {datasets: [{name: chain_sum, weight: 2, config: {max_terms: 3}}, {name: gcd}]}
 
 A task is a function of (seed, position): nothing is kept, and a run that is resumed goes on where
-it was. Data sets are made once per replica. `scoring: exact` gives 1 for the right answer and 0 for
-any other; `task` is the data set's own score, which for many gives a part for an answer that merely
-holds the right one, and with it a reason to write all that might be right.
+it was. Data sets are made once per replica. `scoring: task` is the data set's own score, which for
+many gives a part for an answer that merely holds the right one; `exact` gives 1 where that score is
+full and 0 elsewhere. Answers are scored in contained processes: data sets evaluate some of them.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import functools
+import math
+import pickle
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rllib_llm.data.made_rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
 from rllib_llm.envs.rlhf import (
     EnvConfigError,
@@ -28,15 +35,21 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
+from rllib_llm.envs.sandbox import WorkerPool
 
-SCORINGS = ("exact", "task")
+SCORINGS = ("task", "exact")
+_SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
+_SHOWN = 200  # characters of an error
+_NONSENSE = "no answer"
 DEFAULTS: dict[str, Any] = {
     **RLHF_DEFAULTS,
     "eval_fraction": 0.02,
     "datasets": None,  # a name, or a list of names or {name, weight, config}
     "num_tasks": 10_000,  # of all data sets together
     "tasks_seed": 0,  # of the tasks; `seed` is of their order
-    "scoring": "exact",  # 1 or 0 | "task": the data set's own score
+    "scoring": "task",  # the data set's own score | "exact": 1 where that is full, else 0
+    "score_workers": 2,  # processes that score
+    "score_deadline_s": 10.0,  # of one answer; one that takes longer is worth 0
     "tasks_per_level": None,  # curriculum: tasks until it grows harder; None: as configured
     "instruction": "",  # put behind every question
     "answer_tag": None,  # "answer": what stands in <answer> is judged; None: all of the completion
@@ -63,9 +76,10 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     if settings["tasks_per_level"] is not None:
         settings["shuffle"] = False  # a curriculum is an order
     tokenizer = policy_tokenizer(settings)
-    correct = functools.partial(
-        score_tasks, tasks=tasks, scoring=settings["scoring"], answer_tag=settings["answer_tag"]
-    )
+    correct = Scorer(
+        tasks, scoring=settings["scoring"], answer_tag=settings["answer_tag"],
+        num_workers=settings["score_workers"], deadline_s=settings["score_deadline_s"],
+    )  # fmt: skip
     return build_bandit(
         settings,
         tokenizer=tokenizer,
@@ -116,18 +130,66 @@ class Tasks(MadeRows):
         chosen = np.random.default_rng(seed).random(num_tasks)
         self._which = np.searchsorted(np.cumsum(weights / weights.sum()), chosen, side="right")
         self._made: dict[tuple[int, int], Any] = {}
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        """Makes a row of each data set at every level that tasks will reach.
+
+        Raises:
+            EnvConfigError: one cannot be made.
+        """
+        for which in sorted(set(self._which.clip(max=len(self.specs) - 1).tolist())):
+            for level in range(min(self.level(self._size - 1), self._highest(which)) + 1):
+                entry = self._entry(which, level, 0)
+            with contextlib.suppress(Exception):  # an answer that it cannot read
+                if self.dataset(which, level).score_answer(_NONSENSE, entry) >= 1.0:
+                    warnings.warn(
+                        f"datasets: {self.specs[which].name!r} of reasoning-gym gives its full "
+                        f"score to {_NONSENSE!r}, as to any text. Nothing is learnt from it: leave "
+                        "it out.",
+                        stacklevel=3,
+                    )
+
+    def _highest(self, which: int) -> int:
+        """The level from which on a data set's curriculum stays as it is."""
+        if self._per_level is None:
+            return 0
+        levels = [len(each.levels) for each in self._curriculum(which).attributes.values()]
+        return max(levels, default=1) - 1
 
     def make(self, index: int) -> dict[str, Any]:
         """The task at `index`."""
-        which = min(int(self._which[index]), len(self.specs) - 1)
-        entry = self.dataset(which, self.level(index))[index]
+        which, entry = self.entry(index)
         question = f"{entry['question']}{self._instruction}"
+        answer = entry["answer"]
         return {
             "prompt": [{"role": "user", "content": question}] if self._as_chat else question,
-            "answer": str(entry["answer"]),
+            "answer": None if answer is None else str(answer),
             "dataset": self.specs[which].name,
             "task": index,
         }
+
+    def entry(self, index: int) -> tuple[int, Any]:
+        """Which data set the task at `index` is of, and reasoning-gym's own record of it."""
+        which = min(int(self._which[index]), len(self.specs) - 1)
+        return which, self._entry(which, self.level(index), index)
+
+    def _entry(self, which: int, level: int, index: int) -> Any:
+        try:
+            return self.dataset(which, level)[index]
+        except Exception as error:  # noqa: BLE001  (of a data set: its settings make no task)
+            if isinstance(error, EnvConfigError):
+                raise
+            raise self._refused(which, level, error) from error
+
+    def _refused(self, which: int, level: int, error: Exception) -> EnvConfigError:
+        spec = self.specs[which]
+        place = "" if self._per_level is None else f", level {level} of its curriculum,"
+        return EnvConfigError(
+            f"datasets: config={dict(spec.config)!r}{place} must be settings of {spec.name!r}: "
+            f"{type(error).__name__}: {str(error)[:_SHOWN]}. Correct them"
+            f"{', or set in config what the level sets wrongly' if place else ''}."
+        )
 
     def level(self, index: int) -> int:
         """How far the curriculum is at a row."""
@@ -136,99 +198,163 @@ class Tasks(MadeRows):
     def dataset(self, which: int, level: int) -> Any:
         """The data set of a mixture at a level of its curriculum, made once."""
         if (which, level) not in self._made:
-            self._made[which, level] = self._make(self.specs[which], level)
+            self._made[which, level] = self._make(which, level)
         return self._made[which, level]
 
-    def _make(self, spec: DatasetSpec, level: int) -> Any:
-        import reasoning_gym
-        from reasoning_gym.factory import CURRICULA
+    def packed(self, index: int) -> dict[str, str]:
+        """The task at `index` as a process is told of it that scores."""
+        which, entry = self.entry(index)
+        config = self._config(which, self.level(index))
+        return {"name": self.specs[which].name, "config": _packed(config), "entry": _packed(entry)}
 
-        config = dict(spec.config)
+    def _make(self, which: int, level: int) -> Any:
+        import reasoning_gym
+
+        try:
+            config = self._config(which, level)
+            return reasoning_gym.create_dataset(self.specs[which].name, **config)
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, EnvConfigError):
+                raise
+            raise self._refused(which, level, error) from error
+
+    def _config(self, which: int, level: int) -> dict[str, Any]:
+        config = dict(self.specs[which].config)
         if self._per_level is not None:
-            if spec.name not in CURRICULA:
-                raise EnvConfigError(
-                    f"tasks_per_level={self._per_level!r} must be None for {spec.name!r}: it has "
-                    "no curriculum. Remove the setting, or the data set."
-                )
-            curriculum = CURRICULA[spec.name]()
+            curriculum = self._curriculum(which)
             for name, attribute in curriculum.attributes.items():
                 curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
-            config = {**asdict(curriculum.generate_configuration()), **config}
-        config |= {"seed": self._seed, "size": self._size}
-        try:
-            return reasoning_gym.create_dataset(spec.name, **config)
-        except (AssertionError, TypeError) as error:
-            raise EnvConfigError(
-                f"datasets: config={dict(spec.config)!r} must be settings of {spec.name!r}: "
-                f"{error}. Correct them."
-            ) from error
+            made = curriculum.generate_configuration()
+            config = {**{each.name: getattr(made, each.name) for each in fields(made)}, **config}
+        return {**config, "seed": self._seed, "size": self._size}
 
-    def score(self, index: int, answer: str | None, scoring: str) -> float:
-        """What an answer to task `index` is worth, 0 to 1."""
-        which = min(int(self._which[index]), len(self.specs) - 1)
-        dataset = self.dataset(which, self.level(index))
-        entry = dataset[index]
-        if scoring == "task":
-            return float(dataset.score_answer(answer, entry))
-        if answer is None:
-            return 0.0
-        # Some tasks have many right answers, of which the data set's own score tells.
-        if answer.strip() == str(entry["answer"]).strip():
-            return 1.0
-        return 0.0 if str(entry["answer"]) in answer else float(
-            dataset.score_answer(answer, entry) == 1.0
-        )  # fmt: skip
+    def _curriculum(self, which: int) -> Any:
+        from reasoning_gym.factory import CURRICULA
+
+        name = self.specs[which].name
+        if name not in CURRICULA:
+            raise EnvConfigError(
+                f"tasks_per_level={self._per_level!r} must be None for {name!r}: it has no "
+                "curriculum. Remove the setting, or the data set."
+            )
+        return CURRICULA[name]()  # type: ignore[operator]
+
+
+def _packed(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[str, str]]:
-    """Rows {"prompt", "completion"} of solved tasks; see `Tasks`."""
+    """Rows {"prompt", "completion"} of solved tasks, those left out that come without an answer;
+    see `Tasks`.
+
+    Raises:
+        EnvConfigError: none has an answer.
+    """
     tasks = Tasks(datasets, num_tasks=num_tasks, seed=seed)
-    return [{"prompt": task["prompt"], "completion": task["answer"]} for task in tasks]
-
-
-def score_tasks(
-    completions: Sequence[str],
-    task: Sequence[int],
-    *,
-    tasks: Tasks,
-    scoring: str,
-    answer_tag: str | None = None,
-) -> list[float]:
-    """What each completion is worth for its task."""
-    from reasoning_gym.utils import extract_answer
-
-    if scoring not in SCORINGS:
-        raise EnvConfigError(
-            f"scoring={scoring!r} must be one of {SCORINGS}: the right answer alone counts, or the "
-            "data set's own score. Choose one."
-        )
-    answers = [
-        extract_answer(text, tag_name=answer_tag) if answer_tag else text.strip()
-        for text in map(_text, completions)
+    rows = [
+        {"prompt": task["prompt"], "completion": task["answer"]}
+        for task in tasks
+        if task["answer"] is not None
     ]
-    return [
-        tasks.score(index, answer, scoring)
-        for index, answer in zip(task, answers, strict=True)
-    ]  # fmt: skip
+    if not rows:
+        raise EnvConfigError(
+            f"datasets={datasets!r} must have a data set with answers: reasoning-gym only judges "
+            "those of these. Take another one."
+        )
+    return rows
 
 
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+class Scorer:
+    """A reward function: what each completion is worth for its task.
+
+    Args:
+        tasks: of the data set's column `task`.
+        scoring: one of `SCORINGS`.
+        answer_tag: what stands in <answer_tag> is judged; None: all of the completion.
+        pool: further arguments of `WorkerPool`.
+
+    An answer that its data set cannot score, in time or at all, is worth 0 where the data set can
+    score its own answer, and is `Invalid` where it cannot.
+    """
+
+    wants_texts = True
+
+    def __init__(
+        self, tasks: Tasks, *, scoring: str = "task", answer_tag: str | None = None, **pool: Any
+    ) -> None:
+        if scoring not in SCORINGS:
+            raise EnvConfigError(
+                f"scoring={scoring!r} must be one of {SCORINGS}: the data set's own score, or 1 "
+                "where that is full and 0 elsewhere. Choose one."
+            )
+        self._tasks, self._scoring, self._answer_tag = tasks, scoring, answer_tag
+        self._pool = WorkerPool(_SCORE, isolated=True, **pool)
+
+    def __call__(self, completions: Sequence[str], task: Sequence[int]) -> list[Any]:
+        """A number from 0 to 1 for each completion, or `Invalid`."""
+        from reasoning_gym.utils import extract_answer
+
+        tag = self._answer_tag
+        packed = functools.lru_cache(maxsize=None)(self._tasks.packed)
+        calls = [
+            {**packed(index), "answer": extract_answer(text, tag_name=tag) if tag else text.strip()}
+            for index, text in zip(task, completions, strict=True)
+        ]
+        scores = [
+            each if type(each) in (int, float, Invalid) else Invalid(f"its score is {each!r:.80}")
+            for each in self._pool.map(calls)
+        ]
+        failed = [i for i, score in enumerate(scores) if isinstance(score, Invalid)]
+        known = {task[i]: {**calls[i], "answer": self._tasks[task[i]]["answer"]} for i in failed}
+        own = dict(zip(known, self._pool.map(list(known.values())), strict=True))
+        for i in failed:
+            if not isinstance(own[task[i]], Invalid):
+                scores[i] = 0.0
+        if self._scoring == "task":
+            return scores
+        return [s if isinstance(s, Invalid) else float(s >= 1.0) for s in scores]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()
 
 
 def _specs(datasets: Any) -> list[DatasetSpec]:
     from reasoning_gym.factory import DATASETS
 
-    listed = datasets if isinstance(datasets, (list, tuple)) else [datasets]
+    listed = list(datasets) if isinstance(datasets, (list, tuple)) else [datasets]
     specs = []
     for given in listed:
         spec = given if isinstance(given, Mapping) else {"name": given}
-        unknown = set(spec) - {"name", "weight", "config"}
-        if spec.get("name") not in DATASETS or unknown or not spec.get("weight", 1.0) > 0:
+        if why := _why_wrong(spec):
             raise EnvConfigError(
                 f"datasets={given!r} must be a name of reasoning-gym, or {{name, weight above 0, "
-                f"config}}: {'unknown ' + repr(sorted(unknown)) if unknown else 'it is none'}. "
-                f"There are {len(DATASETS)}, among them {sorted(DATASETS)[:8]}."
+                f"config}}: {why}. There are {len(DATASETS)} names, among them "
+                f"{sorted(DATASETS)[:8]}."
             )
         specs.append(DatasetSpec(**spec))
+    if not specs:
+        raise EnvConfigError(
+            "datasets=[] must have at least one data set of reasoning-gym: there would be no task. "
+            "Name one."
+        )
     return specs
+
+
+def _why_wrong(spec: Mapping[str, Any]) -> str:
+    """Why this names no data set of a mixture; "" where it does."""
+    from reasoning_gym.factory import DATASETS
+
+    unknown, weight = set(spec) - {"name", "weight", "config"}, spec.get("weight", 1.0)
+    if unknown:
+        return f"unknown {sorted(map(str, unknown))}"
+    if not isinstance(spec.get("name"), str) or spec["name"] not in DATASETS:
+        return "it is none"
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        return f"weight={weight!r} is no number"
+    if not 0 < weight < math.inf:
+        return f"weight={weight!r}"
+    if not isinstance(spec.get("config", {}), Mapping):
+        return f"config={spec['config']!r} is no mapping"
+    return ""

@@ -1,9 +1,11 @@
 """rllib_llm/TRL-v0: environments and tools written for TRL's GRPOTrainer, as they are.
 
-`environment_factory` is a class (or its dotted path) as TRL 1.16 takes it: `reset(**row)` begins a
-conversation and may return a text that is put behind the last user message, its other public
-methods are tools, and `get_reward()`, where there is one, is the conversation's score. `tools` are
-typed functions with docstrings. Reward functions get `completions` as messages and `environments=`.
+`environment_factory` is what TRL 1.16 takes: a class or another callable that makes an environment,
+or {name: callable} for rows with a column `environment`. `reset(**row)` begins a conversation and
+may return a text that is put behind the last user message; the class's other public functions are
+tools, and `get_reward()`, where there is one, is the conversation's score. Without a data set every
+prompt is empty, and `reset` says all. `tools` are typed functions with docstrings. Reward functions
+get `completions` as messages and `environments=`.
 """
 
 from __future__ import annotations
@@ -13,24 +15,27 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from rllib_llm.conversations.chat_format import Message
+from rllib_llm.conversations.chat_format import ChatFormat, Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.dotted import import_dotted
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.tools.toolbox import FunctionTool, Toolbox, as_tool
+from rllib_llm.shared.dotted import import_dotted
 
 _NO_TOOLS = ("reset", "get_reward")
-_ENVIRONMENT = "environment"  # under which a conversation's state holds its own
+_ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own
+_EMPTY = {"role": "user", "content": ""}
 
 
 class TRLEnv(ConversationEnv):
     """One object of `environment_factory` for each conversation."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
-        "environment_factory": None,  # a class, or the dotted path of one
+        "environment_factory": None,  # a callable, its dotted path, or {name: either}
         "max_tool_calling_iterations": None,  # TRL's name: turns with tool calls
+        "num_tasks": 1024,  # where there is no data set
     }
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
@@ -38,37 +43,84 @@ class TRLEnv(ConversationEnv):
         if given.get("max_tool_calling_iterations") is not None:
             given.setdefault("max_turns", given["max_tool_calling_iterations"] + 1)
         super().__init__(given)
+        # By the name of a row's environment, where there are several: each has tools of its own.
+        self._toolboxes = {
+            name: self._make_toolbox(self._tools_with(name)) for name in self._named_factories
+        }
+        self._formats = {name: self._make_format(box) for name, box in self._toolboxes.items()}
+
+    @functools.cached_property
+    def _named_factories(self) -> dict[str, Callable[[], Any]]:
+        """Factories by name, where rows choose among them."""
+        given = self.settings["environment_factory"]
+        if not isinstance(given, Mapping):
+            return {}
+        return {str(name): _factory(factory) for name, factory in given.items()}
 
     @functools.cached_property
     def factory(self) -> Callable[[], Any] | None:
-        """What makes an environment; None where there are tools alone."""
-        factory = self.settings["environment_factory"]
-        if isinstance(factory, str):
-            factory = import_dotted(factory, name="environment_factory")
-        if factory is not None and not callable(getattr(factory, "reset", None)):
+        """What makes every conversation's environment; None where rows choose, or tools are all."""
+        given = self.settings["environment_factory"]
+        return None if given is None or isinstance(given, Mapping) else _factory(given)
+
+    def _factory_of(self, task: Mapping[str, Any]) -> Callable[[], Any] | None:
+        if not self._named_factories:
+            return self.factory
+        name = task.get(_ENVIRONMENT)
+        if name not in self._named_factories:
             raise EnvConfigError(
-                f"env_config['environment_factory']={factory!r} must be a class with reset(**row): "
-                "each conversation has an object of it. Add the method."
+                f"environment={name!r} of a row must be one of {sorted(self._named_factories)}: "
+                "environment_factory has no other. Correct the column."
             )
-        return factory
+        return self._named_factories[name]
+
+    def _tools_with(self, name: str | None = None) -> list[Any]:
+        """The tools beside environments, and those of an environment."""
+        factory = self.factory if name is None else self._named_factories[name]
+        own = [] if factory is None else _methods(factory())
+        return [*(_as_trl(as_tool(tool)) for tool in super().tools()), *map(_TRLTool, own)]
 
     def tools(self) -> Sequence[Any]:
-        functions = list(super().tools())
-        if self.factory is not None:
-            functions += _methods(self.factory())
-        return functions
+        return self._tools_with()
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         environment = conversation.state.get(_ENVIRONMENT)
         return () if environment is None else _methods(environment)
 
+    def toolbox_of(self, conversation: Conversation) -> Toolbox:
+        chooses = bool(self._named_factories)
+        box = self._toolboxes[conversation.task[_ENVIRONMENT]] if chooses else self.toolbox
+        return box.of(self.tools_of(conversation))
+
+    def format_of(self, task: Mapping[str, Any]) -> ChatFormat:
+        self._factory_of(task)  # an unknown one is refused
+        return self._formats[task[_ENVIRONMENT]] if self._named_factories else self.chat_format
+
+    def rows(self) -> Any:
+        rows = super().rows()
+        if rows is None and self.factory is not None:
+            return [{"prompt": [_EMPTY]}] * int(self.settings["num_tasks"])
+        if isinstance(rows, (list, tuple)) and self.settings["environment_factory"] is not None:
+            prompts = ("prompt", "messages", self.settings["prompt_column"])
+            return [
+                row if any(name in row for name in prompts) else {"prompt": [_EMPTY], **row}
+                for row in rows
+            ]
+        return rows
+
     async def start(self, conversation: Conversation) -> Sequence[Message]:
         messages = [dict(message) for message in self.first_messages(conversation)]
-        if self.factory is not None:
-            environment = conversation.state[_ENVIRONMENT] = self.factory()
-            said = await call(environment.reset, **conversation.task)
-            if said:
-                messages[-1]["content"] = f"{messages[-1]['content']}{said}"
+        factory = self._factory_of(conversation.task)
+        if factory is None:
+            return messages
+        environment = conversation.state[_ENVIRONMENT] = factory()
+        chooses = bool(self._named_factories)
+        row = {k: v for k, v in conversation.task.items() if not (chooses and k == _ENVIRONMENT)}
+        said = await call(environment.reset, **row)
+        if said is not None:
+            before = messages[-1]["content"]
+            before = before if isinstance(before, str) else _text_of(before, "a prompt")
+            messages[-1]["content"] = before + _text_of(said, "reset()")
         return messages
 
     async def score(self, conversation: Conversation) -> float | None:
@@ -77,13 +129,61 @@ class TRLEnv(ConversationEnv):
         return None if get_reward is None else await call(get_reward)
 
 
+class _TRLTool(FunctionTool):
+    """A tool whose result is written as TRL writes it."""
+
+    async def run(self, arguments: Mapping[str, Any]) -> Any:
+        result = await super().run(arguments)
+        return _text_of(result, f"tool {self.name!r}") if isinstance(result, list) else str(result)
+
+
+def _as_trl(tool: Any) -> Any:
+    return _TRLTool(tool.function) if type(tool) is FunctionTool else tool
+
+
+def _factory(given: Any) -> Callable[[], Any]:
+    """What makes an environment.
+
+    Raises:
+        EnvConfigError: it makes none that can be reset.
+    """
+    factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
+    made = factory() if callable(factory) else factory
+    if not callable(factory) or not inspect.isfunction(getattr(type(made), "reset", None)):
+        raise EnvConfigError(
+            f"env_config['environment_factory']={given!r} must make objects with reset(**row): "
+            "each conversation has one of its own. Give a class or a function that makes one."
+        )
+    return factory
+
+
 def _methods(environment: Any) -> list[Callable[..., Any]]:
-    """The tools of an environment: its public methods."""
+    """The tools of an environment: public functions of its class, static ones, too. They are looked
+    for in the class: a property of the object would be computed."""
     return [
-        method
-        for name, method in inspect.getmembers(environment, inspect.ismethod)
+        getattr(environment, name)
+        for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
         if not name.startswith("_") and name not in _NO_TOOLS
     ]
+
+
+def _text_of(given: Any, whose: str) -> str:
+    """Text, or the text of parts of a message.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(given, str):
+        return given
+    is_list = isinstance(given, (list, tuple))
+    if is_list and all(isinstance(p, Mapping) and p.get("type") == "text" for p in given):
+        return "".join(str(part["text"]) for part in given)
+    if is_list and not any(isinstance(part, Mapping) and "type" in part for part in given):
+        return str(given)
+    raise TypeError(
+        f"{whose} must give a text or parts of type 'text', not {str(given)[:80]!r}: the policy "
+        "reads no images. Describe what they show."
+    )
 
 
 DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **TRLEnv.defaults}

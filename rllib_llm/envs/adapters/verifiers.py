@@ -4,12 +4,15 @@
 
 The task set's prompts, tools (`@vf.tool` of its toolsets), stops, rewards, metrics and judges are
 verifiers' own; turns and tokens are ours. Nothing is started per rollout: verifiers would run a
-harness and a server of each toolset as processes. What needs a box of its own (a container, rewards
-that take a `runtime`, setup in it) is refused, never scored without.
+harness and a server of each toolset as processes. The state of a rollout is its trace's: a toolset,
+shared or not, sees it for the time of a call. What needs a box of its own (a container, rewards
+that take a `runtime`, setup in it), a server of its own, or what a model said to be rewritten is
+refused, never scored without.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib.util
 import inspect
@@ -19,7 +22,6 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.dotted import import_dotted, looks_dotted
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.adapters.verifiers_messages import (
     new_trace,
@@ -31,6 +33,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.shared.dotted import import_dotted, looks_dotted
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
 _TOOLSETS = "toolsets"
@@ -59,10 +62,10 @@ class VerifiersEnv(ConversationEnv):
     @functools.cached_property
     def shared_toolsets(self) -> list[Any]:
         """Those of the task set, which all conversations use."""
-        toolsets = type(self.taskset).toolsets(self.taskset.config)
+        toolsets = _checked(type(self.taskset).toolsets(self.taskset.config))
         for toolset in toolsets:
             self.events.run(toolset.setup())
-        return list(toolsets)
+        return toolsets
 
     @functools.cached_property
     def vf_tasks(self) -> list[Any]:
@@ -98,8 +101,12 @@ class VerifiersEnv(ConversationEnv):
         return [*super().tools(), *_tools_of(own), *_tools_of(self.shared_toolsets)]
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
-        toolsets = conversation.state.get(_TOOLSETS, ())
-        return [tool.function for tool in _tools_of(toolsets)]
+        trace = conversation.state[_TRACE]
+        return [
+            _bound(toolset, method, trace)
+            for toolset in (*conversation.state[_TOOLSETS], *self.shared_toolsets)
+            for method in _methods(toolset)
+        ]
 
     async def start(self, conversation: Conversation) -> Any:
         task = self.vf_tasks[conversation.task["position"]]
@@ -107,16 +114,25 @@ class VerifiersEnv(ConversationEnv):
         for toolset in toolsets:
             await toolset.setup()
             await toolset.setup_task(task.data)
-        conversation.state[_TRACE] = new_trace(task, toolsets)
+        conversation.state[_TRACE] = new_trace(task)
         return self.first_messages(conversation)
 
     async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.decorators import invoke
+
         task, trace = self._record(conversation, results)
-        found = [await call(stop, trace) for stop in task.hooks("stop")]
-        return any(found)
+        if conversation.num_turns >= self.settings["max_turns"]:
+            return False  # verifiers asks for its limits first
+        for stop in task.hooks("stop"):
+            if await call(invoke, stop, {vf.Trace: trace}):
+                trace.stop(stop.__name__)
+                return True
+        return False
 
     async def score(self, conversation: Conversation) -> float:
         task, trace = self._record(conversation)
+        trace.stop(self._ending(conversation))
         await task.score(trace)
         unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if unscored:
@@ -124,6 +140,13 @@ class VerifiersEnv(ConversationEnv):
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         conversation.metrics.update({name: float(value) for name, value in numbers.items()})
         return float(trace.reward)
+
+    def _ending(self, conversation: Conversation) -> str:
+        """Why a conversation ended that no `@vf.stop` has stopped, in verifiers' words."""
+        if conversation.reply is None or not conversation.reply.tool_calls:
+            return "agent_completed"
+        has_turns = conversation.num_turns < self.settings["max_turns"]
+        return "max_total_tokens" if has_turns else "max_turns"
 
     def _record(
         self, conversation: Conversation, results: Sequence[Message] = ()
@@ -167,7 +190,15 @@ def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
 def _check_task(task: Any) -> None:
     """Raises EnvConfigError for a task that cannot be done in this process."""
     import verifiers.v1 as vf
+    from verifiers.v1.session import hook_boundary
+    from verifiers.v1.utils.decorators import discover_decorated
 
+    rewriting = [hook.__name__ for hook in discover_decorated(task, "intercept")]
+    stops = [
+        hook.__name__
+        for hook in task.hooks("stop")
+        if hook_boundary(hook, allow_trace=True) is not vf.Trace
+    ]
     hooks = [name for name in _HOOKS if getattr(type(task), name) is not getattr(vf.Task, name)]
     scoring = [*task.hooks("metric"), *task.hooks("reward")]
     scoring += [judge.score for judge in task.plugged_judges()]
@@ -175,6 +206,10 @@ def _check_task(task: Any) -> None:
     reason = ""
     if task.NEEDS_CONTAINER or task.data.image is not None:
         reason = "it runs in a container"
+    elif rewriting:
+        reason = f"@vf.intercept of {rewriting} rewrites what is said; what is learnt was sampled"
+    elif stops:
+        reason = f"@vf.stop of {stops} looks at requests or responses, of which there are none"
     elif hooks or wants:
         reason = f"{sorted([*hooks, *wants])} want a runtime"
     elif task.data.prompt is None:
@@ -194,7 +229,69 @@ def _requires_runtime(function: Any) -> bool:
 
 def _toolsets_of(task: Any) -> list[Any]:
     """The toolsets of one conversation, made for it."""
-    return list(type(task).toolsets(task.config))
+    return _checked(type(task).toolsets(task.config))
+
+
+def _checked(toolsets: Sequence[Any]) -> list[Any]:
+    """The toolsets.
+
+    Raises:
+        EnvConfigError: one is to run elsewhere.
+    """
+    for toolset in toolsets:
+        name, config = type(toolset).__name__, toolset.config
+        reason = ""
+        if getattr(config, "url", None):
+            reason = f"it is a server at {config.url}. Name that in mcp_servers"
+        elif getattr(config, "colocated", False):
+            reason = "it shares the agent's box (colocated). Leave that out"
+        elif getattr(getattr(config, "runtime", None), "type", "subprocess") != "subprocess":
+            reason = f"its runtime is {config.runtime.type!r}. Leave that out"
+        if reason:
+            raise EnvConfigError(
+                f"toolset {name} must be one of this process: {reason}, or train with verifiers' "
+                "own harness."
+            )
+    return list(toolsets)
+
+
+def _methods(toolset: Any) -> list[Callable[..., Any]]:
+    """What a toolset offers as tools."""
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    return list(discover_decorated(toolset, "tool"))
+
+
+def _tool_name(toolset: Any, method: Callable[..., Any]) -> str:
+    own = getattr(method, "tool_name", None) or method.__name__
+    return f"{toolset.server_name}_{own}" if toolset.server_name else own
+
+
+def _bound(toolset: Any, method: Callable[..., Any], trace: Any) -> Callable[..., Any]:
+    """A tool that sees the state of one rollout, and changes it."""
+
+    async def called(**arguments: Any) -> Any:
+        from verifiers.v1.mcp.server import _call_state
+        from verifiers.v1.state import state_cls
+
+        # As verifiers does it: the whole state goes to the toolset and comes back.
+        state = state_cls(type(toolset)).model_validate_json(trace.state.model_dump_json())
+        before = state.model_dump_json()
+        token = _call_state.set(state)
+        try:
+            if inspect.iscoroutinefunction(method):
+                result = await call(method, **arguments)
+            else:  # a thread begins without what this task has set
+                result = await call(contextvars.copy_context().run, method, **arguments)
+        finally:
+            _call_state.reset(token)
+        after = state.model_dump_json()
+        if after != before:
+            trace.state = type(trace.state).model_validate_json(after)
+        return result
+
+    called.__name__ = _tool_name(toolset, method)
+    return called
 
 
 class _VerifiersTool(FunctionTool):
@@ -204,8 +301,7 @@ class _VerifiersTool(FunctionTool):
         from mcp.server.mcpserver.tools import Tool
 
         own = getattr(method, "tool_name", None) or method.__name__
-        prefix = toolset.server_name
-        self.name = f"{prefix}_{own}" if prefix else own
+        self.name = _tool_name(toolset, method)
         description = inspect.getdoc(method) or own
         served = Tool.from_function(method, name=own, description=description)
         self.schema = {
@@ -214,27 +310,11 @@ class _VerifiersTool(FunctionTool):
                 "name": self.name, "description": description, "parameters": served.parameters,
             },
         }  # fmt: skip
-        self.function = _named(method, self.name)
-
-
-def _named(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The method, async or not, called by the tool's name."""
-
-    async def called(**arguments: Any) -> Any:
-        return await call(method, **arguments)
-
-    called.__name__ = name
-    return called
+        self.function = method  # each conversation has its own: `tools_of`
 
 
 def _tools_of(toolsets: Sequence[Any]) -> list[_VerifiersTool]:
-    from verifiers.v1.utils.decorators import discover_decorated
-
-    return [
-        _VerifiersTool(toolset, method)
-        for toolset in toolsets
-        for method in discover_decorated(toolset, "tool")
-    ]
+    return [_VerifiersTool(toolset, method) for toolset in toolsets for method in _methods(toolset)]
 
 
 DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **VerifiersEnv.defaults}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from rllib_llm.conversations.chat_format import Message
@@ -46,35 +45,38 @@ def _as_chat(message: Any) -> dict[str, Any]:
     return given
 
 
-def new_trace(task: Any, toolsets: Sequence[Any]) -> Any:
-    """verifiers' record of a conversation that begins. Its state is the toolset's, where there is
-    one."""
+def new_trace(task: Any) -> Any:
+    """verifiers' record of a conversation that begins, with a state of its own."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
-    kind = state_cls(type(task))
-    state = next((t.state for t in toolsets if isinstance(t.state, kind)), None)
     return vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         agent=vf.AgentInfo(config=vf.AgentConfig()),
-        state=state or kind(),
+        state=state_cls(type(task))(),
     )
 
 
 def write_nodes(trace: Any, conversation: Conversation) -> None:
     """Writes what was said into the record, in place of what it has."""
     import verifiers.v1 as vf
+    from verifiers.v1.types import Usage
 
-    trace.nodes, trace.calls = [], []
+    trace.nodes, trace.calls, num_read = [], [], 0
     for node in conversation.path():
         for message in node.messages:
             written = write_message(trace, message)
             if node.sampled:
                 written.sampled, written.mask = True, [True] * len(node.token_ids)
                 written.token_ids, written.logprobs = list(node.token_ids), list(node.logprobs)
-                finish = "stop" if node.finish == "stop" else "length"
-                place = len(trace.nodes) - 1
-                trace.calls.append(vf.ModelCall(node=place, finish_reason=finish))
+                finish = "tool_calls" if message.get("tool_calls") else "stop"
+                call = vf.ModelCall(
+                    node=len(trace.nodes) - 1,
+                    finish_reason=finish if node.finish == "stop" else "length",
+                    usage=Usage(prompt_tokens=num_read, completion_tokens=len(node.token_ids)),
+                )
+                trace.calls.append(call)
+        num_read += len(node.token_ids)
 
 
 def write_message(trace: Any, message: Message) -> Any:

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.adapters.agent import AgentEnv
+from rllib_llm.envs.agent_rollouts import OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
 from rllib_llm.envs.self_play import SelfPlayEnv, run_games
 from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.shared import columns
 
 _WORDS = 12  # tokens of a random turn, at most
 
@@ -38,11 +39,19 @@ class ConversationChecker:
         findings: what is wrong is put there.
         num_prompts, num_completions: of the conversations.
         seed: of the words.
+        agent_server: makes the server of an environment of agents; others need none.
     """
 
     def __init__(
-        self, findings: Findings, *, num_prompts: int, num_completions: int, seed: int
+        self,
+        findings: Findings,
+        *,
+        num_prompts: int,
+        num_completions: int,
+        seed: int,
+        agent_server: OpenAgentServer | None = None,
     ) -> None:
+        self.agent_server = agent_server
         self.findings, self.seed = findings, seed
         self.env: ConversationEnv = findings.env
         self.num_prompts, self.num_completions = num_prompts, num_completions
@@ -72,16 +81,19 @@ class ConversationChecker:
 
     def _as_agent(self, env: AgentEnv) -> list[Attempt]:
         """Episodes of an agent, which talks to the model itself."""
-        # Here, since it wants the packages of `rllib-llm[serve]`.
         from rllib_llm.engines.torch_engine import TorchEngine
-        from rllib_llm.envs.agent_rollouts import open_service, run_agents
 
+        if self.agent_server is None:
+            raise ValueError(
+                "agent_server=None must be given for an environment of agents: they talk to a "
+                "server. Pass rllib_llm.serving.agent_server.open_agent_server."
+            )
         engine = TorchEngine(load_causal_lm(env.settings["model"]), version=0)
         ends = env.chat_format.stop_token_ids
         return run_agents(
             env, env.tasks.rows(1, self.num_prompts), first_position=1,
             num_completions=self.num_completions, max_new_tokens=_WORDS,
-            service=open_service(env, engine, stop_token_ids=ends, name="check_env"),
+            server=open_for(env, engine, self.agent_server, ends, "check_env"),
             sampling={"seed": self.seed},
         )  # fmt: skip
 

@@ -18,12 +18,13 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm import columns
+from rllib_llm.envs.agent_rollouts import OpenAgentServer
 from rllib_llm.envs.checks.check_conversation import ConversationChecker
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.checks.check_judging import JudgingChecker
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import ENVIRONMENTS, make
+from rllib_llm.shared import columns
 
 
 class EnvContractError(ValueError):
@@ -43,6 +44,7 @@ def check_env(
     seed: int = 0,
     raise_error: bool = False,
     report: Callable[[str], None] | None = None,
+    agent_server: OpenAgentServer | None = None,
 ) -> list[str]:
     """Returns the problems of an environment, an empty list where it keeps the contract.
 
@@ -53,6 +55,8 @@ def check_env(
         seed: of the random completions.
         raise_error: raise `EnvContractError` where there are problems.
         report: is told, line by line, what was proven of a chat template.
+        agent_server: for an environment of agents, which talk to a server: what makes it, as
+            `rllib_llm.serving.agent_server.open_agent_server`.
 
     What keeps the contract but needs other settings than the default ones is warned of. An
     exception of the environment itself passes through: its traceback says more than we could.
@@ -75,8 +79,9 @@ def check_env(
         for finding in env.findings if report is not None else ():
             report(str(finding))
         ConversationChecker(
-            findings, num_prompts=num_prompts, num_completions=num_completions, seed=seed
-        ).run()
+            findings, num_prompts=num_prompts, num_completions=num_completions, seed=seed,
+            agent_server=agent_server,
+        ).run()  # fmt: skip
         if raise_error and findings.problems:
             raise EnvContractError(findings.problems)
         return findings.problems

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm import columns
+from rllib_llm.shared import columns
 
 
 class Findings:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.envs.checked_completions import BanditEnvError
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.sampled_tokens import told_columns
+from rllib_llm.shared import columns
 
 # Of an environment that gives scores; one that does not is learnt from by its rewards.
 _REQUIRED_INFOS = (

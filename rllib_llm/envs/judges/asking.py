@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.openai_client import OpenAIClient, ServerError
+from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
 Verdict = TypeVar("Verdict")
 Messages = list[dict[str, str]]
 _MOST_REMEMBERED = 100_000  # replies in memory
+_SHOWN = 200  # characters of a reply
 
 
 class UnreadableReply(ValueError):
@@ -129,6 +130,7 @@ class JudgeModel:
         temperature: of the judge; 0 makes replies repeatable.
         cache_folder: where replies are kept from run to run; None: in memory only.
         max_requests, budget_file: see `RequestBudget`.
+        judge_outage_s: seconds that the server may be away before the judge gives up.
         client: further arguments of `OpenAIClient`.
 
     Raises:
@@ -145,10 +147,11 @@ class JudgeModel:
         cache_folder: str | None = None,
         max_requests: int | None = None,
         budget_file: str | None = None,
+        judge_outage_s: float = JUDGE_OUTAGE_S,
         **client: Any,
     ) -> None:
         self._budget = RequestBudget(max_requests, budget_file)
-        self._client = OpenAIClient(base_url, **client)
+        self._client = OpenAIClient(base_url, outage_s=judge_outage_s, **client)
         self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._cache = ReplyCache(cache_folder)
         self._max_requests = max_requests
@@ -208,9 +211,15 @@ class JudgeModel:
         self.num_requests += 1
         request = self._client.submit("chat/completions", body, _reply)
         try:
-            said = await asyncio.wrap_future(request)
+            said, is_cut = await asyncio.wrap_future(request)
         except ServerError as error:
             return Invalid(str(error))
+        if is_cut:
+            return Invalid(
+                f"the judge's reply={said[-_SHOWN:]!r} must end by itself: it was cut off at "
+                f"max_tokens={self._settings['max_tokens']}, and may lack its verdict. Raise "
+                "max_tokens"
+            )
         verdict = _verdict(said, read)
         if not isinstance(verdict, Invalid):
             self._cache.put(key, said)
@@ -224,9 +233,25 @@ def _verdict(reply: str, read: Callable[[str], Verdict]) -> Verdict | Invalid:
         return Invalid(str(error))
 
 
-def _reply(answer: Any) -> str:
-    """The text of an answer; what raises here is asked again."""
-    text = answer["choices"][0]["message"]["content"]
+def without_thoughts(reply: str) -> str:
+    """What a judge says behind its thoughts, `<think>...</think>`.
+
+    Raises:
+        UnreadableReply: thoughts that do not end.
+    """
+    said = reply.rpartition("</think>")[2]
+    if "<think>" in said:
+        raise UnreadableReply(
+            f"the judge's reply={reply[:_SHOWN]!r} must end its thoughts: it has no verdict. Raise "
+            "max_tokens, or switch its thoughts off."
+        )
+    return said
+
+
+def _reply(answer: Any) -> tuple[str, bool]:
+    """The text of an answer, and whether it was cut off; what raises here is asked again."""
+    choice = answer["choices"][0]
+    text = choice["message"]["content"]
     if not isinstance(text, str) or not text.strip():
         raise ValueError("an empty reply")
-    return text
+    return text, choice.get("finish_reason") == "length"

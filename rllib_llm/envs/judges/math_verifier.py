@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.envs.judges.worker_pool import WorkerPool
+from rllib_llm.envs.sandbox import WorkerPool
 
 MISSING = (
     "MathVerify must find the package math-verify: it cannot be imported. Install it: "

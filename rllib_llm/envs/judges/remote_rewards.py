@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.openai_client import OpenAIClient, ServerError
+from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
 SHAPES = ("openrlhf", "slime", "rllib")
 TOKEN_ENV = "RLLIB_REWARD_TOKEN"
@@ -35,6 +35,7 @@ class RemoteReward:
         reward_key: of slime's answer, where it is an object.
         batch_size: completions of a request, of "openrlhf" and "rllib".
         token_env: environment variable that holds the bearer token; without it none is sent.
+        judge_outage_s: seconds that the service may be away before this gives up.
         client: further arguments of `OpenAIClient`.
 
     Raises:
@@ -53,6 +54,7 @@ class RemoteReward:
         batch_size: int = 32,
         token_env: str = TOKEN_ENV,
         max_concurrency: int = 8,
+        judge_outage_s: float = JUDGE_OUTAGE_S,
         **client: Any,
     ) -> None:
         if shape not in SHAPES or batch_size < 1:
@@ -62,8 +64,9 @@ class RemoteReward:
             )
         base, _, self._path = url.rpartition("/")
         self._client = OpenAIClient(
-            base, api_key_env=token_env, max_concurrency=max_concurrency, **client
-        )
+            base, api_key_env=token_env, max_concurrency=max_concurrency,
+            outage_s=judge_outage_s, **client,
+        )  # fmt: skip
         self._shape, self._label_column, self._reward_key = shape, label_column, reward_key
         self._batch_size = 1 if shape == "slime" else batch_size
         self._num_retried = 0

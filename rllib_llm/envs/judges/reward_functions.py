@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.dotted import import_dotted
+from rllib_llm.shared.dotted import import_dotted
 
 RewardFunction = Callable[..., Any]
 _SPEC_KEYS = ("function", "weight", "name", "kwargs")
@@ -39,8 +39,9 @@ class RewardBatch:
 
     prompt_ids [B, P] int64 left-padded, prompt_mask [B, P] bool, completion_ids [B, T] int64
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
-    once for all functions, special tokens left out), of a conversation the assistant's last turn;
-    `completion_messages` are B lists of all its messages behind the first prompt; `columns` hold
+    once for all functions, special tokens left out), of a conversation what was said before the
+    assistant's last turn, and that turn; `context_messages` are B lists of the messages before it,
+    and `completion_messages` of all messages behind the first prompt; `columns` hold
     the data set's other columns, B values each; `global_step` is the number of updates before this
     batch, `max_steps` that of the whole run (0: nobody knows), `epoch` how often the data set was
     gone through.
@@ -57,6 +58,7 @@ class RewardBatch:
     epoch: float = 0.0
     max_steps: int = 0
     completion_messages: Sequence[Any] | None = None
+    context_messages: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
@@ -79,6 +81,7 @@ class RewardBatch:
             prompts=self.prompts[i : i + 1],
             completions=self.completions[i : i + 1],
             completion_messages=self.completion_messages and self.completion_messages[i : i + 1],
+            context_messages=self.context_messages and self.context_messages[i : i + 1],
             columns={key: values[i : i + 1] for key, values in self.columns.items()},
         )
 
@@ -90,7 +93,10 @@ class RewardTerm:
     padding) and the data set's other columns, all lists of B; what it does not take is not passed.
     Prompts and completions are texts, or, where the prompts are chats, lists of messages, so that a
     completion's text is `completion[0]["content"]`; with a parameter `messages`, which gets the
-    chats, or an attribute `wants_texts = True` they are texts then, too. A parameter
+    chats, or an attribute `wants_texts = True` they are texts then, too: of a conversation all that
+    was said before the assistant's last turn, and that turn. With `wants_transcripts = True` they
+    are the first prompt and all that was said behind it, as texts that depend on no template (what
+    judges read). A parameter
     `trainer_state` gets transformers.TrainerState with global_step, epoch and max_steps. Where the
     function has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
     prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
@@ -111,6 +117,7 @@ class RewardTerm:
         self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
         names_chats = "messages" in self._names.named
         self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
+        self.wants_transcripts = bool(_attribute(function, "wants_transcripts", False))
 
     @classmethod
     def from_spec(cls, spec: RewardFunction | str | Mapping[str, Any]) -> RewardTerm:
@@ -155,11 +162,17 @@ class RewardTerm:
             "completions": batch.completions,
             "completion_ids": batch.completion_id_lists,
         }
-        if "messages" in batch.columns and not self.wants_texts:
-            given["prompts"] = batch.columns["messages"]
-            given["completions"] = batch.completion_messages or [
+        if "messages" in batch.columns:
+            begun = batch.columns["messages"]
+            said = batch.completion_messages or [
                 [{"role": "assistant", "content": text}] for text in batch.completions
             ]
+            if self.wants_transcripts:
+                given["prompts"], given["completions"] = map(transcripts, (begun, said))
+            elif not self.wants_texts:
+                given["prompts"], given["completions"] = begun, said
+            elif batch.context_messages is not None:
+                given["messages"] = batch.context_messages
         taken = {k: list(v) for k, v in given.items() if self._names.takes(k)}
         if _STATE in self._names.named:
             from transformers import TrainerState  # takes seconds, and few ask for it
@@ -191,6 +204,31 @@ class RewardTerm:
                 f"columns of the prompts: there are {sorted(columns)}. Add the columns, or give "
                 "the arguments defaults or 'kwargs'."
             )
+
+
+def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Each chat as text: of a single message its words, else a line for each message."""
+    return [transcript(chat) for chat in chats]
+
+
+def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
+    """A chat as text that depends on no template: of a single message its words, else a line for
+    each message, with who said it and the tools that were called."""
+    if len(chat) == 1 and not chat[0].get("tool_calls"):
+        return _words(chat[0])
+    return "\n".join(shown_message(message) for message in chat)
+
+
+def shown_message(message: Mapping[str, Any]) -> str:
+    """A message in one line: who says what, and calls which tools."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    called = "".join(f" {call['name']}({call['arguments']})" for call in calls)
+    return f"[{message['role']}] {_words(message)}{called}"
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else "" if content is None else str(content)
 
 
 def _attribute(function: Any, name: str, default: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.reward_functions import Invalid, RewardBatch, RewardError, RewardTerm
-from rllib_llm.tracebacks import raised
+from rllib_llm.shared.tracebacks import raised
 
 _SHOWN = 120  # characters of a text in a message
 

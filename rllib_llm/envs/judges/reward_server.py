@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, Rewards, Rew
 
 LABEL_COLUMN = "answer"
 MAX_BODY_BYTES = 32 * 2**20
+_SPECIAL_TOKENS = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])*")
 
 
 class RewardRequest(BaseModel):
@@ -143,8 +145,23 @@ class _Gate:
             raise HTTPException(413, f"The request must say its length, up to {MAX_BODY_BYTES}.")
         try:
             return kind.model_validate(json.loads(await request.body()))
-        except ValueError as error:  # pydantic's is one
+        except (ValueError, RecursionError) as error:  # pydantic's is a ValueError
             raise HTTPException(422, str(error)) from error
+
+
+def _behind_prompt(query: str, prompt: str) -> str:
+    """What a query says behind its prompt, before which special tokens may stand (BOS, padding).
+
+    Raises:
+        HTTPException: the prompt is not in it; all of it would be judged.
+    """
+    place = query.find(prompt)
+    if place >= 0 and _SPECIAL_TOKENS.fullmatch(query, 0, place):
+        return query[place + len(prompt) :]
+    raise HTTPException(
+        422,
+        f"query {query[:80]!r} must begin with its prompt {prompt[:80]!r}, special tokens apart",
+    )
 
 
 def make_app(service: RewardService, token: str) -> FastAPI:
@@ -174,7 +191,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
         if len(asked.query) != len(asked.prompts):
             raise HTTPException(422, f"{len(asked.query)} queries, {len(asked.prompts)} prompts")
         pairs = zip(asked.query, asked.prompts, strict=True)
-        completions = [query.removeprefix(prompt) for query, prompt in pairs]
+        completions = [_behind_prompt(query, prompt) for query, prompt in pairs]
         scores, reasons = await service.judge_labelled(asked.prompts, completions, asked.labels)
         return {"rewards": scores, "scores": scores, "reasons": reasons}
 

@@ -27,7 +27,13 @@ from rllib_llm.envs.judges.reward_results import (
     shown_row,
 )
 
-__all__ = ["Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards"]
+__all__ = [
+    "Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards", "UnjudgedError",
+]  # fmt: skip
+
+
+class UnjudgedError(RewardError):
+    """A reward function failed on every row of a batch."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +54,23 @@ class Rewards:
     reasons: tuple[str, ...] = ()
 
 
+_ENOUGH_ROWS, _ENOUGH_PROMPTS = 32, 8  # to tell that no function ever judges
+
+
 class RewardSum:
     """The weighted sum of several reward functions, each one's failures costing only its rows.
 
     A function that raises on the batch is called again row by row; rows on which it still raises,
     and rows it gives NaN, infinity or `Invalid`, are not valid: they are counted in `num_failed`,
     and the first of each function is shown in a warning. A row to which it gives None is not judged
-    by it: the others decide, and a row that none judges is not valid. Coroutine functions run
-    concurrently.
+    by it: the others decide, and a row that none judges is not valid; where none judges any of the
+    first rows of several prompts, that is an error. Coroutine functions run concurrently. Several
+    threads may call at once: other functions are called by one at a time.
 
     Raises:
         RewardError: at construction for a wrong setting; when called for an answer of the wrong
-            length or type, or where a function fails on every row of the batch.
+            length or type.
+        UnjudgedError: a function fails on every row of the batch.
     """
 
     def __init__(self, functions: Sequence[Any] | Any) -> None:
@@ -77,6 +88,9 @@ class RewardSum:
             )
         self.num_failed = dict.fromkeys(names, 0)
         self._warned: set[str] = set()
+        self._lock = threading.Lock()
+        self._has_judged, self._num_unjudged = False, 0
+        self._unjudged_prompts: set[tuple[int, ...]] = set()
 
     @property
     def wants_texts(self) -> bool:
@@ -102,7 +116,8 @@ class RewardSum:
         components, metrics, failed = {}, {}, {}
         reasons = ["none of the functions judges it"] * len(batch)
         for term, result in zip(self.terms, results, strict=True):
-            self._report(term, result, batch)
+            with self._lock:
+                self._report(term, result, batch)
             components[term.name] = result.values
             failed[term.name] = ~result.valid
             scores = scores + term.weight * result.values.nan_to_num()
@@ -119,6 +134,8 @@ class RewardSum:
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)
+        with self._lock:
+            self._require_judged(judged, batch)
         valid = valid & judged
         scores = torch.where(valid, scores, torch.zeros_like(scores))
         said = tuple("" if ok else why for ok, why in zip(valid.tolist(), reasons, strict=True))
@@ -131,9 +148,27 @@ class RewardSum:
             for term in self.terms
             if term.is_async
         }
-        results = {t.name: _judge(t, batch) for t in self.terms if not t.is_async}
+        with self._lock:
+            results = {t.name: _judge(t, batch) for t in self.terms if not t.is_async}
         results.update({name: future.result() for name, future in waiting.items()})
         return [results[term.name] for term in self.terms]
+
+    def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
+        """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
+        prompt's rows are not, since functions may leave out prompts."""
+        if self._has_judged or bool(judged.any()):
+            self._has_judged = True
+            return
+        self._num_unjudged += len(batch)
+        self._unjudged_prompts.update(map(tuple, batch.prompt_ids.tolist()))
+        is_varied = len(self._unjudged_prompts) >= _ENOUGH_PROMPTS
+        if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
+            names = list(self.num_failed)
+            raise RewardError(
+                f"reward functions {names!r} must judge some completion: they returned None for "
+                f"all {self._num_unjudged} so far, the last one {shown_row(batch, -1)}. None means "
+                "that a function does not judge a row; return a number, as 0.0 for a wrong answer."
+            )
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
         failed = (~result.valid).nonzero().flatten().tolist()
@@ -143,7 +178,7 @@ class RewardSum:
         reason = result.reason(failed[0])
         shown = shown_row(batch, failed[0])
         if len(failed) == len(batch):
-            raise RewardError(
+            raise UnjudgedError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
                 f"it failed on all {len(batch)}, first on {shown} with {reason}. Correct the "
                 "function, or what it depends on."

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonschema
 
-from rllib_llm.envs.judges.asking import JudgeModel, Messages, UnreadableReply, Verdict
+from rllib_llm.envs.judges.asking import (
+    JudgeModel,
+    Messages,
+    UnreadableReply,
+    Verdict,
+    without_thoughts,
+)
 from rllib_llm.envs.judges.reward_functions import Invalid
 
 REASONING = "reasoning"
@@ -30,7 +36,7 @@ class SchemaJudge:
         judge: further arguments of `JudgeModel`.
     """
 
-    wants_texts = True
+    wants_texts = wants_transcripts = True
 
     def __init__(
         self,
@@ -73,21 +79,31 @@ class SchemaJudge:
         ]
 
     def _found(self, reply: str) -> dict[str, Any]:
-        """The object in a reply, which may stand in a code block or behind other words.
+        """The object in a reply, which may stand in a code block or among other words; behind
+        thoughts, and the last of several.
 
         Raises:
             UnreadableReply: there is none, it is cut off, or it is not of the schema.
         """
-        start, end = reply.find("{"), reply.rfind("}")
-        text = reply[start : end + 1] if 0 <= start < end else reply[max(start, 0) :]
+        problem = "it holds no JSON object"
+        for found in reversed(list(_objects(without_thoughts(reply)))):
+            error = jsonschema.exceptions.best_match(self._validator.iter_errors(found))
+            if error is None:
+                return found
+            problem = error.message
+        raise _unreadable(reply, problem)
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """The JSON objects in a text that are not part of another one."""
+    decoder, place = json.JSONDecoder(), text.find("{")
+    while place >= 0:
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _unreadable(reply, f"{type(error).__name__}: {error}") from error
-        problem = jsonschema.exceptions.best_match(self._validator.iter_errors(found))
-        if problem is not None:
-            raise _unreadable(reply, problem.message)
-        return found
+            found, end = decoder.raw_decode(text, place)
+            yield found
+        except (ValueError, RecursionError):
+            end = place + 1
+        place = text.find("{", end)
 
 
 def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:

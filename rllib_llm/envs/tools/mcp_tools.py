@@ -1,24 +1,39 @@
-"""Tools of MCP servers: each server is one connection, kept as long as the environment lives.
+"""Tools of MCP servers: one connection to each, opened again when it is lost.
 
-env_config: {mcp_servers: [{command: my-server, args: [--quiet]}, "http://localhost:8000/mcp"]}
+    env_config: {mcp_servers: [{command: my-server, args: [--quiet]}, "http://localhost:8000/mcp"]}
+
+A server that is away (it died, restarts, or answers nothing any more) is no doing of the policy: a
+call waits for it so long, and then the rollout is not valid.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rllib_llm.envs.tools.toolbox import ToolError
+from rllib_llm.envs.event_loop import told
+from rllib_llm.envs.tools.toolbox import ToolError, ToolUnavailable
 
-_CONNECT_SECONDS = 30.0
+_PROBE_SECONDS = 5.0  # that a server has to show that it is there
+_END_SECONDS = 5.0  # that a connection has to close
+_LONGEST_PAUSE = 60.0  # between attempts to connect
+_MOST_PAGES = 1000
 
 
 class MCPTool:
-    """One tool of a server."""
+    """One tool of a server. Its limit begins when the server is there.
 
-    def __init__(self, client: Any, listed: Any) -> None:
-        self.name = str(listed.name)
+    Args:
+        server: that has it.
+        listed: as the server lists it.
+        timeout_s: of a call.
+    """
+
+    def __init__(self, server: _Server, listed: Any, timeout_s: float) -> None:
+        self.name, self.timeout_s = str(listed.name), timeout_s
         self.schema = {
             "type": "function",
             "function": {
@@ -27,15 +42,17 @@ class MCPTool:
                 "parameters": dict(listed.input_schema),
             },
         }
-        self._client = client
+        self._server = server
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         """The texts of the result.
 
         Raises:
             RuntimeError: the server says that the call failed.
+            TimeoutError: the server is there, and gave no result in time.
+            ToolUnavailable: the server is away.
         """
-        result = await self._client.call_tool(self.name, dict(arguments))
+        result = await self._server.call(self.name, dict(arguments), self.timeout_s)
         parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         text = "\n".join(parts)
         if result.is_error:
@@ -49,12 +66,15 @@ class MCPServers:
     Args:
         servers: {command, args, env} of a program that speaks over its standard input, a URL, or an
             object that `mcp.Client` takes.
+        timeout_s: of one call.
+        connect_s: of an attempt to connect, and that a call waits for a server that is away.
     """
 
-    def __init__(self, servers: Sequence[Any]) -> None:
-        self._servers = list(servers)
-        self._tasks: list[asyncio.Task] = []
-        self._stop: asyncio.Event | None = None
+    def __init__(
+        self, servers: Sequence[Any], *, timeout_s: float = 10.0, connect_s: float = 30.0
+    ) -> None:
+        self._servers = [_Server(server, connect_s) for server in servers]
+        self._timeout_s = timeout_s
 
     async def connect(self) -> list[MCPTool]:
         """The tools of all servers.
@@ -62,43 +82,184 @@ class MCPServers:
         Raises:
             ToolError: one cannot be reached.
         """
-        self._stop = asyncio.Event()
-        tools: list[MCPTool] = []
-        for server in self._servers:
-            ready: asyncio.Future[list[MCPTool]] = asyncio.get_running_loop().create_future()
-            self._tasks.append(asyncio.ensure_future(self._hold(server, ready)))
-            try:
-                tools += await asyncio.wait_for(ready, _CONNECT_SECONDS)
-            except Exception as error:  # noqa: BLE001  (whatever the server or its transport raises)
-                await self.close()
-                raise ToolError(
-                    f"mcp_servers={server!r} must be reachable: {type(error).__name__}: {error}. "
-                    "Start the server, or correct the command."
-                ) from error
-        return tools
-
-    async def _hold(self, server: Any, ready: asyncio.Future) -> None:
-        """Opens a connection and closes it in the same task, as the client demands."""
-        assert self._stop is not None
         try:
-            from mcp import Client
-
-            async with Client(_address(server)) as client:
-                listed = await client.list_tools()
-                ready.set_result([MCPTool(client, tool) for tool in listed.tools])
-                await self._stop.wait()
-        except Exception as error:  # noqa: BLE001  (the task's border: whoever connects gets it)
-            if not ready.done():
-                ready.set_exception(error)
+            return [
+                MCPTool(server, listed, self._timeout_s)
+                for server in self._servers
+                for listed in await server.open()
+            ]
+        except ToolError:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Ends all connections, and the programs that were started for them."""
-        if self._stop is not None:
-            self._stop.set()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in self._servers))
 
 
-def _address(server: Any) -> Any:
+class _Server:
+    """One server, and whatever connection to it there is."""
+
+    def __init__(self, address: Any, connect_s: float) -> None:
+        self._address, self._connect_s = address, connect_s
+        self._names: frozenset[str] = frozenset()  # of the tools that the policy is told of
+        self._client: Any = None
+        self._error = ""
+        self._keeper: asyncio.Task | None = None
+
+    async def open(self) -> list[Any]:
+        """Its tools as it lists them; from now on the connection is kept."""
+        self._here, self._lost = asyncio.Event(), asyncio.Event()
+        first: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.ensure_future(self._keep(first))
+        try:
+            listed = await first
+        except Exception as error:  # noqa: BLE001  (whatever the server or its transport raises)
+            raise ToolError(
+                f"mcp_servers={self._address!r} must be reachable: {told(error)}. Start the "
+                "server, or correct the command."
+            ) from error
+        self._names = frozenset(str(tool.name) for tool in listed)
+        return listed
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """What a tool returned; raises as `MCPTool.run`."""
+        client = await self._connected()
+        try:
+            return await asyncio.wait_for(client.call_tool(name, arguments), timeout_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            if await self._answers(client):
+                raise TimeoutError(f"no result within {timeout_s:g} s") from None
+            self._lose(client, f"it has answered nothing for {timeout_s:g} s")
+        except Exception as error:  # noqa: BLE001  (as above)
+            if _is_answer(error) and await self._answers(client):
+                raise RuntimeError(str(error)) from error
+            self._lose(client, told(error))
+        raise ToolUnavailable(f"the MCP server went away: {self._error}")
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        if self._keeper is not None:
+            await _ended(self._keeper)
+
+    async def _connected(self) -> Any:
+        """The client, when there is one."""
+        if self._client is None:
+            try:
+                await asyncio.wait_for(self._here.wait(), self._connect_s)
+            except (TimeoutError, asyncio.TimeoutError):
+                raise ToolUnavailable(f"the MCP server is away: {self._error}") from None
+        return self._client
+
+    async def _answers(self, client: Any) -> bool:
+        """Whether the server is there: it lists its tools."""
+        try:
+            await asyncio.wait_for(client.list_tools(cache_mode="refresh"), _PROBE_SECONDS)
+        except Exception:  # noqa: BLE001  (as above)
+            return False
+        return True
+
+    def _lose(self, client: Any, why: str) -> None:
+        if client is self._client:  # else another call has found it out
+            self._client, self._error = None, why
+            self._here.clear()
+            self._lost.set()
+
+    async def _keep(self, first: asyncio.Future[list[Any]]) -> None:
+        """Holds a connection open, and opens another where it is lost, after growing pauses."""
+        pause, away_since = 0.1, None
+        while True:
+            opened: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+            self._lost = asyncio.Event()
+            holding = asyncio.ensure_future(self._hold(opened))
+            try:
+                await asyncio.wait({opened}, timeout=self._connect_s)
+                if not opened.done():
+                    opened.set_exception(
+                        TimeoutError(f"it did not answer within {self._connect_s:g} s")
+                    )
+                if error := opened.exception():
+                    self._error = told(error)
+                    if not first.done():
+                        first.set_exception(error)
+                        return
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                else:
+                    if not first.done():
+                        first.set_result(opened.result())
+                    if away_since is not None:
+                        seconds = time.monotonic() - away_since
+                        warnings.warn(
+                            f"{self._named()} is back after {seconds:.0f} s", stacklevel=1
+                        )
+                    away_since, pause = None, 0.1
+                    await self._lost.wait()
+            finally:
+                self._client = None
+                self._here.clear()
+                await _ended(holding)
+            if away_since is None:
+                away_since = time.monotonic()
+                warnings.warn(
+                    f"{self._named()} went away ({self._error}): rollouts that call it are not "
+                    "valid until it is back; it is asked again after growing pauses.",
+                    stacklevel=1,
+                )
+            await asyncio.sleep(pause)
+
+    def _named(self) -> str:
+        return f"mcp_servers={self._address!r}"
+
+    async def _hold(self, opened: asyncio.Future[list[Any]]) -> None:
+        """Opens a connection and closes it in the same task, as the client demands."""
+        try:
+            from mcp import Client
+
+            async with Client(_for_client(self._address)) as client:
+                listed = await _listed_by(client)
+                gone = self._names - {str(tool.name) for tool in listed}
+                if gone:
+                    raise ToolError(f"it has no tools {sorted(gone)} any more")
+                if not opened.done():
+                    self._client = client
+                    self._here.set()
+                    opened.set_result(listed)
+                    await self._lost.wait()
+        except Exception as error:  # noqa: BLE001  (the task's border: whoever connects gets it)
+            if not opened.done():
+                opened.set_exception(error)
+
+
+async def _ended(task: asyncio.Task) -> None:
+    """Cancels a task, and waits for its end a while."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=_END_SECONDS)
+
+
+async def _listed_by(client: Any) -> list[Any]:
+    """The tools of a server, of all pages."""
+    listed: list[Any] = []
+    cursor = None
+    for _ in range(_MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        listed += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return listed
+    raise ToolError(f"its list of tools does not end within {_MOST_PAGES} pages")
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether an error is what a server answered, and not that its connection closed."""
+    from mcp.shared.exceptions import MCPError
+    from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+    return isinstance(error, MCPError) and error.error.code not in (
+        CONNECTION_CLOSED, REQUEST_TIMEOUT
+    )  # fmt: skip
+
+
+def _for_client(server: Any) -> Any:
     """What `mcp.Client` is given for a server."""
     if not isinstance(server, Mapping):
         return server

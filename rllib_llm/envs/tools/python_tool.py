@@ -1,29 +1,17 @@
-"""Python in a subprocess with limits of time, memory, files and output.
-
-The limits keep a program from harming the run by accident: they are no sandbox. Whoever lets a
-policy run programs should do so in a container without network and without secrets.
-"""
+"""Python in a sandbox: limits of time, memory, files and output, and no network."""
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
-import signal
-import sys
-import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
-# The child limits itself before it becomes the program: a function run between fork and exec could
-# deadlock in a process with threads.
-_PROGRAM = """
-import resource, sys
-for name, limit in zip(("CPU", "AS", "FSIZE", "NOFILE", "CORE"), map(int, sys.argv[1:6])):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-code = sys.argv[6]
-sys.argv = ["program"]
-exec(compile(code, "program", "exec"), {"__name__": "__main__"})
-"""
+from rllib_llm.envs.event_loop import call
+from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
+
 _DESCRIPTION = "Runs a Python program and returns what it prints."
 
 
@@ -31,18 +19,23 @@ class PythonTool:
     """A tool `python(code)`.
 
     Args:
-        timeout_s: of the program.
+        timeout_s: of the program, from when it is started; a program that waits for a place among
+            `max_processes` is not late.
         memory_mb: of its address space.
         max_output: bytes of what it prints that are read.
         name: of the tool.
+        max_processes: that run at the same time in this process; None: as many as there are cores.
+        sandbox: further fields of `Sandbox`.
     """
 
     def __init__(
         self, *, timeout_s: float = 5.0, memory_mb: int = 512, max_output: int = 20_000,
-        name: str = "python",
+        name: str = "python", max_processes: int | None = None, **sandbox: Any,
     ) -> None:  # fmt: skip
-        self.timeout_s, self.memory_mb, self.max_output = timeout_s, memory_mb, max_output
-        self.name = name
+        self.timeout_s, self.max_output, self.name = timeout_s, max_output, name
+        limits = {"num_files": 64, "file_mb": 16, "num_processes": 64, **sandbox}
+        self._sandbox = Sandbox(memory_mb=memory_mb, cpu_s=math.ceil(timeout_s) + 1, **limits)
+        self._places = threading.BoundedSemaphore(max_processes or os.cpu_count() or 1)
         code = {"type": "string", "description": "the program; print() what you want to see"}
         self.schema = {
             "type": "function",
@@ -59,45 +52,23 @@ class PythonTool:
         """What the program prints, errors included.
 
         Raises:
-            TimeoutError: it did not end in time; it and what it started are killed.
+            TimeoutError: it did not end in time; it and what it started are ended.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-c", _PROGRAM, *self._limits(), str(arguments["code"]),
-                cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder}, start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
+        return str(await call(self._run, str(arguments["code"])))
+
+    def _run(self, code: str) -> str:
+        missing_layers()
+        order, files = {"mode": "program", "program": "program.py"}, {"program.py": code}
+        with self._places, Contained(self._sandbox, order, files=files) as program:
             try:
-                printed = await asyncio.wait_for(self._read(process), self.timeout_s)
-            finally:
-                _kill(process.pid)  # its whole session: what it started is to end with it
-                await process.wait()
+                until = time.monotonic() + self.timeout_s
+                printed = program.read(until, most=self.max_output)
+            except TimeoutError:
+                raise TimeoutError(f"the program did not end within {self.timeout_s:g} s") from None
+            exit_code = program.end()
         text = printed.decode("utf-8", errors="replace")
-        if process.returncode:
-            return f"{text}\n[exit code {process.returncode}]".strip()
+        if len(printed) == self.max_output:
+            return f"{text}\n[only the first {self.max_output} bytes]"
+        if exit_code:
+            return f"{text}\n[exit code {exit_code}]".strip()
         return text.strip() or "[no output]"
-
-    async def _read(self, process: asyncio.subprocess.Process) -> bytes:
-        """What it prints until it ends; behind `max_output` bytes it is killed."""
-        assert process.stdout is not None
-        read = bytearray()
-        while len(read) < self.max_output and (part := await process.stdout.read(8192)):
-            read += part
-        if len(read) >= self.max_output:
-            _kill(process.pid)
-        await process.wait()
-        return bytes(read[: self.max_output])
-
-    def _limits(self) -> list[str]:
-        """CPU seconds, bytes of memory, bytes of a file, open files, bytes of a core dump."""
-        limits = (int(self.timeout_s) + 1, self.memory_mb * 2**20, 16 * 2**20, 64, 0)
-        return [str(limit) for limit in limits]
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended
-        return

@@ -18,23 +18,24 @@ class SearchTool:
     """A tool `search(query)` over passages, the paragraphs of the texts in a folder.
 
     Args:
-        folder: with .txt or .md files, or {title: text}.
+        folder: with .txt or .md files of UTF-8, whose titles are their paths in it without the
+            suffix; or {title: text}.
         num_results: passages in an answer.
         max_chars: of a passage.
         name: of the tool.
 
     Raises:
-        ValueError: no text there.
+        ValueError: no text there, or a file in another encoding.
     """
 
     def __init__(
         self, folder: str | Path | Mapping[str, str], *, num_results: int = 3,
         max_chars: int = 500, name: str = "search",
     ) -> None:  # fmt: skip
-        texts = folder if isinstance(folder, Mapping) else _read(Path(folder))
+        texts = folder.items() if isinstance(folder, Mapping) else _read(Path(folder))
         self.passages = [
             (title, passage.strip())
-            for title, text in texts.items()
+            for title, text in texts
             for passage in re.split(r"\n\s*\n", text)
             if passage.strip()
         ]
@@ -94,6 +95,17 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _read(folder: Path) -> dict[str, str]:
+def _read(folder: Path) -> list[tuple[str, str]]:
+    """(title, text) of the files in a folder and in those within it."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
-    return {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in files}
+    return [(path.relative_to(folder).with_suffix("").as_posix(), _text(path)) for path in files]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # without a mark of byte order
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"folder: {str(path)!r} must be written in UTF-8: {error}. Convert it, for example "
+            "with iconv -f latin1 -t utf8."
+        ) from error

@@ -11,9 +11,11 @@ import asyncio
 import copy
 import inspect
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Protocol
 
 import jsonschema
@@ -24,16 +26,19 @@ from transformers.utils.chat_template_utils import (
 )
 
 from rllib_llm.conversations.tool_calls import ToolCall
-from rllib_llm.dotted import import_dotted
 from rllib_llm.envs.event_loop import call, told
+from rllib_llm.shared.dotted import import_dotted
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
+_ALARMS = ("SIGALRM", "setitimer", "alarm")
+_NO_SIGNALS = "signal only works in main thread"
 _STATUS_MESSAGES = {
     "truncated": "the call was cut off before its end",
     "invalid_json": "the call is not valid JSON",
     "missing_name": "the call does not name a tool",
     "invalid_arguments": "the arguments must be a JSON object",
+    "too_many_calls": "a turn may hold no more calls; make this one in your next turn",
 }
 
 
@@ -41,8 +46,12 @@ class ToolError(ValueError):
     """A function that cannot be a tool, or a wrong setting of tools."""
 
 
+class ToolUnavailable(RuntimeError):
+    """A tool that cannot be asked now. It is not the policy's doing: the rollout is not valid."""
+
+
 class Tool(Protocol):
-    """What a policy can call."""
+    """What a policy can call. A tool with a `timeout_s` holds its calls to that limit itself."""
 
     name: str
     schema: Mapping[str, Any]
@@ -70,6 +79,11 @@ class FunctionTool:
             ) from error
         self.name = str(self.schema["function"]["name"])
         self.function = function
+        if alarm := _alarm_in(function):
+            raise ToolError(
+                f"tool {self.name!r} must not use {alarm!r}: it wants the main thread, and tools "
+                "run beside it, many at once. Leave the limit to tool_timeout_s."
+            )
 
     def with_function(self, function: Callable[..., Any]) -> FunctionTool:
         """The tool with another function behind the same name and schema."""
@@ -86,7 +100,7 @@ class FunctionTool:
 class ToolResult:
     """What became of a call: the text for the policy, and what went wrong, if anything did.
 
-    failure: "" | "error" | "timeout" | the call's status.
+    failure: "" | "error" | "timeout" | "unavailable" | the call's status.
     """
 
     text: str
@@ -99,7 +113,7 @@ class Toolbox:
 
     Args:
         tools: functions, dotted paths, or objects with `name`, `schema` and `run`.
-        timeout_s: of one call.
+        timeout_s: of one call, of tools that have no limit of their own.
         max_chars: of a result; a longer one keeps its beginning and its end.
 
     Raises:
@@ -147,17 +161,25 @@ class Toolbox:
         reason = self._refusal(asked)
         if reason:
             return ToolResult(
-                f"Error: {reason}.", asked.status if asked.status != "ok" else "error"
+                f"Error: {reason}.", asked.status if asked.status != "ok" else "invalid_arguments"
             )
-        limit = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
+        tool = self.tools[asked.name]
+        own_limit = self.timeout_s if getattr(tool, "timeout_s", None) is None else math.inf
+        limit = min(own_limit, math.inf if timeout_s is None else timeout_s)
         assert asked.arguments is not None, "a complete call has arguments"
         try:
-            result = await asyncio.wait_for(self.tools[asked.name].run(asked.arguments), limit)
+            running = tool.run(asked.arguments)
+            result = await asyncio.wait_for(running, None if limit == math.inf else limit)
             text, failure = self._shortened(as_text(result)), ""
-        except (TimeoutError, asyncio.TimeoutError):
-            text, failure = f"Error: no result within {limit:g} s.", "timeout"
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            said = str(error) or f"no result within {limit:g} s"
+            text, failure = f"Error: {said}.", "timeout"
+        except ToolUnavailable as error:
+            text, failure = f"Error: {error}", "unavailable"
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
-            text, failure = f"Error: {told(error)[:_SHOWN]}", "error"
+            is_signal = isinstance(error, ValueError) and str(error).startswith(_NO_SIGNALS)
+            failure = "unavailable" if is_signal else "error"
+            text = f"Error: {told(error)[:_SHOWN]}"
         return ToolResult(text, failure, time.perf_counter() - start)
 
     def _refusal(self, asked: ToolCall) -> str:
@@ -204,3 +226,25 @@ def as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     return json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _alarm_in(function: Callable[..., Any]) -> str:
+    """What of alarms a function uses, itself or in what it wraps or calls by name; "" for none."""
+    first = inspect.unwrap(function)
+    first = getattr(first, "__func__", first)
+    held = [cell.cell_contents for cell in getattr(first, "__closure__", None) or ()]
+    code = getattr(first, "__code__", None)
+    called = [first.__globals__.get(name) for name in code.co_names] if code else []
+    for one in map(inspect.unwrap, filter(callable, (first, *held, *called))):
+        names = _names_in(getattr(one, "__code__", None)) if inspect.isfunction(one) else set()
+        if found := sorted(names.intersection(_ALARMS)):
+            return found[0]
+    return ""
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """Names that a function's code and functions within it use."""
+    if code is None:
+        return set()
+    within = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*within)

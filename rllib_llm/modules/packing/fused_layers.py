@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from rllib_llm.modules.products import TORCH, Products
+
 
 def embedded(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     """Rows [tokens, features] of an embedding [vocab, features]; `padding_idx` gets no gradient.
@@ -40,10 +42,12 @@ def normed_linears(
     eps: float,
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor | None, ...],
+    products: Products = TORCH,
 ) -> tuple[Tensor, ...]:
     """Several linear layers, weights [out_i, in], of the RMS norm of the same inputs [tokens, in];
     returns [tokens, out_i] each."""
-    return _NormedLinears.apply(inputs, norm_weight, eps, len(weights), *weights, *biases)
+    count = len(weights)
+    return _NormedLinears.apply(inputs, norm_weight, eps, products, count, *weights, *biases)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,13 +57,19 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated_mlp(
-    inputs: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor
+    inputs: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    products: Products = TORCH,
 ) -> Tensor:
     """inputs + down(silu(gate(normed)) * up(normed)), a Llama layer's second half (Shazeer 2020).
 
     inputs [tokens, hidden]; gate and up [inner, hidden], down [hidden, inner].
     """
-    return _GatedMLP.apply(inputs, norm_weight, eps, gate, up, down)
+    return _GatedMLP.apply(inputs, norm_weight, eps, gate, up, down, products)
 
 
 class _Embedding(torch.autograd.Function):
@@ -98,24 +108,30 @@ class _RMSNorm(torch.autograd.Function):
 class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, norm_weight: Tensor, eps: float, count: int, *parameters: Tensor
+        ctx: Any,
+        inputs: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        products: Products,
+        count: int,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         scale = _norm_scale(inputs, eps)
         normed = _normed(inputs, scale, norm_weight)
         ctx.save_for_backward(inputs, scale, norm_weight, *weights)
-        ctx.has_bias = [bias is not None for bias in biases]
-        return tuple(map(F.linear, [normed] * count, weights, biases))
+        ctx.products, ctx.has_bias = products, [bias is not None for bias in biases]
+        return tuple(map(products.linear, [normed] * count, weights, biases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, scale, norm_weight, *weights = ctx.saved_tensors
         normed = _normed(inputs, scale, norm_weight)
-        needs = ctx.needs_input_grad[4:]
+        needs, products = ctx.needs_input_grad[5:], ctx.products
         count = len(weights)
         weight_grads = [
-            grad.t() @ normed if needed else None
+            products.mm(grad.t(), normed) if needed else None
             for grad, needed in zip(grads, needs[:count], strict=True)
         ]
         bias_grads = [
@@ -123,11 +139,11 @@ class _NormedLinears(torch.autograd.Function):
             for grad, has_bias, needed in zip(grads, ctx.has_bias, needs[count:], strict=True)
         ]
         del normed
-        normed_grad = grads[0] @ weights[0]
+        normed_grad = products.mm(grads[0], weights[0])
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            normed_grad.addmm_(grad, weight)
+            normed_grad = products.add_mm(normed_grad, grad, weight)
         input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight)
-        return input_grad, norm_grad, None, None, *weight_grads, *bias_grads
+        return input_grad, norm_grad, None, None, None, *weight_grads, *bias_grads
 
 
 class _Rotation(torch.autograd.Function):
@@ -155,28 +171,31 @@ class _GatedMLP(torch.autograd.Function):
         gate: Tensor,
         up: Tensor,
         down: Tensor,
+        products: Products,
     ) -> Tensor:
         scale = _norm_scale(inputs, eps)
         normed = _normed(inputs, scale, norm_weight)
-        gates, ups = normed @ gate.t(), normed @ up.t()
+        gates, ups = products.linear(normed, gate), products.linear(normed, up)
         del normed
         ctx.save_for_backward(inputs, scale, norm_weight, gates, ups, gate, up, down)
-        return torch.addmm(inputs, F.silu(gates).mul_(ups), down.t())
+        ctx.products = products
+        return products.add_linear(inputs, F.silu(gates).mul_(ups), down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, scale, norm_weight, gates, ups, gate, up, down = ctx.saved_tensors
-        _, _, _, gate_needed, up_needed, down_needed = ctx.needs_input_grad
-        product, gates_grad, ups_grad = _product_gradients(grad @ down, gates, ups)
-        down_grad = grad.t() @ product if down_needed else None
+        _, _, _, gate_needed, up_needed, down_needed, _ = ctx.needs_input_grad
+        mm, add_mm = ctx.products.mm, ctx.products.add_mm
+        product, gates_grad, ups_grad = _product_gradients(mm(grad, down), gates, ups)
+        down_grad = mm(grad.t(), product) if down_needed else None
         del product
         normed = _normed(inputs, scale, norm_weight)
-        gate_grad = gates_grad.t() @ normed if gate_needed else None
-        up_grad = ups_grad.t() @ normed if up_needed else None
-        normed_grad = torch.mm(gates_grad, gate, out=normed).addmm_(ups_grad, up)
+        gate_grad = mm(gates_grad.t(), normed) if gate_needed else None
+        up_grad = mm(ups_grad.t(), normed) if up_needed else None
+        normed_grad = add_mm(mm(gates_grad, gate, out=normed), ups_grad, up)
         input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight, grad)
-        return input_grad, norm_grad, None, gate_grad, up_grad, down_grad
+        return input_grad, norm_grad, None, gate_grad, up_grad, down_grad, None
 
 
 def _product_gradients(

@@ -9,6 +9,10 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from rllib_llm.modules.products import OneDNNLinear
+
+# Classes of tensors that are neither quantised nor sharded, which have their own. Tests add one.
+PLAIN_TENSORS: set[type] = {nn.Parameter, torch.Tensor}
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
@@ -25,8 +29,8 @@ def is_read_whole(trunk: nn.Module) -> bool:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether it is neither quantised nor sharded: such tensors are of classes of their own."""
-    return type(tensor) in (nn.Parameter, torch.Tensor)
+    """Whether it is neither quantised nor sharded."""
+    return type(tensor) in PLAIN_TENSORS
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -38,5 +42,6 @@ def is_plain(module: nn.Module) -> bool:
     if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
         return False
     if isinstance(module, nn.Linear | nn.Embedding):
-        return type(module) in (nn.Linear, nn.Embedding) and is_plain_tensor(module.weight)
+        plain = type(module) in (nn.Linear, OneDNNLinear, nn.Embedding)
+        return plain and is_plain_tensor(module.weight)
     return True

@@ -27,10 +27,13 @@ from rllib_llm.modules.packing.half_attention import (
 from rllib_llm.modules.packing.llama_shape import is_plain, is_plain_tensor, is_read_whole
 from rllib_llm.modules.packing.packed_attention import AttentionLayout, packed_attention
 from rllib_llm.modules.packing.packing import WantedTokens
+from rllib_llm.modules.products import TORCH, OneDNNLinear, products_of
 
 _TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 _DTYPES = ({torch.float32}, {torch.bfloat16})  # one for all of a trunk's parameters
-_COMMON_PARTS = (nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation)
+_COMMON_PARTS = (
+    nn.Embedding, nn.Linear, OneDNNLinear, nn.ModuleList, nn.SiLU, SiLUActivation
+)  # fmt: skip
 
 
 def is_fusible(trunk: nn.Module) -> bool:
@@ -113,6 +116,7 @@ def _attend(
         norm.variance_epsilon,
         tuple(linear.weight for linear in linears),
         tuple(linear.bias for linear in linears),
+        products_of(attention.q_proj, hidden),
     )
     query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
     if hasattr(attention, "q_norm"):
@@ -129,7 +133,9 @@ def _attend(
         attended = attended[0].flatten(1)
     if picked is not None:
         attended, hidden = attended.index_select(0, picked), hidden.index_select(0, picked)
-    return torch.addmm(hidden, attended, attention.o_proj.weight.t())
+    if products_of(attention.o_proj, attended) is TORCH:
+        return torch.addmm(hidden, attended, attention.o_proj.weight.t())
+    return hidden + attention.o_proj(attended)
 
 
 def _mlp(layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -141,4 +147,5 @@ def _mlp(layer: nn.Module, hidden: Tensor) -> Tensor:
         mlp.gate_proj.weight,
         mlp.up_proj.weight,
         mlp.down_proj.weight,
+        products_of(mlp.gate_proj, hidden),
     )

@@ -111,9 +111,9 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         if seen is None:
             return None
         transform = _matching_transform(seen, model.config)
-        # Most models call their base_model, OPT its inner decoder.
+        # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head.
         for trunk in dict.fromkeys((model.base_model, model.get_decoder())):
-            if transform is None or trunk is None or trunk is model:
+            if transform is None or trunk is None or trunk is model or trunk is head:
                 continue
             hidden = padded_hidden(trunk, input_ids)
             if hidden.dtype == seen.head_input.dtype and same_numbers(hidden, seen.head_input):

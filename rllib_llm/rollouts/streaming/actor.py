@@ -15,7 +15,8 @@ from rllib_llm.rollouts.streaming.entry import Answer, Lease
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
 from rllib_llm.rollouts.streaming.rules import StreamRules
 
-_WAKE = ("begin", "publish", "offer", "push", "fail", "set_state")  # may end somebody's wait
+# May end somebody's wait.
+_WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "report", "set_state")
 
 
 @dataclass(eq=False)
@@ -54,16 +55,19 @@ class LedgerActor:
             self._serve()
         return answer
 
-    async def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+    async def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
         """See `LedgerCalls`."""
         deadline = time.monotonic() + wait_s
-        while not self._journaled.ledger.has_answer(step):
+        if nth:
+            self._journaled.call("want", nth)
+            self._serve()
+        while not self._journaled.ledger.has_answer(nth):
             self._changed.clear()
             rest = deadline - time.monotonic()
             if rest <= 0:
                 break
             await _wait(asyncio.ensure_future(self._changed.wait()), rest)
-        answer = self._journaled.call("take", step, num_seen)
+        answer = self._journaled.call("take", step, num_seen, nth)
         self._serve()  # what a lease held that has ended
         return answer
 

@@ -7,7 +7,7 @@ import itertools
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +16,13 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.cores import StarvedProcesses
-from rllib_llm.ray_compat import processes_of
 from rllib_llm.rollouts.streaming.actor import LedgerActor, looked
 from rllib_llm.rollouts.streaming.entry import Answer, JudgedGroup, Tokens
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
 from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.weights.backoff import backoff_seconds
+from rllib_llm.shared.named_actor import backoff_seconds
+from rllib_llm.shared.process import StarvedProcesses
+from rllib_llm.shared.ray_compat import processes_of
 
 NAMESPACE = "rllib_llm"
 MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time
@@ -38,7 +38,7 @@ class LedgerCalls(Protocol):
     def call(self, name: str, *args: Any) -> Any:
         """One of `journal.CALLS`."""
 
-    def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
         """See `Ledger.take`; comes back after `wait_s` at the latest."""
 
     def state(self) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class LocalLedger:
         """As of all ledgers."""
         return self.journaled.call(name, *args)
 
-    def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
         """As of all ledgers; nobody works meanwhile, so it does not wait."""
-        return self.journaled.call("take", step, num_seen)
+        return self.journaled.call("take", step, num_seen, nth)
 
     def state(self) -> dict[str, Any]:
         """As of all ledgers."""
@@ -158,9 +158,9 @@ class RemoteLedger:
         """As of all ledgers."""
         return self._call("call", name, *args)
 
-    def take(self, step: int, num_seen: int, wait_s: float) -> Answer:
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
         """As of all ledgers."""
-        return self._call("take", step, num_seen, wait_s)
+        return self._call("take", step, num_seen, nth, wait_s)
 
     def state(self) -> dict[str, Any]:
         """As of all ledgers."""
@@ -228,9 +228,15 @@ class SamplerLedger:
         """The leases that hold, and the newest weights."""
         return self._call("renew", self._sampler, list(holding))
 
-    def fail(self, lease: int, failure: Any) -> Future[None]:
+    def fail(
+        self, lease: int, failure: Any, positions: Collection[int] | None = None
+    ) -> Future[None]:
         """See `Ledger.fail`."""
-        return self._call("fail", lease, failure)
+        return self._call("fail", lease, failure, positions)
+
+    def give_back(self, failure: Any, holding: Iterable[int] = ()) -> Future[None]:
+        """See `Ledger.give_back`."""
+        return self._call("give_back", self._sampler, failure, list(holding))
 
     def _call(self, name: str, *args: Any) -> Future[Any]:
         return self._actor.call.remote(name, *args).future()

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from rllib_llm.weights.published import PublishedWeights
 
+UNJUDGED = "unjudged"  # reason for which a group is rejected
+
 State = Literal["waiting", "leased", "partial", "judged", "ready", "taken"]
 """Nobody samples it yet; a sampler does; nobody does, but tokens of it are there; judged, and its
 turn has not come; to be learnt from; being learnt from. Closed groups leave the table: they were
@@ -31,7 +33,8 @@ class JudgedGroup:
     num_tokens: sampled tokens of all rows.
     num_lost: of them, those of rows that were not judged, which nobody learns from.
     oldest_version: of the weights that sampled any of the tokens.
-    reason: why it is not to be learnt from, "" where it is.
+    reason: why it is not to be learnt from, "" where it is; `UNJUDGED` where no row has a score.
+    cause: what was raised where nothing could be judged.
     continues: whether it goes on with what there was of it when it was leased.
     """
 
@@ -42,6 +45,7 @@ class JudgedGroup:
     oldest_version: int
     reason: str = ""
     continues: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Lease:
     """Consecutive groups `position .. position + num_groups - 1`, to be sampled by one sampler.
 
     id: fences: what is handed in under a lease that has ended is refused.
-    weights: to sample with.
+    weights: to sample with. order: of their publication, which grows; calls overtake one another.
     partial: what there is of each group's completions, by position.
     """
 
@@ -59,18 +63,25 @@ class Lease:
     weights: PublishedWeights
     return_texts: bool = False
     partial: dict[int, tuple[Tokens, ...]] = field(default_factory=dict)
+    order: int = 0
+
+    @property
+    def positions(self) -> range:
+        """Of its groups."""
+        return range(self.position, self.position + self.num_groups)
 
 
 @dataclass(eq=False)
 class Entry:
     """A group in the table.
 
-    version: of the weights that must sample it; None: the newest.
+    turn: batch that was being filled when it was admitted, in lockstep; see `Lockstep`.
     unit: groups alike in it were admitted together and are sampled as one batch.
+    num_updates_extra: updates that were made without a batch of the table while it was in it.
     """
 
     position: int
-    version: int | None
+    turn: int | None
     unit: int
     state: State = "waiting"
     lease: int = 0
@@ -79,6 +90,7 @@ class Entry:
     deadline: float = float("inf")
     num_expired: int = 0
     num_failures: int = 0
+    num_updates_extra: int = 0
     group: JudgedGroup | None = None
     partial: tuple[Tokens, ...] = ()
 
@@ -88,6 +100,13 @@ class Entry:
         if self.group is not None:
             return self.group.num_tokens
         return sum(len(tokens.token_ids) for tokens in self.partial)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled any token that is there of it; -1 where there is none."""
+        if self.group is not None:
+            return self.group.oldest_version
+        return min((v for tokens in self.partial for v in tokens.versions if v >= 0), default=-1)
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,20 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """Why no batch gets full: too many groups in a row were rejected, failed, or not judged.
+
+    counts: groups by reason. limit: that it went beyond. cause: what was raised last where a group
+    could not be judged.
+    """
+
+    kind: Literal["rejected", "failed", "unjudged"]
+    counts: dict[str, int]
+    limit: int
+    cause: str = ""
+
+
+@dataclass(frozen=True)
 class Answer:
     """What the driver is told when it asks for a batch.
 
@@ -112,7 +145,7 @@ class Answer:
     failures: (sampler, exception as text) since the last answer.
     expired: (sampler, why) of leases that ended without an answer.
     missing: versions of weights that leases wait for and the ledger does not have.
-    too_many_closed: groups by reason, where no batch gets full.
+    ending: why no batch gets full, if none does.
     """
 
     groups: list[JudgedGroup] | None = None
@@ -122,4 +155,4 @@ class Answer:
     failures: tuple[tuple[str, Any], ...] = ()
     expired: tuple[tuple[str, str], ...] = ()
     missing: tuple[int, ...] = ()
-    too_many_closed: dict[str, int] = field(default_factory=dict)
+    ending: Ending | None = None

@@ -21,7 +21,7 @@ from rllib_llm.weights.published import PublishedWeights
 # Calls that change the table. What is asked only is not written.
 CALLS = (
     "begin", "publish", "offer", "take", "lease", "renew", "put_off", "push", "keep_partial",
-    "fail", "set_state",
+    "fail", "give_back", "want", "report", "set_state",
 )  # fmt: skip
 _COMPACT_BYTES = 64 * 2**20  # of calls, after which the state takes their place
 _FILE = "ledger.journal"

@@ -6,9 +6,14 @@ from collections.abc import Collection, Iterable, Sequence
 
 from rllib_llm.rollouts.streaming.entry import Entry
 from rllib_llm.rollouts.streaming.table import GroupTable
-from rllib_llm.time_limit import TimeLimit
+from rllib_llm.shared.process import TimeLimit
 
 _GENERATION = 1_000_000_000  # leases of one ledger before it is restored
+
+
+def _deadline(entry: Entry, limit: float | None, now: float) -> float:
+    """When a lease of a group ends: it may be the group that is slow, not the sampler."""
+    return float("inf") if limit is None else now + limit * 2**entry.num_expired
 
 
 class Leases:
@@ -42,14 +47,14 @@ class Leases:
         for entry in entries:
             entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
             entry.leased_at = now
-            # It may be the group that is slow, not the sampler.
-            entry.deadline = float("inf") if limit is None else now + limit * 2**entry.num_expired
+            entry.deadline = _deadline(entry, limit, now)
         self._held[self.num_given] = list(entries)
         return self.num_given
 
-    def of(self, lease: int) -> list[Entry]:
-        """What is being sampled under a lease."""
-        return list(self._held.get(lease, ()))
+    def sampler(self, lease: int) -> str:
+        """Who holds a lease; "" where it has ended."""
+        held = self._held.get(lease)
+        return held[0].sampler if held else ""
 
     def entry(self, lease: int, position: int) -> Entry | None:
         """A group, if it is being sampled under this lease."""
@@ -64,9 +69,13 @@ class Leases:
         if rest:
             self._held[entry.lease] = rest
 
-    def end(self, lease: int) -> list[Entry]:
-        """Ends a lease; its groups, which wait again."""
-        entries = self._held.pop(lease, [])
+    def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
+        """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
+        held = self._held.pop(lease, [])
+        entries = [each for each in held if positions is None or each.position in positions]
+        rest = [each for each in held if each not in entries]
+        if rest:
+            self._held[lease] = rest
         for entry in entries:
             self._table.wait(entry)
         return entries
@@ -85,12 +94,11 @@ class Leases:
 
     def renew(self, sampler: str, leases: Collection[int], now: float) -> list[int]:
         """Puts off the deadlines of a sampler's leases; those of them that hold."""
-        limit = self._limit.seconds()
-        deadline = float("inf") if limit is None else now + limit
         held = sorted(set(self._of_sampler(sampler)) & set(leases))
         for lease in held:
+            limit = self._limit.seconds(len(self._held[lease]))
             for entry in self._held[lease]:
-                entry.deadline = deadline
+                entry.deadline = _deadline(entry, limit, now)
         return held
 
     def put_off(self, sampler: str, seconds: float) -> None:

@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rllib_llm.rollouts.failure import SampleFailure
-from rllib_llm.rollouts.streaming.account import TokenAccount
 from rllib_llm.rollouts.streaming.entry import Answer, Entry, JudgedGroup, Lease, State, Tokens
 from rllib_llm.rollouts.streaming.leases import Leases
-from rllib_llm.rollouts.streaming.outcomes import Outcomes
+from rllib_llm.rollouts.streaming.outcomes import Outcomes, TokenAccount
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.rollouts.streaming.schedule import open_schedule
 from rllib_llm.rollouts.streaming.table import GroupTable
-from rllib_llm.time_limit import TimeLimit
+from rllib_llm.shared.process import TimeLimit
 from rllib_llm.weights.published import PublishedWeights
 
 _CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
@@ -54,8 +54,11 @@ class Ledger:
     ) -> None:
         self.rules = rules
         self.step = 0  # updates done
+        self._num_handed_out = 0  # batches, for the update under way
         self._clock = clock
         self._weights: dict[int, PublishedWeights] = {}
+        self._num_published = 0
+        self._orders: dict[int, int] = {}  # of publications, by version
         self._failures: list[tuple[str, Any]] = []  # that the driver was not told of
         self.table = GroupTable()
         limit = TimeLimit(rules.timeout_s)
@@ -77,42 +80,63 @@ class Ledger:
     # --- the driver ----------------------------------------------------------------------------
 
     def begin(self, position: int, step: int) -> None:
-        """An empty table that goes on at `position` after `step` updates."""
+        """An empty table and account that go on at `position` after `step` updates."""
         self.table.begin(position)
         self._leases.begin()
         self.step = step
-        self._schedule.begin(position, step)
+        self._outcomes.begin(TokenAccount(), Counter())
+        self._num_handed_out = 0
+        self._schedule.begin(step, step)
 
     def publish(self, weights: PublishedWeights) -> None:
         """Says which weights there are now; the batches before them were learnt from."""
-        self._weights[weights.version] = weights
+        self.offer(weights)
         if not len(self.table) and not self.table.next and not self.step:
             self.begin(0, weights.version)
-        for entry in self._schedule.take_before(weights.version):
-            self._outcomes.train(entry)
-        self.step = weights.version
-        needed = min((e.version for e in self.table if e.version is not None), default=0)
-        if self.rules.schedule == "free":
-            needed = self.step
-        self._weights = {v: w for v, w in self._weights.items() if min(needed, self.step) <= v}
+        if weights.version != self.step:
+            self._learn(weights.version)
+        needed = min([self.step, *self._versions_wanted()])
+        self._weights = {v: w for v, w in self._weights.items() if v >= needed}
+        self._orders = {v: order for v, order in self._orders.items() if v in self._weights}
         self._schedule.admit_all()
+
+    def _learn(self, step: int) -> None:
+        """What was handed out was learnt from."""
+        num_extra = step - self.step - min(1, self._num_handed_out)
+        for entry in self._schedule.learn(self._num_handed_out, step):
+            self._outcomes.train(entry)
+        for entry in self.table:
+            entry.num_updates_extra += num_extra
+        self.step, self._num_handed_out = step, 0
 
     def offer(self, weights: PublishedWeights) -> None:
         """Says where older weights are, or anew where the newest are."""
+        self._num_published += 1
         self._weights[weights.version] = weights
+        self._orders[weights.version] = self._num_published
 
-    def take(self, step: int, num_seen: int = 0) -> Answer:
-        """The batch that update `step` (from 0) learns from, the same however often it is asked.
+    def take(self, step: int, num_seen: int = 0, nth: int = 0) -> Answer:
+        """A batch that update `step` (from 0) learns from, the same however often it is asked.
 
         Args:
             step: updates done.
             num_seen: closed groups that earlier answers brought.
+            nth: of the batches that this update learns from, from 0.
         """
         self.expire()
-        self._schedule.choose(step)
+        self._schedule.want(nth)
         groups = None
-        if (chosen := self._schedule.chosen(step)) is not None:
+        if (chosen := self._schedule.choose(nth)) is not None:
             groups = [self._taken(entry, step) for entry in chosen]
+            self._num_handed_out = max(self._num_handed_out, nth + 1)
+        return self._answer(groups, num_seen)
+
+    def report(self, num_seen: int = 0) -> Answer:
+        """What `take` reports beside a batch, for a driver that wants none; ends late leases."""
+        self.expire()
+        return self._answer(None, num_seen)
+
+    def _answer(self, groups: list[JudgedGroup] | None, num_seen: int) -> Answer:
         failures, self._failures = self._failures, []
         closed, num_closed = self._outcomes.unseen(num_seen)
         return Answer(
@@ -123,16 +147,20 @@ class Ledger:
             failures=tuple(failures),
             expired=tuple(self._leases.take_expired()),
             missing=tuple(self._missing()),
-            too_many_closed=self._outcomes.too_many(),
+            ending=self._outcomes.ending(),
         )
 
-    def has_answer(self, step: int) -> bool:
+    def want(self, nth: int) -> None:
+        """Says that the driver wants the `nth` batch of this update, which `take` says as well."""
+        self._schedule.want(nth)
+
+    def has_answer(self, nth: int) -> bool:
         """Whether `take` says something that the driver has to act on."""
         return bool(
             self._failures
             or self._leases.has_late(self._clock())
-            or self._outcomes.too_many()
-            or self._schedule.can_choose(step)
+            or self._outcomes.ending() is not None
+            or self._schedule.can_choose(nth)
             or self._missing()
         )
 
@@ -141,18 +169,21 @@ class Ledger:
         assert group is not None, "a batch is made of judged groups"
         entry.state = "taken"
         age = step - group.oldest_version
-        assert group.oldest_version < 0 or age <= self.rules.largest_age, (
-            f"age={age} of group {entry.position} must be at most {self.rules.largest_age}: "
+        largest = self.rules.largest_age + entry.num_updates_extra
+        assert group.oldest_version < 0 or age <= largest, (
+            f"age={age} of group {entry.position} must be at most {largest}: "
             "the ledger let samplers get too far ahead"
         )
         return group
 
     def _missing(self) -> list[int]:
-        if self.rules.schedule == "free":
-            return [] if self.step in self._weights else [self.step]
-        wanted = {e.version for e in self.table if e.state in ("waiting", "leased")}
-        return sorted(v for v in wanted if v is not None and v <= self.step
-                      and v not in self._weights)  # fmt: skip
+        return sorted(self._versions_wanted() - self._weights.keys())
+
+    def _versions_wanted(self) -> set[int]:
+        """Versions of the weights that groups are to be sampled with."""
+        unsampled = [entry for entry in self.table if entry.group is None]
+        versions = {self._schedule.version(entry) for entry in unsampled}
+        return {version for version in versions if version is not None}
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -186,29 +217,29 @@ class Ledger:
         return entry is not None and self._can_sample(entry)
 
     def _can_sample(self, entry: Entry) -> bool:
-        return self._version_for(entry) in self._weights
-
-    def _version_for(self, entry: Entry) -> int:
-        return self.step if entry.version is None else entry.version
+        return self._schedule.version(entry) in self._weights
 
     def _lease_to(self, sampler: str, entries: Sequence[Entry]) -> Lease:
         first = entries[0]
+        version = self._schedule.version(first)
+        assert version is not None, "only what can be sampled is leased"
         return Lease(
             self._leases.give(sampler, entries, self._clock()),
             first.position,
             len(entries),
-            self._weights[self._version_for(first)],
+            self._weights[version],
             return_texts=self.rules.returns_texts,
             partial={e.position: e.partial for e in entries if e.partial},
+            order=self._orders[version],
         )
 
     def renew(
         self, sampler: str, holding: Iterable[int]
-    ) -> tuple[list[int], PublishedWeights | None]:
+    ) -> tuple[list[int], PublishedWeights | None, int]:
         """Puts off the deadlines of leases that a sampler makes progress on; those of them that
-        hold, and the newest weights."""
+        hold, the newest weights, and the order of their publication."""
         held = self._leases.renew(sampler, set(holding), self._clock())
-        return held, self._weights.get(self.step)
+        return held, self._weights.get(self.step), self._orders.get(self.step, 0)
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
@@ -256,19 +287,42 @@ class Ledger:
                 entry.partial = tokens
                 self.account.generated += entry.num_tokens - before
 
-    def fail(self, lease: int, failure: SampleFailure) -> None:
-        """Takes note of the exception that ended a lease; its groups wait again, or have failed."""
-        entries = self._leases.of(lease)
+    def fail(
+        self, lease: int, failure: SampleFailure, positions: Collection[int] | None = None
+    ) -> None:
+        """Records an exception; the groups it concerns wait again, or have failed.
+
+        Args:
+            lease: of the groups.
+            failure: what was raised.
+            positions: of the groups, where it does not concern all of the lease. The others stay
+                leased.
+        """
+        sampler = self._leases.sampler(lease)
+        entries = self._leases.end(lease, positions)
         if not entries:
             return
-        sampler, most = entries[0].sampler, 0
-        for entry in self._leases.end(lease):
+        most = 1  # 0: no group's, see `give_back`
+        is_lockstep = self.rules.schedule == "lockstep"
+        for entry in entries:
+            if len(entries) > 1 and not is_lockstep:
+                entry.unit = entry.position  # alone next time: nobody knows which of them fails
+                continue
             entry.num_failures += 1
             most = max(most, entry.num_failures)
             if self._has_failed(entry, failure):
                 self._outcomes.fail(entry, failure.kind)
         self._failures.append((sampler, (failure, most)))
         self._schedule.admit_all()
+
+    def give_back(
+        self, sampler: str, failure: SampleFailure | None = None, holding: Iterable[int] = ()
+    ) -> None:
+        """Ends the leases of a sampler that died, or that failed for no fault of its groups, but
+        for those that it is still at work on."""
+        self._leases.end_unknown(sampler, holding)
+        if failure is not None:
+            self._failures.append((sampler, (failure, 0)))
 
     def _has_failed(self, entry: Entry, failure: SampleFailure) -> bool:
         return (
@@ -287,10 +341,8 @@ class Ledger:
     @property
     def num_old(self) -> int:
         """Groups that weights before the newest have to sample, and have not yet."""
-        return sum(
-            entry.group is None and entry.version is not None and entry.version < self.step
-            for entry in self.table
-        )
+        versions = [self._schedule.version(e) for e in self.table if e.group is None]
+        return sum(version is not None and version < self.step for version in versions)
 
     def waits_for(self) -> str:
         """Who is waited for, in words."""
@@ -324,27 +376,50 @@ class Ledger:
         """What a checkpoint keeps: all but leases. Groups that are on their way wait again, with
         what there is of them."""
         return {
-            "table": [
-                (e.position, e.version, e.unit, e.group, e.partial, e.state in ("ready", "taken"))
-                for e in self.table
-            ],
+            "table": [(e.position, e.turn, e.unit, e.group, e.partial) for e in self.table],
             "next": self.table.next,
             "step": self.step,
             "num_leases": self._leases.num_given,
             "account": copy.deepcopy(self.account),
             "closed_in_row": self._outcomes.in_row,
-            "schedule": self._schedule.state(),
+            "closed": self._outcomes.unseen(0),
+            "first_batch": self._schedule.first,
+            "num_updates_extra": {e.position: e.num_updates_extra for e in self.table},
+            "rules": self.rules.order,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; leases given before are refused from now on."""
+        """Goes on where `state` was taken, under these rules or others; leases given before are
+        refused from now on."""
         self.step, self._weights, self._failures = state["step"], {}, []
+        self._num_handed_out = 0
         self._leases.begin(state["num_leases"])
-        self._outcomes.begin(copy.deepcopy(state["account"]), state["closed_in_row"].copy())
-        self._schedule.set_state(state["schedule"])
+        closed, _ = state.get("closed", ((), 0))
+        in_row = state["closed_in_row"].copy()
+        self._outcomes.begin(copy.deepcopy(state["account"]), in_row.copy(), closed)
+        num_extra = state.get("num_updates_extra", {})  # unknown to the first checkpoints
+        entries = [
+            Entry(position, turn, unit, group=group, partial=partial,
+                  num_updates_extra=num_extra.get(position, 0))
+            for position, turn, unit, group, partial, *_ in state["table"]
+        ]  # fmt: skip
+        first = state.get("first_batch", self.step)
+        if state.get("rules") != self.rules.order:
+            self._schedule.fit(entries, first)
+            self._begin_old_anew(entries)
         self.table.begin(state["next"])
-        for position, version, unit, group, partial, is_ready in state["table"]:
-            entry = Entry(position, version, unit, group=group, partial=partial)
-            if group is not None:
-                entry.state = "ready" if is_ready else "judged"
+        for entry in entries:
             self.table.put(entry)
+        self._schedule.begin(first, self.step)
+        # What is decided again was counted before.
+        self._outcomes.begin(self.account, in_row, self._outcomes.unseen(0)[0])
+
+    def _begin_old_anew(self, entries: Sequence[Entry]) -> None:
+        """Has groups sampled anew that would be older than these rules allow in their turn."""
+        rules = self.rules
+        for i, entry in enumerate(entries):
+            latest = self.step + (i + rules.window - 1) // rules.num_groups
+            largest = rules.largest_age + entry.num_updates_extra
+            if 0 <= entry.oldest_version < latest - largest:
+                self.account.reject("stale", entry.num_tokens, num_groups=0)
+                entry.group, entry.partial = None, ()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, concatenate
-from rllib_llm.rollouts.streaming.entry import Closed, JudgedGroup
+from rllib_llm.rollouts.streaming.entry import UNJUDGED, Closed, JudgedGroup
+from rllib_llm.shared import columns
 
 _PROMPT_COLUMNS = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 TOO_FEW = "too_few"
@@ -82,8 +82,9 @@ def judged_group(
     valid, mask = group.columns[columns.VALID], group.sampled_mask
     # A policy's own tokens may be masked, see `RowStream`.
     sampled = mask | (group.columns[columns.WEIGHTS_VERSION] != NO_VERSION)
-    if int(valid.sum()) < min_valid:
-        reason = TOO_FEW
+    num_valid = int(valid.sum())
+    if num_valid < min_valid:
+        reason = TOO_FEW if num_valid else UNJUDGED
     return JudgedGroup(
         position=int(group.columns[columns.GROUP][0]),
         payload=pack(group),
@@ -92,6 +93,7 @@ def judged_group(
         oldest_version=int(group.versions.min()) if bool(mask.any()) else -1,
         reason=reason,
         continues=continues,
+        cause=group.cause,
     )
 
 

@@ -1,26 +1,147 @@
 """Rows of many groups in one engine, which enter and leave at any step.
 
-A group is judged when the last of its rows has ended. New weights come between two steps; each
-token carries the version that sampled it, stamped by the engine.
+A group is finished when the last of its rows has ended. New weights come between two steps; each
+token carries the version that sampled it, stamped by the engine. Rows never begin on weights before
+those of their lease.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rllib_llm import columns
 from rllib_llm.engines.completions import Tokens as Sampled
-from rllib_llm.engines.protocol import Ended, InFlight, Noise, Row
-from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.engines.hot_swap import LaneEngine
+from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
+from rllib_llm.rollouts.request import NO_VERSION, SampleRequest
+from rllib_llm.rollouts.sampler import Generated, Sampler
 from rllib_llm.rollouts.streaming.entry import Lease, Tokens
-from rllib_llm.rollouts.streaming.row_engine import open_row_engine
+from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 
 _NOTHING = Tokens((), (), ())
+
+
+class RowEngine:
+    """An engine whose rows are continued with new weights, their cache kept or computed again.
+
+    Args:
+        sampler: its policy and weights.
+        in_flight: what becomes of the rows in it, see `Engine.load`.
+    """
+
+    def __init__(self, sampler: Sampler, in_flight: InFlight) -> None:
+        self._sampler, self._in_flight = sampler, in_flight
+        self._newest: PublishedWeights | None = None
+        self._newest_order = 0  # of their publication
+        self.order = 0  # of those that new rows begin on
+        self.rows = self._open()
+
+    def _open(self) -> Engine:
+        return self._sampler.policy.open_engine(None, load_weights=self._put)
+
+    def is_news(self, weights: PublishedWeights, order: int) -> bool:
+        """Whether these are newer than what it was given last. Calls to the ledger overtake one
+        another."""
+        newest = self._newest
+        return newest is None or (weights.key != newest.key and order >= self._newest_order)
+
+    def give(self, weights: PublishedWeights, order: int) -> None:
+        """Samples with these as soon as may be, if they are news."""
+        is_news = self.is_news(weights, order)
+        self._newest_order = max(self._newest_order, order)
+        if is_news:
+            self._newest = weights
+            self._load(weights.version)
+        if self._is_loaded():
+            self.order = self._newest_order
+
+    def _load(self, version: int) -> None:
+        self.rows.load({}, version, self._in_flight)
+
+    def _is_loaded(self) -> bool:
+        """Whether new rows begin on the weights it was given last."""
+        return True
+
+    def _put(self, _: Mapping[str, torch.Tensor]) -> None:
+        """Puts the newest weights into the sampler's policy."""
+        assert self._newest is not None, "weights are given before they are loaded"
+        self._sampler.weights.ensure(self._newest, self._sampler.policy.load)
+
+    def step(self) -> list[Ended]:
+        """A token for every row; those that have ended."""
+        return self.rows.step()
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.rows.close()
+
+
+class LanedRowEngine(RowEngine):
+    """An engine whose rows finish on the weights they began with, while others begin on new ones.
+
+    There are two modules. The sampler's policy is the one that has the newest weights, the other is
+    its twin; when new weights come and the twin has no rows left, it gets them and they change
+    places. Weights that come before are passed over for newer ones; rows that need them, or newer
+    ones, wait.
+    """
+
+    rows: LaneEngine
+
+    def _open(self) -> LaneEngine:
+        sampler = self._sampler
+        if sampler.twin is None:
+            assert isinstance(sampler.policy, ModulePolicy), "rows are sampled by a module"
+            sampler.twin = sampler.policy.twin()
+        self._emptied: Future[TorchEngine] | None = None
+        newest, older = [
+            cast(TorchEngine, policy.open_engine(None, load_weights=self._loading(policy)))
+            for policy in (sampler.policy, sampler.twin)
+        ]
+        return LaneEngine(newest, older)
+
+    def _loading(self, policy: SamplingPolicy) -> LoadWeights:
+        return functools.partial(self._put_into, policy)
+
+    def _load(self, version: int) -> None:
+        if self.rows.version is None:
+            self.rows.load_first(version)
+            return
+        if self._emptied is None:
+            self._emptied = self.rows.empty_lane()
+        self._switch()
+
+    def _is_loaded(self) -> bool:
+        return self._emptied is None
+
+    def _put_into(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
+        assert self._newest is not None, "weights are given before they are loaded"
+        self._sampler.weights.ensure(self._newest, policy.load)
+
+    def _switch(self) -> None:
+        """New rows begin on the newest weights, if the lane for them is empty."""
+        if self._emptied is None or not self._emptied.done():
+            return
+        lane, self._emptied = self._emptied.result(), None
+        assert self._newest is not None, "a lane is emptied for weights"
+        lane.load({}, self._newest.version)
+        self.rows.switch()
+        self.order = self._newest_order
+        sampler = self._sampler
+        assert sampler.twin is not None, "it has a lane"
+        sampler.policy, sampler.twin = sampler.twin, sampler.policy
+
+    def step(self) -> list[Ended]:
+        ended = super().step()
+        self._switch()
+        return ended
 
 
 @dataclass
@@ -28,8 +149,10 @@ class _Group:
     """A group that is being sampled."""
 
     lease: Lease
+    request: SampleRequest
     prompts: dict[str, torch.Tensor]  # its columns
     before: list[Tokens]  # what its rows came with
+    has_begun: bool = False
     ended: dict[int, Tokens] = field(default_factory=dict)  # whole completions, by place
 
 
@@ -54,12 +177,15 @@ class RowStream:
     ) -> None:
         self._sampler, self._n = sampler, num_completions
         self._masks_stale_prefix = masks_stale_prefix
-        self._engine = open_row_engine(sampler, in_flight)
+        # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
+        has_twin = in_flight == "finish" and isinstance(sampler.policy, ModulePolicy)
+        kind = LanedRowEngine if has_twin else RowEngine
+        self._engine = kind(sampler, in_flight)
         self._groups: dict[int, _Group] = {}  # by position
 
     @property
     def num_groups(self) -> int:
-        """Groups that are not whole yet."""
+        """Groups that are not finished yet."""
         return len(self._groups)
 
     @property
@@ -67,50 +193,91 @@ class RowStream:
         """Ids of the leases that they are of."""
         return {group.lease.id for group in self._groups.values()}
 
-    def is_news(self, weights: PublishedWeights) -> bool:
+    def is_news(self, weights: PublishedWeights, order: int) -> bool:
         """Whether these are newer than what it was given last."""
-        return self._engine.is_news(weights)
+        return self._engine.is_news(weights, order)
 
-    def load(self, weights: PublishedWeights) -> None:
+    def load(self, weights: PublishedWeights, order: int) -> None:
         """Samples with these from now on, see `Engine.load`."""
-        self._engine.give(weights)
+        self._engine.give(weights, order)
 
-    def add(self, lease: Lease) -> None:
-        """Begins the groups of a lease, or goes on with them where there is something of them."""
-        environment, n = self._sampler.environment, self._n
+    def add(self, lease: Lease) -> list[tuple[Exception, list[int]]]:
+        """Begins the groups of a lease, or resumes their partial output; they wait where new rows
+        would begin on weights before the lease's. What it holds of them under a lease before is
+        given up.
+
+        Returns:
+            What was raised, and the positions of the groups that are not sampled for it.
+        """
+        self._give_up([position for position in lease.positions if position in self._groups])
+        failed: list[tuple[Exception, list[int]]] = []
+        groups = {}
+        for position in lease.positions:
+            try:
+                groups[position] = self._group(lease, position)
+            except Exception as error:  # noqa: BLE001  (a prompt's; the ledger is told)
+                failed.append((error, [position]))
+        self._groups |= groups
+        try:
+            self._begin_waiting(groups)
+        except Exception as error:  # noqa: BLE001  (the ledger is told)
+            for position in groups:
+                del self._groups[position]
+            failed.append((error, list(groups)))
+        return failed
+
+    def _group(self, lease: Lease, position: int) -> _Group:
+        request = SampleRequest(position, 1, self._n, return_texts=lease.return_texts)
+        before = list(lease.partial.get(position, ())) or [_NOTHING] * self._n
+        return _Group(lease, request, self._sampler.environment.prompts(request), before)
+
+    def _begin_waiting(self, groups: Mapping[int, _Group]) -> None:
+        """Begins those of these groups that wait, if their weights are there."""
+        waiting = {
+            position: group
+            for position, group in groups.items()
+            if not group.has_begun and group.lease.order <= self._engine.order
+        }
+        rows = [row for position, group in waiting.items() for row in self._rows(position, group)]
+        if rows:
+            self._engine.rows.add(rows)
+        for group in waiting.values():
+            group.has_begun = True
+
+    def _rows(self, position: int, group: _Group) -> list[Row]:
         params, seed = self._sampler.params(explore=True), self._sampler.seed
+        mask = group.prompts[columns.PROMPT_MASK][0]
+        prompt = group.prompts[columns.PROMPT_IDS][0][mask].tolist()
         rows = []
-        for position in range(lease.position, lease.position + lease.num_groups):
-            prompts = environment.prompts(SampleRequest(position, 1, n))
-            mask = prompts[columns.PROMPT_MASK][0]
-            prompt = prompts[columns.PROMPT_IDS][0][mask].tolist()
-            before = list(lease.partial.get(position, ())) or [_NOTHING] * n
-            group = _Group(lease, prompts, before)
-            self._groups[position] = group
-            for i, row_id in enumerate(prompts[columns.ROW_ID].tolist()):
-                if before[i].finish in ("stop", "length"):
-                    group.ended[i] = before[i]
-                    continue
-                held = before[i].token_ids
-                rows.append(
-                    Row((position, i), [*prompt, *held], params, num_sampled=len(held),
-                        noise=Noise(seed, row_id), group=position)
-                )  # fmt: skip
-        self._engine.rows.add(rows)
+        for i, row_id in enumerate(group.prompts[columns.ROW_ID].tolist()):
+            if group.before[i].finish in ("stop", "length"):
+                group.ended[i] = group.before[i]
+                continue
+            held = group.before[i].token_ids
+            rows.append(
+                Row((position, i), [*prompt, *held], params, num_sampled=len(held),
+                    noise=Noise(seed, row_id), group=position)
+            )  # fmt: skip
+        return rows
 
     def drop(self, lease: int) -> None:
         """Gives the groups of a lease up, which somebody else samples now."""
-        for position in [p for p, group in self._groups.items() if group.lease.id == lease]:
-            self._engine.rows.abort([(position, i) for i in range(self._n)])
-            del self._groups[position]
+        self._give_up([p for p, group in self._groups.items() if group.lease.id == lease])
 
-    def step(self) -> list[tuple[Lease, JudgedBatch]]:
-        """Samples a token for every row; the groups that became whole, judged.
+    def _give_up(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            if self._groups.pop(position).has_begun:
+                self._engine.rows.abort([(position, i) for i in range(self._n)])
+
+    def step(self) -> list[tuple[Lease, Generated]]:
+        """Samples a token for every row; the groups that are finished, to be judged.
 
         Raises:
             FloatingPointError: the model's logits are not finite.
         """
-        for ended in self._engine.step():
+        ended_rows = self._engine.step()
+        self._begin_waiting(self._groups)
+        for ended in ended_rows:
             row_id: Any = ended.id
             position, i = row_id
             if ended.finish == "error":
@@ -120,45 +287,31 @@ class RowStream:
                 )
             group = self._groups[position]
             group.ended[i] = _joined(group.before[i], ended, ended.finish)
-        whole = [p for p, group in self._groups.items() if len(group.ended) == self._n]
-        # Where one cannot be judged all are still there, to be given back.
-        judged = [(self._groups[p].lease, self._judge(self._groups[p])) for p in whole]
-        for position in whole:
-            del self._groups[position]
-        return judged
+        finished = [p for p, group in self._groups.items() if len(group.ended) == self._n]
+        groups = [self._groups.pop(position) for position in finished]
+        return [(group.lease, self._generated(group)) for group in groups]
+
+    def _generated(self, group: _Group) -> Generated:
+        weights = self._sampler.weights
+        made = self._columns([group.ended[i] for i in range(self._n)])
+        return Generated(
+            group.request, weights.version, group.prompts, made, weights=weights.metrics()
+        )
 
     def partial(self) -> dict[int, dict[int, tuple[Tokens, ...]]]:
         """What there is of each group, by lease and position."""
         found: dict[int, dict[int, tuple[Tokens, ...]]] = {}
         for position, group in self._groups.items():
+            if not group.has_begun:
+                continue
             running = [i for i in range(self._n) if i not in group.ended]
             read = self._engine.rows.sampled([(position, i) for i in running], [0] * len(running))
             held = dict(group.ended)
             for i, tokens in zip(running, read, strict=True):
-                held[i] = _joined(group.before[i], tokens)
+                held[i] = _joined(group.before[i], tokens, tokens.finish or "aborted")
             rows = tuple(held[i] for i in range(self._n))
             found.setdefault(group.lease.id, {})[position] = rows
         return found
-
-    def _judge(self, group: _Group) -> JudgedBatch:
-        sampler = self._sampler
-        environment, texts = sampler.environment, group.lease.return_texts
-        position = int(group.prompts[columns.GROUP][0])
-        # The prompts handed out last are those that the environment judges.
-        prompts = environment.prompts(SampleRequest(position, 1, self._n, return_texts=texts))
-        environment.env.global_step = sampler.weights.version
-        made = self._columns([group.ended[i] for i in range(self._n)])
-        judged = environment.judge(made)
-        batch = JudgedBatch(
-            columns={**made, **prompts, **judged.columns},
-            rewards=judged.rewards,
-            components=judged.components,
-            metrics=judged.metrics,
-            texts=judged.texts,
-            weights=sampler.weights.metrics(),
-            pad_token_id=sampler.policy.pad_token_id,
-        )
-        return batch.to("cpu")
 
     def _columns(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
         longest = max(len(row.token_ids) for row in rows)
@@ -186,7 +339,7 @@ class RowStream:
         self._engine.close()
 
 
-def _joined(before: Tokens, rest: Ended | Sampled, finish: str = "aborted") -> Tokens:
+def _joined(before: Tokens, rest: Ended | Sampled, finish: str) -> Tokens:
     """What a row came with, and what was sampled since."""
     return Tokens(
         (*before.token_ids, *rest.token_ids),

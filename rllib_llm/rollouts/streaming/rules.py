@@ -47,6 +47,11 @@ class StreamRules:
         return (self.max_staleness + 1) * self.num_groups + self.num_extra
 
     @property
+    def order(self) -> tuple[str | int, ...]:
+        """What a table depends on: one that was filled under others is fitted to these."""
+        return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra)
+
+    @property
     def largest_age(self) -> int:
         """Updates, what no group that is learnt from exceeds.
 

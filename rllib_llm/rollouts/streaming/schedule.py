@@ -1,19 +1,22 @@
 """What is admitted, and which groups a batch is made of: in lockstep or free.
 
-`Lockstep`: groups are decided in the order of their positions. When a batch is full, P more are
-admitted for the weights that it will make; when a group is rejected, one more for the weights that
-the batch now being filled is learnt with. So which weights sample a group is a function of the
-outcomes before it; without filters it is max(0, ⌊g/P⌋ - S).
+`Lockstep`: groups are decided in the order of their positions. When a batch is full, as many are
+admitted as the table has places for: P. They are sampled with the weights that this batch will
+make. When a group is rejected, one more is admitted, for the weights that the batch now being
+filled is learnt with. So which weights sample a group is a function of the outcomes before it;
+without filters it is max(0, ⌊g/P⌋ - S).
 
 `Free`: whatever the table has room for is admitted, and sampled with the newest weights. A batch is
 the first P groups that are ready, within the window.
+
+Batches are numbered, from the number of updates that were done when the table was begun. A batch is
+handed out, and learnt from when the next weights are published: one for each update in `train()`,
+several where a loop of one's own takes several.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rllib_llm.rollouts.streaming.entry import Entry
 from rllib_llm.rollouts.streaming.outcomes import Outcomes
@@ -31,11 +34,22 @@ class Schedule:
 
     def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
         self._rules, self._table, self._outcomes = rules, table, outcomes
-        self._batches: dict[int, list[int]] = {}  # positions, by step
+        self._batches: dict[int, list[int]] = {}  # positions, by number
+        self.first = 0  # number of the first batch that was not learnt from
+        self.step = 0  # updates done
+        self._num_extra_taken = 0  # groups handed out for the update beside one batch
 
-    def begin(self, position: int, step: int) -> None:
-        """Fills the empty table, which goes on at `position` after `step` updates."""
-        self._batches = {}
+    def begin(self, first: int, step: int) -> None:
+        """Decides all that is in the table, and fills it. `first`: see `first`; after `step`
+        updates."""
+        self.first, self.step = first, step
+        self._batches, self._num_extra_taken = {}, 0
+        self.decide([entry.position for entry in self._table])
+        self.admit_all()
+
+    def version(self, entry: Entry) -> int | None:
+        """Of the weights that sample a group; None where there are none yet."""
+        return self.step
 
     def admit_all(self) -> None:
         """Whatever there is room for now."""
@@ -45,103 +59,149 @@ class Schedule:
         """Groups were judged, and are to be learnt from or not."""
         raise NotImplementedError
 
-    def choose(self, step: int) -> None:
-        """Fills the batch of `step`, if it can be and is not."""
+    def want(self, nth: int) -> None:
+        """The driver wants its `nth` batch (from 0) of this update: what is missing to fill it is
+        admitted, and may be sampled."""
+        self._num_extra_taken = nth * self._rules.num_groups
 
-    def can_choose(self, step: int) -> bool:
-        """Whether there is a batch of `step`, or `choose` makes one."""
-        return step in self._batches
-
-    def chosen(self, step: int) -> list[Entry] | None:
-        """The batch of `step`."""
-        positions = self._batches.get(step)
+    def choose(self, nth: int) -> list[Entry] | None:
+        """That batch; None where it cannot be filled yet."""
+        positions = self._batches.get(self.first + nth)
         return None if positions is None else [self._table[p] for p in positions]
 
-    def take_before(self, step: int) -> list[Entry]:
-        """The groups of batches before `step`, which are batches no more."""
-        done = sorted(s for s in self._batches if s < step)
-        return [self._table[p] for s in done for p in self._batches.pop(s)]
+    def can_choose(self, nth: int) -> bool:
+        """Whether `choose` gives a batch."""
+        return self.first + nth in self._batches
 
-    def _admit(self, num_groups: int, version: int | None) -> None:
-        if self._outcomes.too_many():
+    def learn(self, num_batches: int, step: int) -> list[Entry]:
+        """The groups of the first batches, which are batches no more: they were learnt from, and
+        there are new weights."""
+        done = range(self.first, self.first + num_batches)
+        entries = [self._table[p] for number in done for p in self._batches.pop(number)]
+        self.first, self.step = self.first + num_batches, step
+        self._num_extra_taken = 0
+        return entries
+
+    def _admit(self, num_groups: int, turn: int | None = None) -> None:
+        if self._outcomes.ending() is not None:
             return
         for i in range(num_groups):
-            self._table.admit(version, i % self._rules.groups_per_lease)
+            self._table.admit(turn, i % self._rules.groups_per_lease)
 
     def _passes(self, entry: Entry) -> bool:
         """Whether a judged group is to be learnt from; closes it where it is not."""
         assert entry.group is not None, "only judged groups are decided"
+        self._outcomes.note_judged(entry)
         if entry.group.reason:
             self._outcomes.reject(entry, entry.group.reason)
             return False
         entry.state = "ready"
         return True
 
-    def _fill(self, step: int, positions: list[int]) -> None:
-        self._batches[step] = positions
+    def _fill(self, number: int, positions: list[int]) -> None:
+        self._batches[number] = positions
         self._outcomes.has_full_batch()
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {"batches": copy.deepcopy(self._batches)}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
-        self._batches = copy.deepcopy(state["batches"])
+    def fit(self, entries: Sequence[Entry], first: int) -> None:
+        """Makes groups that were admitted under other rules ones of these; see `begin`."""
+        raise NotImplementedError
 
 
 class Lockstep(Schedule):
-    """See the module."""
+    """See the module. An entry's `turn` is the batch that was being filled when it was admitted: it
+    is sampled with the weights that all batches before that one have made."""
 
     def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
         super().__init__(rules, table, outcomes)
-        self._full = 0  # step of the batch that is being filled
+        self._full = 0  # number of the batch that is being filled
         self._chosen: list[int] = []  # positions, for it
         self._undecided = 0  # position
+        self._reached: list[tuple[int, int]] = []  # (turn, version) up to it
+        self._is_fitted = False  # groups in the table may have turns to come
 
-    def begin(self, position: int, step: int) -> None:
-        super().begin(position, step)
-        self._full, self._chosen, self._undecided = step, [], position
-        self.admit_all()
+    def begin(self, first: int, step: int) -> None:
+        self._full, self._chosen, self._undecided = first, [], self._table.position
+        self._reached = [(first, step)]
+        super().begin(first, step)
+
+    def version(self, entry: Entry) -> int | None:
+        assert entry.turn is not None, "it was admitted in lockstep"
+        return next((version for turn, version in self._reached if entry.turn <= turn), None)
+
+    def want(self, nth: int) -> None:
+        super().want(nth)
+        self._reach(self.first + nth)
+
+    def learn(self, num_batches: int, step: int) -> list[Entry]:
+        entries = super().learn(num_batches, step)
+        self._reach(self.first)
+        oldest = min((e.turn for e in self._table if e.turn is not None), default=self.first)
+        self._reached = [each for each in self._reached if each[0] >= min(oldest, self.first)]
+        return entries
+
+    def _reach(self, turn: int) -> None:
+        """Groups of this turn are sampled with the weights that there are now."""
+        if turn > self._reached[-1][0]:
+            self._reached.append((turn, self.step))
 
     def admit_all(self) -> None:
-        if not len(self._table):
-            self._admit(self._rules.capacity, self._full)
+        num_open = len(self._table) - sum(map(len, self._batches.values()))
+        if self._is_fitted:
+            self._pull_forward()
+        self._admit(self._rules.capacity - num_open, self._full)
+
+    def _pull_forward(self) -> None:
+        """Of groups that other rules admitted, has those sampled sooner whose turn comes sooner,
+        since others were rejected."""
+        full = {p for positions in self._batches.values() for p in positions}
+        for i, entry in enumerate(entry for entry in self._table if entry.position not in full):
+            latest = self._full + max(0, i // self._rules.num_groups - self._rules.max_staleness)
+            entry.turn = latest if entry.turn is None else min(entry.turn, latest)
+        self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
 
     def decide(self, positions: Iterable[int]) -> None:
-        while True:
-            entry = self._table.get(self._undecided)
-            if entry is None or entry.state != "judged":
-                return
+        # Nothing is decided behind a group that ends the run: else it would depend on time whether
+        # the driver hears of that end.
+        while self._outcomes.ending() is None and (entry := self._next_judged()) is not None:
             self._undecided += 1
             if not self._passes(entry):
-                self._admit(1, self._full)
+                self.admit_all()
                 continue
             self._chosen.append(entry.position)
             if len(self._chosen) == self._rules.num_groups:
                 self._fill(self._full, self._chosen)
                 self._full, self._chosen = self._full + 1, []
-                self._admit(self._rules.num_groups, self._full)
+                self.admit_all()
 
-    def state(self) -> dict[str, Any]:
-        own = {"full": self._full, "chosen": list(self._chosen), "undecided": self._undecided}
-        return super().state() | own
+    def _next_judged(self) -> Entry | None:
+        """The first group that is not decided, if it is judged."""
+        while self._undecided < self._table.next:
+            entry = self._table.get(self._undecided)
+            if entry is not None:
+                return entry if entry.state == "judged" else None
+            self._undecided += 1  # closed by a schedule of another order
+        return None
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self._full, self._undecided = state["full"], state["undecided"]
-        self._chosen = list(state["chosen"])
+    def fit(self, entries: Sequence[Entry], first: int) -> None:
+        behind = self._rules.max_staleness
+        self._is_fitted = True
+        for i, entry in enumerate(entries):
+            entry.turn = first + max(0, i // self._rules.num_groups - behind)
+            entry.unit = entry.position
 
 
 class Free(Schedule):
     """See the module."""
 
-    def begin(self, position: int, step: int) -> None:
-        super().begin(position, step)
-        self.admit_all()
-
     def admit_all(self) -> None:
-        self._admit(self._rules.capacity - len(self._table), None)
+        self._admit(self._rules.capacity - (len(self._table) - self._num_extra_taken))
+
+    def version(self, entry: Entry) -> int | None:
+        """The newest; none for groups beyond the capacity, which other rules have admitted."""
+        num_open = self._rules.capacity + self._num_extra_taken
+        if len(self._table) > num_open and self._table.rank(entry) >= num_open:
+            return None
+        return self.step
 
     def decide(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -150,17 +210,21 @@ class Free(Schedule):
                 self._passes(entry)
         self.admit_all()
 
-    def can_choose(self, step: int) -> bool:
-        return step in self._batches or len(self._first_ready()) == self._rules.num_groups
+    def want(self, nth: int) -> None:
+        super().want(nth)
+        self.admit_all()
 
-    def choose(self, step: int) -> None:
-        if step in self._batches:
-            return
-        if self._rules.on_stale == "drop":
-            self._drop_stale(step)
-        chosen = self._first_ready()
-        if len(chosen) == self._rules.num_groups:
-            self._fill(step, chosen)
+    def can_choose(self, nth: int) -> bool:
+        return super().can_choose(nth) or len(self._first_ready()) == self._rules.num_groups
+
+    def choose(self, nth: int) -> list[Entry] | None:
+        if not super().can_choose(nth):
+            if self._rules.on_stale == "drop":
+                self._drop_stale()
+            chosen = self._first_ready()
+            if len(chosen) == self._rules.num_groups:
+                self._fill(self.first + nth, chosen)
+        return super().choose(nth)
 
     def _first_ready(self) -> list[int]:
         """The first P groups that are ready, none further than the window behind the first that is
@@ -176,15 +240,20 @@ class Free(Schedule):
                 end = min(end, entry.position + self._rules.window)
         return chosen
 
-    def _drop_stale(self, step: int) -> None:
+    def _drop_stale(self) -> None:
         for entry in list(self._table):
-            oldest = entry.group.oldest_version if entry.group is not None else step
-            if entry.state == "ready" and 0 <= oldest < step - self._rules.max_staleness:
+            oldest = entry.group.oldest_version if entry.group is not None else self.step
+            if entry.state == "ready" and 0 <= oldest < self.step - self._rules.max_staleness:
                 self._outcomes.reject(entry, "stale")
         self.admit_all()
+
+    def fit(self, entries: Sequence[Entry], first: int) -> None:
+        for entry in entries:
+            entry.turn = None
 
 
 def open_schedule(rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> Schedule:
     """The schedule that the rules name."""
     kind = Lockstep if rules.schedule == "lockstep" else Free
     return kind(rules, table, outcomes)
+

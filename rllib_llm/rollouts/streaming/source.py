@@ -10,10 +10,15 @@ for the batch, looks after samplers meanwhile, and says why where none comes.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
     NoServerError,
@@ -23,11 +28,18 @@ from rllib_llm.rollouts.errors import (
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.streaming.client import LedgerCalls
-from rllib_llm.rollouts.streaming.entry import Answer
+from rllib_llm.rollouts.streaming.client import (
+    CALL_SECONDS,
+    LedgerCalls,
+    LocalLedger,
+    RemoteLedger,
+)
+from rllib_llm.rollouts.streaming.entry import Answer, Ending
 from rllib_llm.rollouts.streaming.packing import batch_of, rows_of
 from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.workers import StreamWorkers
+from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.workers import LocalWorker, RemoteWorkers, StreamWorkers
+from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.published import PublishedWeights
 
 logger = logging.getLogger(__name__)
@@ -68,6 +80,8 @@ class Streaming:
         self._step = 0  # updates done
         self._num_seen = 0  # rejected groups
         self._last_failure = ""  # that may pass
+        self._num_failures: Counter[str] = Counter()  # of no group's, by sampler, since a batch
+        self._handed_out: list[int] = []  # groups of each batch of this update
         self._ages: list[float] = []  # of the groups of the last batch, updates
         self._wait_seconds = 0.0  # for the last batch
         self._position = 0
@@ -79,6 +93,8 @@ class Streaming:
 
     def publish(self, weights: PublishedWeights) -> None:
         """As of all sources; the batch handed out before was learnt from."""
+        if weights.version != self._step:
+            self._handed_out.clear()
         self._step = weights.version
         self._kept[weights.version] = weights
         oldest = weights.version - self._rules.largest_age
@@ -111,11 +127,25 @@ class Streaming:
         self._wait_seconds = time.monotonic() - start
         ages = [self._step - group.oldest_version for group in answer.groups]
         self._ages = [float(age) for age in ages]
+        self._num_failures.clear()
+        self._handed_out.append(len(answer.groups))
         self._position += len(answer.groups)
         return batch_of(answer.groups)
 
     def _take(self, wait_s: float) -> Answer:
-        answer = self._ledger.take(self._step, self._num_seen, wait_s)
+        nth = len(self._handed_out)
+        answer = self._ledger.take(self._step, self._num_seen, nth, wait_s)
+        self._attend(answer)
+        if answer.ending is not None and answer.groups is None:
+            raise self._ended(answer.ending)
+        return answer
+
+    def _attend(self, answer: Answer) -> None:
+        """Does what the ledger reports: records closed groups, replaces samplers, offers weights.
+
+        Raises:
+            SamplingError: nobody can sample.
+        """
         new = answer.closed[max(0, self._num_seen - answer.num_closed + len(answer.closed)) :]
         for closed in new:
             self._recorder.record(
@@ -129,9 +159,6 @@ class Streaming:
             self._workers.replace(sampler, why)
         for sampler, (failure, num_failures) in answer.failures:
             self._require_may_pass(sampler, failure, num_failures)
-        if answer.too_many_closed:
-            raise self._filtered_out(answer.too_many_closed)
-        return answer
 
     def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
         if failure.weights_lost:
@@ -141,19 +168,34 @@ class Streaming:
         if failure.no_server:
             raise NoServerError(failure.error)
         is_lockstep = self._rules.schedule == "lockstep"
+        if not num_failures:  # of no group's
+            self._num_failures[sampler] += 1
+            num_failures, is_lockstep = self._num_failures[sampler], True
         if not failure.may_pass or (is_lockstep and num_failures >= self._rules.max_failures):
             kind = SamplingError if failure.may_pass else BrokenSamplerError
             raise kind(f"{failure.error}\n\nIn sampler {sampler}:\n{failure.traceback}")
         self._last_failure = f" The last failure: {failure.error}"
         logger.warning("Sampler %s failed and is asked again: %s", sampler, failure.error)
 
-    def _filtered_out(self, reasons: dict[str, int]) -> FilteredOutError:
-        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    def _ended(self, ending: Ending) -> SamplingError:
+        counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
+        number = sum(ending.counts.values())
+        if ending.kind == "unjudged":
+            return BrokenSamplerError(
+                f"groups in a row without a score={number} must be at most {ending.limit}: update "
+                f"{self._step} gets no full batch. Correct the reward function, or what it "
+                f"depends on. The last: {ending.cause}"
+            )
+        if ending.kind == "failed":
+            return SamplingError(
+                f"groups failed in a row={number} must be at most {ending.limit}: update "
+                f"{self._step} gets no full batch ({counts}).{self._last_failure}"
+            )
+        cause = f" The last without a score: {ending.cause}" if ending.cause else ""
         return FilteredOutError(
-            f"groups rejected in a row={sum(reasons.values())} must be at most "
-            f"{self._rules.max_rejected} (max_resampling batches): update {self._step} gets no "
-            f"full batch ({counts}). Give easier or harder prompts, loosen filters, or raise "
-            f"max_resampling.{self._last_failure}"
+            f"groups rejected in a row={number} must be at most {ending.limit} (max_resampling "
+            f"batches): update {self._step} gets no full batch ({counts}). Give easier or harder "
+            f"prompts, loosen filters, or raise max_resampling.{cause}"
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -176,22 +218,26 @@ class Streaming:
     def state(self) -> dict[str, Any]:
         """As of all sources: the ledger with all that is judged, and with what there is of the
         rest. What older weights have to sample is waited for: a restored run has only the
-        newest."""
+        newest. No batch is wanted meanwhile: that would change which weights sample."""
         while self.look()["num_old"]:
             self._workers.work()
-            self._take(0.0)
+            self._attend(self._ledger.call("report", self._num_seen))
             time.sleep(0.02)
+        ledger = self._ledger.state()
+        closed, num_closed = ledger["closed"]
+        known = max(0, self._num_seen - num_closed + len(closed))
         return {
             "position": self.look()["position"],  # for sources that know no other
-            "num_learnt": self._position,
-            "ledger": self._ledger.state(),
+            "num_learnt": self._position - sum(self._handed_out),
+            "ledger": ledger | {"closed": (closed[known:], num_closed)},
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """As of all sources; what is on its way is refused when it comes. A checkpoint of another
         source says the position alone."""
-        self._num_seen = 0
+        self._num_seen, self._step = 0, state["weights_version"]
         self._kept.clear()
+        self._handed_out.clear()
         if "ledger" in state:
             self._ledger.call("set_state", state["ledger"])
         else:
@@ -203,3 +249,41 @@ class Streaming:
         self._ledger.close()
         self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
         self._ledger.stop()
+
+
+def open_stream(
+    collector: Collector,
+    rules: StreamRules,
+    settings: ServingSettings,
+    *,
+    folder: Path,
+    recorder: RolloutRecorder,
+    keeps_rejected: bool,
+    publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
+    tell: Callable[[int], None],
+) -> Streaming:
+    """A source of groups that stream from the collector's samplers.
+
+    Args:
+        rules, settings: of the ledger, and of every sampler.
+        folder: for the ledger's journal, which goes with the run.
+        keeps_rejected: whether the recorder is told of groups that were rejected.
+        recorder, publish_again, tell: see `Streaming`.
+    """
+    pool = collector.pool
+    told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
+    if not pool.num_samplers:
+        assert collector.local is not None, "a group without remote samplers has a local one"
+        local = LocalLedger(rules, keeps_rejected=keeps_rejected)
+        worker = LocalWorker(
+            collector.local, local, settings, is_eager=rules.schedule == "lockstep"
+        )
+        return Streaming(local, worker, rules, **told)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
+    name = f"ledger-{uuid.uuid4().hex}"
+    limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
+    ledger = RemoteLedger(
+        name, rules, folder, keeps_rejected=keeps_rejected, answer_seconds=min(limit, CALL_SECONDS)
+    )
+    workers = RemoteWorkers(pool, ledger, settings, answer_seconds=limit)
+    return Streaming(ledger, workers, rules, **told)

@@ -36,10 +36,10 @@ class GroupTable:
         """The group at a position; None where it is closed, or not yet admitted."""
         return self._entries.get(position)
 
-    def admit(self, version: int | None, place: int) -> Entry:
+    def admit(self, turn: int | None, place: int) -> Entry:
         """The next group, which waits from now on. `place`: from 0, among those that are sampled as
         one batch."""
-        entry = Entry(self.next, version, unit=self.next - place)
+        entry = Entry(self.next, turn, unit=self.next - place)
         self.put(entry)
         self.next += 1
         return entry
@@ -49,6 +49,8 @@ class GroupTable:
         self._entries[entry.position] = entry
         if entry.group is None:
             self.wait(entry)
+        else:
+            entry.state = "judged"
 
     def wait(self, entry: Entry) -> None:
         """Nobody samples the group any more."""
@@ -87,6 +89,10 @@ class GroupTable:
             heapq.heappop(self._waiting)
             entries.append(entry)
         return entries
+
+    def rank(self, entry: Entry) -> int:
+        """Groups before this one."""
+        return next(i for i, each in enumerate(self) if each is entry)
 
     def close(self, entry: Entry) -> None:
         """Takes a group out."""

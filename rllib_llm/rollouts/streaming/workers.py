@@ -6,20 +6,26 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from rllib_llm.cores import StarvedProcesses
-from rllib_llm.openai_client import ServerError
-from rllib_llm.rollouts.collect import LocalSampler
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
-from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming.client import STOP_SECONDS, LocalLedger, RemoteLedger
-from rllib_llm.rollouts.streaming.sampler import StreamOrder, be_streaming, stop_streaming
-from rllib_llm.rollouts.streaming.serving import LeaseServer, ServingSettings
-from rllib_llm.time_limit import LEAST_SECONDS
+from rllib_llm.rollouts.streaming.entry import Lease
+from rllib_llm.rollouts.streaming.sampler import (
+    JudgeThreads,
+    ServingSettings,
+    StreamOrder,
+    be_streaming,
+    request_of,
+    stop_streaming,
+)
+from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +63,7 @@ class LocalWorker:
     """The sampler of this process, which works while the driver waits.
 
     Args:
-        sampler: serves requests.
+        sampler: samples and judges.
         ledger: to lease from.
         settings: of serving.
         is_eager: whether it works off all there is before the learner goes on: in lockstep, since
@@ -66,14 +72,15 @@ class LocalWorker:
 
     def __init__(
         self,
-        sampler: LocalSampler,
+        sampler: SamplesAndJudges,
         ledger: LocalLedger,
         settings: ServingSettings,
         *,
         is_eager: bool,
     ) -> None:
         self._ledger, self._is_eager = ledger, is_eager
-        self._server = LeaseServer(sampler.serve, settings)
+        self._sampler, self._settings = sampler, settings
+        self._judges = JudgeThreads(sampler.judge, settings)
 
     def work(self) -> None:
         """As of all workers."""
@@ -82,15 +89,22 @@ class LocalWorker:
 
     def _serve_one(self) -> bool:
         """Whether there was anything to be done."""
-        leases = self._ledger.call("lease", "0", self._server.settings.groups_per_lease, [])
-        for lease in leases:
-            try:
-                groups = self._server.groups(lease)
-            except ServerError as error:
-                raise NoServerError(str(error)) from error
-            assert not isinstance(groups, SampleFailure), "the local sampler raises its exceptions"
-            self._ledger.call("push", lease.id, groups)
-        return bool(leases)
+        try:
+            leases: list[Lease] = []
+            if not self._judges.is_full:
+                size, holding = self._settings.groups_per_lease, self._judges.leases
+                leases = self._ledger.call("lease", "0", size, holding)
+            for lease in leases:
+                request = request_of(lease, self._settings)
+                self._judges.begin(lease, self._sampler.generate(request, lease.weights))
+            is_judging = bool(self._judges.calls)
+            if not leases:
+                wait(self._judges.calls, return_when=FIRST_COMPLETED)
+            for each in self._judges.finished():
+                self._ledger.call("push", each.lease.id, each.call.result())
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
+        return bool(leases) or is_judging
 
     def replace(self, sampler: str, reason: str) -> None:
         """Nobody: it is this process."""
@@ -100,6 +114,7 @@ class LocalWorker:
 
     def stop(self) -> None:
         """As of all workers."""
+        self._judges.close()
 
 
 class RemoteWorkers:
@@ -156,13 +171,13 @@ class RemoteWorkers:
                 continue
             del self._asked[worker]
             try:
-                self._actors.answer(call)
+                if (failure := self._actors.answer(call)) is not None:
+                    name = str(self._actors.number(worker))
+                    self._ledger.call("give_back", name, failure)
             except RayError as error:
                 logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
                 self._actors.mark(worker, healthy=False)
-                self._starved.pop(worker, None)
-                self._num_losses += 1
-                self._pool.faults.requests_retried += 1
+                self._lose(worker)
         healthy = self._pool.healthy()
         for worker in healthy:
             if worker not in self._asked:
@@ -197,7 +212,7 @@ class RemoteWorkers:
             if number in numbers.values() or self._looked - since > SECONDS_GONE:
                 del self._gone[number]
             else:
-                self._ledger.call("lease", str(number), 0, [])
+                self._ledger.call("give_back", str(number))
 
     def _require_progress(self) -> None:
         pool = self._pool
@@ -218,10 +233,15 @@ class RemoteWorkers:
         if worker is None:
             return
         self._asked.pop(worker, None)
+        self._pool.replace(worker, reason)
+        self._lose(worker)
+
+    def _lose(self, worker: int) -> None:
+        """What a sampler held that died, or was killed, is given to others."""
+        self._ledger.call("give_back", str(self._actors.number(worker)))
         self._starved.pop(worker, None)
         self._num_losses += 1
         self._pool.faults.requests_retried += 1
-        self._pool.replace(worker, reason)
 
     def has_progress(self) -> None:
         """As of all workers."""

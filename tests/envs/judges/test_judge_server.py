@@ -9,10 +9,10 @@ import torch
 
 from rllib_llm.envs.judges.judge_server import JudgeServer
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
-from rllib_llm.openai_client import RequestRefusedError
+from rllib_llm.shared.openai_client import RequestRefusedError
 from tests.scripted_server import serving
 
-QUICK = {"first_delay_s": 0.01, "max_attempts": 3}
+QUICK = {"first_delay_s": 0.01, "max_attempts": 3, "judge_outage_s": 0}
 
 
 def reply(text):
@@ -41,7 +41,7 @@ def test_scores_are_the_numbers_of_the_replies():
     assert all(isinstance(one, Invalid) for one in found[2:])  # 11 and -1 are beyond 0 to 10
     path, body, _ = server.requests[0]
     assert path == "/v1/chat/completions"
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge", 0.0, 16)
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge", 0.0, 512)
 
 
 def test_columns_the_system_message_and_a_pattern_with_a_group():
@@ -95,7 +95,7 @@ def test_a_judge_that_is_not_there_ends_the_run():
 @pytest.mark.parametrize(
     ("said", "settings", "rule"),
     [
-        ("As a model I", {}, r"hold a match of pattern='\[-\+\]"),
+        ("As a model I", {}, "name one score from 0 to 10"),
         ("11 of 10", {}, "give a score from 0.0 to 10.0"),
         ("Final: ten", {"pattern": r"Final: (\w+)"}, "hold a number where pattern='Final: "),
     ],

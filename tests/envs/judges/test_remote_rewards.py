@@ -14,10 +14,10 @@ from fastapi.testclient import TestClient
 from rllib_llm.envs.judges.remote_rewards import TOKEN_ENV, RemoteReward
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.judges.rewards import RewardError, RewardSum
-from rllib_llm.openai_client import RequestRefusedError
+from rllib_llm.shared.openai_client import RequestRefusedError
 from tests.scripted_server import serving
 
-QUICK = {"first_delay_s": 0.01, "max_attempts": 2}
+QUICK = {"first_delay_s": 0.01, "max_attempts": 2, "judge_outage_s": 0}
 TOKEN = "a-token"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -154,6 +154,19 @@ def test_the_others_shapes_are_served(client):
     assert failed.status_code == 502 and "nobody knows" in failed.json()["detail"]
 
 
+@pytest.mark.parametrize("start", ["<s>", "<|im_start|> ", "<pad><pad><s>", ""])
+def test_special_tokens_before_the_prompt_are_not_judged(client, start):
+    """OpenRLHF decodes prompt and completion together, special tokens and all."""
+    asked = {"query": [f"{start}[x] pa"], "prompts": ["[x] p"], "labels": ["a"]}
+    assert client.post("/get_reward", json=asked).json()["rewards"] == [1.0]
+
+
+def test_json_that_is_too_deep_is_refused(client):
+    deep = "[" * 100_000 + "]" * 100_000
+    body = f'{{"prompt": "p", "response": "a", "label": {deep}}}'
+    assert client.post("/reward", content=body).status_code == 422
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -161,6 +174,7 @@ def test_the_others_shapes_are_served(client):
         ("/v1/rewards", {"prompts": ["p"], "completions": ["a"]}, 422, "answer"),  # its column
         ("/v1/rewards", {"prompts": "p"}, 422, "completions"),
         ("/get_reward", {"query": ["a"], "prompts": []}, 422, "1 queries, 0 prompts"),
+        ("/get_reward", {"query": ["xa"], "prompts": ["p"]}, 422, "must begin with its prompt"),
         ("/reward", [], 422, "dictionary"),
     ],
 )

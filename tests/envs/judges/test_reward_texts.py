@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm import columns
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.envs.judges.reward_texts import RewardTextEncoder, same_tokenizer
+from rllib_llm.shared import columns
 from tests import tiny_models as tiny
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

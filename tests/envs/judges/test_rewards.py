@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.dotted import DottedPathError
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+from rllib_llm.shared.dotted import DottedPathError
 
 NAN = float("nan")
 
@@ -97,7 +97,9 @@ def test_an_exception_costs_only_its_row():
     rewards = RewardSum([fragile, length])
     with pytest.warns(UserWarning, match=r"'fragile' failed on 1 of 3 .*completion 'b'") as caught:
         out = rewards(batch_of("a", "b", "aa"))
-    assert "ZeroDivisionError" in str(caught[0].message)
+    # Others may warn meanwhile: of a socket that an earlier test left to the garbage collector.
+    (ours,) = [str(one.message) for one in caught if one.category is UserWarning]
+    assert "ZeroDivisionError" in ours
     assert out.valid.tolist() == [True, False, True]
     # 1/1 + 1; nothing for the failed row, though its length is known; 1/2 + 2.
     assert out.scores.tolist() == [2.0, 0.0, 2.5]
@@ -110,7 +112,7 @@ def test_later_failures_are_counted_without_a_warning(recwarn):
     rewards = RewardSum(lambda completions: [NAN if c == "b" else 1 for c in completions])
     for _ in range(3):
         rewards(batch_of("a", "b"))
-    assert len(recwarn) == 1
+    assert [one.category for one in recwarn].count(UserWarning) == 1
     assert rewards.num_failed == {"<lambda>": 3}
 
 

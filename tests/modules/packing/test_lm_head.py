@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM
 from rllib_llm.modules.packing.lm_head import LogitTransform, take_apart
 from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
 from rllib_llm.numerics.kl import full_kl
-from tests.modules.packing.test_logprobs import batch, own_logits, own_stats
+from tests.modules.packing.test_logprobs import batch, exactly, own_logits, own_stats
 from tests.modules.tiny_models import tiny_model
+from tests.rounding import assert_as_near
 
 
 class UndeclaredScale(LlamaForCausalLM):
@@ -126,10 +127,8 @@ def test_a_head_put_in_later_is_used():
     score_completions(model, **rows)
     model.lm_head = torch.nn.Linear(32, 97, bias=True)
     torch.nn.init.normal_(model.lm_head.bias)
-    logprobs, _ = own_stats(model, rows)
-    torch.testing.assert_close(
-        score_completions(model, **rows).logprobs, logprobs, atol=1e-5, rtol=0
-    )
+    plain, exact = (own_stats(one, rows)[0] for one in (model, exactly(model)))
+    assert_as_near(score_completions(model, **rows).logprobs, plain, exact)
 
 
 def test_lora_adapters_are_part_of_the_trunk_and_alone_get_gradients():
@@ -137,9 +136,9 @@ def test_lora_adapters_are_part_of_the_trunk_and_alone_get_gradients():
     before = score_completions(model, **rows).logprobs.detach()
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(model, config).eval()
-    logprobs, _ = own_stats(adapted, rows)
+    plain, exact = (own_stats(one, rows)[0] for one in (adapted, exactly(adapted)))
     outputs = score_completions(adapted, **rows, logits_chunk_tokens=3)
-    torch.testing.assert_close(outputs.logprobs, logprobs, atol=1e-5, rtol=0)
+    assert_as_near(outputs.logprobs, plain, exact)
     assert (outputs.logprobs - before).abs().max() > 1e-3
     outputs.logprobs.sum().backward()
     with_grad = {name for name, p in adapted.named_parameters() if p.grad is not None}
@@ -153,3 +152,13 @@ def test_virtual_tokens_are_refused():
     model = get_peft_model(tiny_model(), config)
     with pytest.raises(ValueError, match="must not prepend virtual tokens"):
         take_apart(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run whole for log-probs")
+def test_a_model_whose_decoder_is_its_head_is_run_whole():
+    """ModernBERT's (Ettin): its trunk's states go through another layer before the head."""
+    model = tiny_model("modernbert-decoder", cls_token_id=1, sep_token_id=2)
+    assert take_apart(model) is None
+    rows = batch()
+    scored = score_completions(model, **rows)
+    torch.testing.assert_close(scored.logprobs, own_stats(model, rows)[0], rtol=1e-4, atol=1e-5)

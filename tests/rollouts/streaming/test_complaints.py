@@ -110,7 +110,7 @@ def test_samplers_that_start_before_the_first_weights_get_their_work_with_them(t
     async def start():
         made = actor(tmp_path)
         asking = [asyncio.ensure_future(made.lease(str(i), 3, [], 60.0)) for i in range(3)]
-        taking = asyncio.ensure_future(made.take(0, 0, 60.0))
+        taking = asyncio.ensure_future(made.take(0, 0, 0, 60.0))
         await asyncio.sleep(0)
         await made.call("publish", PublishedWeights(0))
         served = await asyncio.gather(*asking)
@@ -161,14 +161,14 @@ class SlowLedger(LocalLedger):
         super().__init__(rules)
         self.num_asked = 0
 
-    def take(self, step, num_seen, wait_s):
+    def take(self, step, num_seen, nth, wait_s):
         self.num_asked += 1
         time.sleep(0.02)
         if self.num_asked % 3:
             return Answer()
         for lease in self.call("lease", "0", 9, []):
             self.call("push", lease.id, [judged(lease.position, step)])
-        return super().take(step, num_seen, wait_s)
+        return super().take(step, num_seen, nth, wait_s)
 
 
 class NobodyToAsk:
@@ -197,10 +197,10 @@ def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
 class FillingLedger(LocalLedger):
     """Has a batch of four once they are all judged, one after the other."""
 
-    def take(self, step, num_seen, wait_s):
+    def take(self, step, num_seen, nth, wait_s):
         for lease in self.call("lease", "0", 1, []):
             self.call("push", lease.id, [judged(lease.position, step)])
-        return super().take(step, num_seen, wait_s)
+        return super().take(step, num_seen, nth, wait_s)
 
 
 def test_who_waits_for_a_batch_is_told_how_much_of_it_is_there(monkeypatch):

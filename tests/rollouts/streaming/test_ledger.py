@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from random import Random
+
 import pytest
 
 from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.streaming.entry import Ending
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
@@ -214,7 +218,7 @@ def test_a_lease_whose_sampler_makes_progress_goes_on():
     made = ledger(clock, timeout_s=10.0)
     (lease,) = made.lease("1", 1)
     clock.now = 9.0
-    held, newest = made.renew("1", [lease.id])
+    held, newest, _ = made.renew("1", [lease.id])
     assert held == [lease.id] and newest.version == 0
     clock.now = 18.0
     assert not made.take(0).expired and serve(made, lease) == 1
@@ -294,9 +298,9 @@ def test_where_everything_fails_there_is_an_end():
     no_network = SampleFailure("ConnectionError: no judge", "traceback", may_pass=True)
     made = ledger(schedule="free", max_staleness=0)
     fail_always(made, 3 * 4, no_network)
-    assert not made.take(0).too_many_closed
+    assert made.take(0).ending is None
     fail_always(made, 3, no_network)
-    assert made.take(0).too_many_closed == {"ConnectionError": 5}
+    assert made.take(0).ending == Ending("failed", {"ConnectionError": 5}, 4)
 
 
 def test_groups_admitted_together_are_sampled_together():
@@ -334,7 +338,7 @@ def test_where_nothing_passes_there_is_an_end(schedule):
     for _ in range(20):
         for lease in made.lease("1", 3):
             serve(made, lease, lambda p: "easy" if p % 2 else "hard")
-    assert made.take(0).too_many_closed.keys() == {"easy", "hard"}
+    assert made.take(0).ending.counts.keys() == {"easy", "hard"}
 
 
 def test_tokens_of_rows_without_a_score_are_not_called_trained():
@@ -420,7 +424,8 @@ def test_a_state_is_a_copy():
     state = made.state()
     for lease in made.lease("1", 9):
         serve(made, lease)
-    assert state["account"].generated == 0 and state["schedule"]["chosen"] == []
+    groups = [group for _, _, _, group, _ in state["table"]]
+    assert state["account"].generated == 0 and not any(groups)
 
 
 def test_weights_that_leases_wait_for_and_nobody_has_are_asked_for():
@@ -429,3 +434,196 @@ def test_weights_that_leases_wait_for_and_nobody_has_are_asked_for():
     assert made.lease("1", 1) == [] and made.take(0).missing == (0,)
     made.offer(PublishedWeights(0))
     assert made.lease("1", 1) and made.take(0).missing == ()
+
+
+def test_a_slow_group_keeps_its_doubled_time_when_it_is_renewed():
+    """Else a judge that takes longer than the limit has its sampler killed at every attempt."""
+    clock = Clock()
+    made = ledger(clock, timeout_s=10.0)
+    made.lease("1", 1)
+    clock.now = 11.0
+    assert made.take(0).expired
+    (again,) = made.lease("1", 1)
+    clock.now = 12.0
+    assert made.renew("1", [again.id])[0] == [again.id]
+    clock.now = 27.0  # 15 s later
+    assert not made.take(0).expired and serve(made, again) == 1
+
+
+def test_rejected_groups_that_nobody_has_seen_are_kept_in_a_checkpoint():
+    made = ledger(schedule="free", max_staleness=0, keeps_rejected=True)
+    for lease in made.lease("1", 3):
+        serve(made, lease, lambda p: "dull")
+    assert [c.position for c in made.take(0).closed] == [0, 1, 2]
+    restored = ledger(schedule="free", max_staleness=0, keeps_rejected=True)
+    restored.set_state(made.state())
+    assert [(c.position, c.reason) for c in restored.take(0).closed] == [
+        (0, "dull"), (1, "dull"), (2, "dull"),
+    ]  # fmt: skip
+
+
+def test_one_failing_group_of_a_lease_is_found_and_fails_alone():
+    """Nobody knows which of a lease's groups failed: they are sampled one by one then."""
+    no_network = SampleFailure("ConnectionError: no judge", "traceback", may_pass=True)
+    made = ledger(schedule="free", groups_per_lease=4, max_staleness=0, keeps_rejected=True)
+    for _ in range(4):
+        for lease in made.lease("1", 4):
+            if 1 in range(lease.position, lease.position + lease.num_groups):
+                made.fail(lease.id, no_network)
+            else:
+                serve(made, lease)
+    answer = made.take(0)
+    assert [(c.position, c.status) for c in answer.closed] == [(1, "failed")]
+    assert made.metrics()["groups_failed"] == 1 and answer.ending is None
+
+
+def test_a_failed_group_leaves_its_lease_and_the_others_stay():
+    no_network = SampleFailure("TimeoutError: judge", "traceback", may_pass=True)
+    made = ledger(schedule="free", groups_per_lease=4, max_staleness=0)
+    (lease,) = made.lease("1", 4)
+    made.fail(lease.id, no_network, [2])
+    assert made.take(0).failures == (("1", (no_network, 1)),)
+    (again,) = made.lease("1", 4, {lease.id})
+    assert (again.position, again.num_groups) == (2, 1)
+    made.fail(lease.id, no_network, [2])  # Ray makes a call twice
+    assert made.take(0).failures == ()
+    assert made.push(lease.id, [judged(p, 0) for p in (0, 1, 3)]) == 3
+    assert serve(made, again) == 1 and len(made.take(0).groups) == 4
+
+
+def test_a_failed_lease_of_several_groups_is_not_told_as_its_samplers_fault():
+    """Three of them ended the run: the driver counts by sampler what is no group's fault, 0."""
+    no_network = SampleFailure("TimeoutError: judge", "traceback", may_pass=True)
+    made = ledger(schedule="free", num_groups=16, groups_per_lease=2, max_staleness=0)
+    for lease in made.lease("1", 6):
+        made.fail(lease.id, no_network)
+    assert made.take(0).failures == (("1", (no_network, 1)),) * 3
+
+
+def test_what_a_sampler_gives_back_is_no_groups_fault():
+    made = ledger(schedule="free")
+    for _ in range(5):
+        made.lease("1", 3)
+        made.give_back("1", NO_JUDGE)
+        assert made.take(0).failures == (("1", (NO_JUDGE, 0)),)
+    assert made.metrics()["groups_failed"] == 0 and made.table.counts() == {"waiting": 8}
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_a_second_batch_of_an_update_is_the_next_one(schedule):
+    """A loop of one's own takes two batches before it publishes: other groups, each once."""
+    made = ledger(schedule=schedule, max_staleness=1)
+    taken = []
+    for version in range(1, 4):
+        for nth in (0, 1):
+            made.want(nth)
+            while made.has_work():
+                for lease in made.lease("1", 4):
+                    serve(made, lease)
+            groups = made.take(version - 1, 0, nth).groups
+            assert made.take(version - 1, 0, nth).groups == groups  # however often it is asked
+            taken += [group.position for group in groups]
+        made.publish(PublishedWeights(version))
+    assert taken == list(range(24)) and made.account.trained_groups == 24
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+@pytest.mark.parametrize("later", [{}, {"window": 4}])
+def test_updates_made_without_the_table_age_nothing_after_a_restore(schedule, later):
+    """A loop of one's own publishes after each of several minibatches: groups that were there grow
+    no older by the rules, restored or not."""
+    rules = {"schedule": schedule, "num_groups": 2, "max_staleness": 1}
+    made = ledger(**rules)
+    for lease in made.lease("1", 4):
+        serve(made, lease)
+    for version in (1, 2, 3):
+        made.publish(PublishedWeights(version))
+    restored = ledger(**(rules | later))
+    restored.set_state(made.state())
+    restored.publish(PublishedWeights(3))
+    for each in (made, restored):
+        assert [(g.position, g.oldest_version) for g in each.take(3).groups] == [(0, 0), (1, 0)]
+    before = made.state()
+    del before["num_updates_extra"]  # as of a checkpoint of before
+    ledger(**rules).set_state(before)
+
+
+CHANGES = [  # rules before a restore, and after
+    ({"schedule": "lockstep", "max_staleness": 2}, {"schedule": "free", "max_staleness": 1}),
+    ({"schedule": "free", "max_staleness": 2}, {"schedule": "lockstep", "max_staleness": 1}),
+    ({"num_groups": 4}, {"num_groups": 16}),
+    ({"num_groups": 6, "max_staleness": 3}, {"num_groups": 4, "max_staleness": 0}),
+    ({"schedule": "free", "window": 5, "max_staleness": 2}, {"max_staleness": 0}),
+]
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_a_run_goes_on_under_other_settings(before, after):
+    """Nothing is trained twice or lost, nothing older than the new settings allow."""
+    for seed in SEEDS:
+        first = Run(ledger(**before), seed).until(3)
+        state = first.made.state()
+        second = Run(ledger(**after), seed + 1)
+        second.made.set_state(state)
+        second.version = first.version
+        second.made.publish(PublishedWeights(first.version))
+        second.until(4)
+        assert second.largest_age <= second.made.rules.largest_age
+        trained = first.trained + second.trained
+        assert set(trained.values()) == {1}
+        assert set(range(second.made.table.position)) <= trained.keys()
+
+
+def test_a_run_that_was_synchronous_goes_on_after_samplers_began():
+    """The ledger had begun at the first prompt, and something of it had come in."""
+    made = ledger(max_staleness=1)
+    serve(made, made.lease("1", 1)[0])
+    made.begin(12, 3)
+    made.publish(PublishedWeights(3))
+    assert made.metrics()["tokens_generated"] == 0
+    assert made.lease("1", 1)[0].position == 12
+
+
+def test_what_cannot_be_judged_for_long_ends_the_run_with_the_cause():
+    made = ledger(max_staleness=0)
+    for number in range(1, 10):
+        (lease,) = made.lease("1", 1)
+        group = judged(lease.position, 0, reason="unjudged")
+        made.push(lease.id, [dataclasses.replace(group, cause="KeyError: no answer")])
+        ended = Ending("unjudged", {"unjudged": 9}, 8, "KeyError: no answer")
+        expected = None if number < 9 else ended
+        assert made.take(0).ending == expected
+    # One that is judged in between: it is prompts, not the judge.
+    made = ledger(max_staleness=0)
+    for _ in range(30):
+        (lease,) = made.lease("1", 1)
+        serve(made, lease, lambda p: "unjudged" if p % 6 else "dull")
+        assert made.take(0).ending is None
+
+
+def test_in_lockstep_the_order_of_arrival_ends_nothing():
+    """Prompts in a row, not answers in a row: those without a score may come first."""
+    tables = []
+    for seed in (None, *SEEDS):
+        made = ledger(max_staleness=3)
+        leases = made.lease("1", 16)
+        if seed == 0:  # all that no judge could score first
+            leases.sort(key=lambda lease: lease.position % 5 == 0)
+        elif seed is not None:
+            Random(seed).shuffle(leases)
+        for lease in leases:
+            serve(made, lease, lambda p: "unjudged" if p % 5 else "")
+            assert made.take(0).ending is None
+        state = made.state()
+        tables.append((state["table"], state["closed_in_row"]))
+    assert all(table == tables[0] for table in tables[1:])
+
+
+def test_in_lockstep_nothing_behind_the_end_is_decided():
+    """Else it depends on time whether the driver hears of the end."""
+    for first in (0, 15):
+        made = ledger(max_staleness=3)
+        leases = sorted(made.lease("1", 16), key=lambda lease: lease.position < first)
+        for lease in leases:
+            serve(made, lease, lambda p: "unjudged" if p < 9 else "")
+        assert made.take(0).ending == Ending("unjudged", {"unjudged": 9}, 8)

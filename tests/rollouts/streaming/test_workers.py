@@ -7,7 +7,7 @@ import pytest
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming import workers as module
-from rllib_llm.rollouts.streaming.serving import ServingSettings
+from rllib_llm.rollouts.streaming.sampler import ServingSettings
 from rllib_llm.rollouts.streaming.workers import SECONDS_GONE, RemoteWorkers
 
 
@@ -124,7 +124,7 @@ def test_what_a_sampler_held_that_left_waits_again(world):
     look(workers, now)
     look(workers, now)
     # As of a sampler that holds nothing. Its last call may come late, so it is said again.
-    assert ledger.called == [("lease", "2", 0, [])] * 2
+    assert ledger.called == [("give_back", "2")] * 2
     look(workers, now, SECONDS_GONE + 1)
     ledger.called.clear()
     look(workers, now)
@@ -140,6 +140,6 @@ def test_one_that_comes_takes_the_number_of_one_that_left(world):
     look(workers, now)
     assert ledger.called == []  # it frees what it does not know itself
     workers.replace("2", "silent")
-    assert actors.killed == [3]
+    assert actors.killed == [3] and ledger.called == [("give_back", "2")]  # at once
     workers.replace("7", "silent")  # of one that has left: nobody is killed
     assert actors.killed == [3]

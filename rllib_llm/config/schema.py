@@ -1,0 +1,164 @@
+"""From a dictionary, as YAML holds it, to a validated `AlgorithmConfig`.
+
+RLlib's `AlgorithmConfig.update_from_dict` takes any key in silence and drops values equal to -1,
+its mark for "deprecated". Here both are errors, before Ray starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rllib_llm.config.rllib_names import READ_ONLY, RENAMED, RETIRED
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import complain, noted, suggestion
+
+if TYPE_CHECKING:
+    from ray.rllib.algorithms import Algorithm
+    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
+CLASS_SUFFIXES = ("_class", "_cls", "_fn", "_function")
+
+
+def build_config(
+    algo_class: type[Algorithm], settings: Mapping[str, Any], where: str = "config"
+) -> AlgorithmConfig:
+    """Return the algorithm's default config with `settings` applied, checked by `validate()`.
+
+    Args:
+        algo_class: the algorithm; the attributes of its default config are the allowed keys.
+        settings: plain values, no search spaces.
+        where: how an error names the place, e.g. "ppo.config".
+
+    Raises:
+        ValueError: unknown key, -1, text where a number belongs, or what `validate()` refuses.
+    """
+    config = algo_class.get_default_config()
+    settings = flat_settings(config, settings)
+    with noted():
+        check_keys(config, settings, where)
+    wrong = check_values(config, settings, where)
+    allowed = allowed_keys(config) - wrong  # all of them, unless a complaint was noted
+    known = {key: value for key, value in settings.items() if key in allowed}
+    config = config.update_from_dict(resolve_classes(known, where))
+    config.validate()
+    return config
+
+
+@runtime_checkable
+class Tabled(Protocol):
+    """A config whose settings stand in a table (`config/tabled_config.py`)."""
+
+    def known_settings(self) -> frozenset[str]:
+        """The keys that may be set."""
+
+    def sections_known(self) -> tuple[str, ...]:
+        """The names under which they may be grouped."""
+
+    def flat(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`settings`, the sections in it dissolved."""
+
+    def unknown(self, names: Iterable[str], where: str) -> ValueError:
+        """The error for names that are no settings."""
+
+
+def allowed_keys(config: AlgorithmConfig) -> set[str]:
+    """Return every key a user may set on `config`: its public attributes, by their YAML names; of
+    a config with a table, those that act."""
+    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
+    if isinstance(config, Tabled):
+        return set(config.known_settings())
+    public = {name for name in vars(config) if not name.startswith("_")}
+    if not isinstance(config, AlgorithmConfig):  # of a Trainable that is no RLlib Algorithm
+        return public
+    internal = {"algo_class", "in_evaluation", "local_gpu_idx"}
+    return (public | set(RENAMED) | {"multiagent"}) - internal - set(RETIRED)
+
+
+def sections(config: Any) -> tuple[str, ...]:
+    """Return the names under which settings of `config` may be grouped."""
+    return config.sections_known() if isinstance(config, Tabled) else ()
+
+
+def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings`, the sections in it (`sampling: {...}`) dissolved.
+
+    Raises:
+        ValueError: keys of a section that are none of its settings, or one given twice.
+    """
+    return config.flat(settings) if isinstance(config, Tabled) else dict(settings)
+
+
+def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for the keys of `settings` that `config` does not have, all at once."""
+    allowed = allowed_keys(config)
+    unknown = [key for key in settings if key not in allowed]
+    if unknown and isinstance(config, Tabled):
+        raise config.unknown(unknown, where)
+    if unknown:
+        said = (f"unknown key {key!r}. {_hint(str(key), allowed)}" for key in unknown)
+        raise ValueError(f"{where}: {' Also '.join(said)}")
+    overrides = settings.get("evaluation_config")
+    if isinstance(overrides, Mapping):
+        check_keys(config, flat_settings(config, overrides), f"{where}.evaluation_config")
+
+
+def _hint(key: str, allowed: set[str]) -> str:
+    if key in RETIRED and RETIRED[key] in allowed:
+        return f"It is {RETIRED[key]!r} now."
+    return suggestion(key, allowed)
+
+
+def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> set[str]:
+    """Complain of values that RLlib would drop, misread or trip over; return their keys.
+
+    Raises:
+        ValueError: the first of them, outside of `all_complaints`.
+    """
+    wrong = set()
+    for key, value in settings.items():
+        try:
+            _check_value(config, key, value, where)
+        except ValueError as error:
+            complain(error)
+            wrong.add(key)
+    return wrong
+
+
+def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
+    if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
+        raise ValueError(
+            f"{where}.{key}={value!r} must not be -1: RLlib reads -1 as 'not set' and drops "
+            "it. Leave the key out for its default, or use null or 0 where it means 'off'."
+        )
+    if key.startswith("num_") and isinstance(value, int | float) and value < 0:
+        raise ValueError(f"{where}.{key}={value!r} must be at least 0: it counts. Use 0 for none.")
+    default = getattr(config, RENAMED.get(key, key), None)
+    if isinstance(default, int | float) and isinstance(value, str) and value != "auto":
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ValueError(
+            f"{where}.{key}={value!r} must be {kind}: its default is {default!r}. "
+            f"Write {kind} without quotes."
+        )
+    of_rllib = not isinstance(config, Tabled)  # the others check their settings' types
+    if of_rllib and isinstance(default, dict) and not isinstance(value, Mapping | None):
+        raise ValueError(
+            f"{where}.{key}={value!r} must be a mapping: {type(config).__name__} keeps several "
+            f"settings there. Write `{key}: {{name: value}}`."
+        )
+
+
+def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `settings` with dotted paths of classes and functions replaced by the objects.
+
+    Keys that hold a class or function are known by their ending (`_class`, `_cls`, `_fn`,
+    `_function`), and `callbacks`, `callbacks_on_*`.
+    """
+    resolved = {}
+    for key, value in settings.items():
+        takes_object = key.endswith(CLASS_SUFFIXES) or key.startswith("callbacks")
+        if takes_object and isinstance(value, str):
+            value = import_dotted(value, name=f"{where}.{key}")
+        resolved[RENAMED[key] if key in READ_ONLY else key] = value
+    return resolved

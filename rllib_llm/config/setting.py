@@ -1,0 +1,294 @@
+"""One row of the table of settings: what a setting is called, may be and means, and when it acts.
+
+Checks, warnings, YAML keys, signatures, `help()` and `rllib config` all come from these rows.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from rllib_llm.config.checks import require
+from rllib_llm.shared.dotted import looks_dotted
+
+IN_CONFIG, IN_ENV = "config", "env_config"  # where a setting is kept
+DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what settings in `env_config` are of unless they say so
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a setting acts.
+
+    Attributes:
+        text: as documentation writes it, e.g. "critic is not 'none'".
+        holds: whether it does under a config.
+        otherwise: why the setting has no effect where it does not, formatted with `config`.
+        remedy: what to do then.
+        never: it cannot hold; the setting is RLlib's, and known only so as to be warned of.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    otherwise: str
+    remedy: str = "Remove it"
+    never: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One row.
+
+    Attributes:
+        name: in Python and YAML.
+        type: a Python annotation; a union with None allows None.
+        default: of the base class; an algorithm may have another, see `Section.defaults`.
+        meaning: a phrase that follows "it is", or "it says" where it begins with a question word.
+        note: further sentences of the documentation.
+        unit: what a number counts.
+        least, above, most: bounds of a number.
+        choices: the values that are allowed, None aside.
+        or_dotted: whether a dotted path, to something of one's own, is allowed beside them.
+        acts: when it has an effect; always, if empty.
+        keys: what a mapping in its place may have beside its first key.
+        short: its name inside its section, where that is shorter.
+        place: the config itself, or its `env_config`.
+        env: of a setting in `env_config`, the environment where none is named.
+        attribute: where the config keeps it, if not under `name`.
+        trl, rllib, also: what TRL, RLlib's PPO and others call it.
+        reason: why it is checked; the meaning, if empty.
+        remedy: what to do about a wrong value; its default, if empty.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    meaning: str
+    note: str = ""
+    unit: str = ""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: tuple[Any, ...] = ()
+    or_dotted: bool = False
+    acts: tuple[Condition, ...] = ()
+    keys: tuple[str, ...] = ()
+    short: str = ""
+    place: str = IN_CONFIG
+    env: str = DEFAULT_ENV
+    attribute: str = ""
+    trl: tuple[str, ...] = ()
+    rllib: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def in_section(self) -> str:
+        """Its name among the arguments of its section's method."""
+        return self.short or self.name
+
+    def value(self, config: Any) -> Any:
+        """What `config` has for it."""
+        if self.place == IN_ENV:
+            return config.env_config.get(self.name, self.default)
+        return getattr(config, self.attribute or self.name)
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError unless `value` has the type and lies in the range of this row."""
+        holds = _fits(value, self.type) and self._in_range(value)
+        name = self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}"
+        rule = "finite" if isinstance(value, float) and math.isinf(value) else self.rule
+        require(
+            holds, name, value, rule, self.reason or self.says,
+            self.remedy or f"Its default is {self.default!r}",
+        )  # fmt: skip
+
+    def _in_range(self, value: Any) -> bool:
+        if self.choices:
+            own = self.or_dotted and isinstance(value, str) and looks_dotted(value)
+            return value is None or value in self.choices or own
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return True
+        number = float(value)
+        return (
+            math.isfinite(number)
+            and (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+        )
+
+    @property
+    def says(self) -> str:
+        """The meaning as a clause: "it is the longest completion"."""
+        asks = self.meaning.startswith(("whether", "which", "what", "who", "how", "where", "when"))
+        return f"it {'says' if asks else 'is'} {self.meaning}"
+
+    @property
+    def rule(self) -> str:
+        """What a value must be, in words."""
+        if self.choices:
+            if len(self.choices) == 1:
+                return f"{'None or ' if self.is_optional else ''}{self.choices[0]!r}"
+            own = " or a dotted path" if self.or_dotted else ""
+            return f"one of {(*self.choices, None) if self.is_optional else self.choices}{own}"
+        words = [self._rule_of(kind) for kind in _alternatives(self.type)]
+        return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+    def _rule_of(self, kind: Any) -> str:
+        if kind is type(None):
+            return "None"
+        if typing.get_origin(kind) is Literal:
+            return " or ".join(map(repr, typing.get_args(kind)))
+        words = _KIND_WORDS.get(typing.get_origin(kind) or kind, "given")
+        if kind in (int, float):
+            of_unit = f" of {self.unit}" if self.unit and kind is float else ""
+            return f"{words}{of_unit}{self._bounds()}"
+        if typing.get_args(kind) == (int,):
+            return f"{words} of {self.unit or 'whole numbers'}"
+        return words
+
+    def _bounds(self) -> str:
+        bounds = {"of at least": self.least, "above": self.above, "at most": self.most}
+        text = " and ".join(f"{word} {b:g}" for word, b in bounds.items() if b is not None)
+        return f" {text}" if text else ""
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether None is allowed."""
+        return type(None) in _alternatives(self.type)
+
+    @property
+    def type_name(self) -> str:
+        """The type as Python writes it."""
+        kinds = [repr(choice) for choice in self.choices]
+        kinds = kinds or [_name_of(kind) for kind in _alternatives(self.type)]
+        if self.or_dotted:
+            kinds.append("str")
+        if self.choices and self.is_optional:
+            kinds.append("None")
+        return " | ".join(kinds)
+
+    @property
+    def range(self) -> str:
+        """The bounds of a number with its unit, "" where there are none."""
+        bounds = self._bounds().strip().removeprefix("of ")
+        return " ".join(filter(None, (bounds, self.unit))) if bounds else self.unit
+
+    @property
+    def effect(self) -> str:
+        """When it has an effect, "" for always."""
+        return "; ".join(condition.text for condition in self.acts)
+
+    @property
+    def can_act(self) -> bool:
+        """Whether it has an effect under any config."""
+        return not any(condition.never for condition in self.acts)
+
+    def unused(self, config: Any) -> tuple[str, str] | None:
+        """(why it has no effect under `config`, remedy), or None where it has one."""
+        for condition in self.acts:
+            if not condition.holds(config):
+                return condition.otherwise.format(config=config), condition.remedy
+        return None
+
+    @property
+    def headline(self) -> str:
+        """The meaning with a capital; a Greek letter stays as it is."""
+        first = self.meaning[0]
+        return (first.upper() if first.isascii() else first) + self.meaning[1:]
+
+    @property
+    def sentence(self) -> str:
+        """What it is, in which range, when it acts, and its name elsewhere."""
+        parts = [f"{self.headline}{f' ({self.range})' if self.range else ''}.", self.note]
+        if self.effect:
+            parts.append(f"Acts where {self.effect}.")
+        if self.trl and self.trl != (self.name,):
+            parts.append(f"TRL: {', '.join(self.trl)}.")
+        return " ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Section:
+    """Settings that one method, of the same name, sets.
+
+    Attributes:
+        name: of the method, and of the key in YAML.
+        meaning: a sentence that says what they are about.
+        settings: the rows.
+        also: names of sections whose settings the method takes as well.
+        positional: the setting that a value without a name is; the first, if empty.
+    """
+
+    name: str
+    meaning: str
+    settings: tuple[Setting, ...]
+    also: tuple[str, ...] = field(default=())
+    positional: str = ""
+
+
+_KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a pair of numbers",
+    dict: "a dictionary",
+})  # fmt: skip
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, None last; a type that is none is the only one."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return tuple(sorted(typing.get_args(kind), key=lambda member: member is type(None)))
+    return (kind,)
+
+
+def _name_of(kind: Any) -> str:
+    if kind is type(None):
+        return "None"
+    if typing.get_origin(kind) is Literal:
+        return " | ".join(map(repr, typing.get_args(kind)))
+    return (
+        kind.__name__
+        if isinstance(kind, type) and not typing.get_args(kind)
+        else str(kind).replace("typing.", "")
+    )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether `value` is of the annotated type; a whole number is a number, a bool is none."""
+    return any(_is_of(value, member) for member in _alternatives(kind))
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if kind is Any:
+        return True
+    if kind is type(None):
+        return value is None
+    if origin is Literal:
+        return value in arguments
+    if origin is bool:
+        return isinstance(value, bool) or type(value).__name__ == "bool_"  # numpy's
+    if origin in (int, float):
+        return isinstance(value, Integral if origin is int else Real) and not isinstance(
+            value, bool
+        )
+    if origin is list:
+        items = isinstance(value, list | tuple)
+        return items and all(_is_of(item, arguments[0]) for item in value) if arguments else items
+    if origin is tuple:
+        items = isinstance(value, list | tuple) and len(value) == len(arguments)
+        return items and all(
+            _is_of(item, part) for item, part in zip(value, arguments, strict=True)
+        )
+    if origin is dict:
+        return isinstance(value, Mapping)
+    return isinstance(value, origin)

@@ -1,0 +1,320 @@
+"""An `AlgorithmConfig` whose settings stand in a table: see `setting.py`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import (
+    DEPRECATED_VALUE,
+    AlgorithmConfig,
+    NotProvided,
+)
+from ray.tune.result import TRIAL_INFO
+
+from rllib_llm.config.lookup import (
+    ConfigClass,
+    known_names,
+    rllib_table,
+    row_called,
+    section_names,
+    table,
+)
+from rllib_llm.config.names import unknown_settings
+from rllib_llm.config.rllib_names import READ_ONLY, RENAMED, RETIRED
+from rllib_llm.config.section_method import SectionMethod, rllib_parameters, shown_rows
+from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting
+from rllib_llm.config.tables import rllib
+from rllib_llm.shared.errors import complain, noted
+
+OWN_ENVS = "rllib_llm/"  # what the names of environments of this package begin with
+RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # beside its attributes
+
+
+class TabledConfig(AlgorithmConfig):
+    """Subclasses name their `sections`; each setting is then an attribute, an argument of its
+    section's method and a key of `update_from_dict`, and is checked by `check_table`."""
+
+    sections: tuple[Section, ...] = ()
+    rllib_sections: tuple[Section, ...] = rllib.COMMON
+    env: Any
+    env_config: dict[str, Any]
+    ignored_settings: tuple[str, ...] = ()  # of a base class, which this algorithm does not use
+
+    learners = SectionMethod()
+    training = SectionMethod()
+    framework = SectionMethod()
+    evaluation = SectionMethod()
+    resources = SectionMethod()
+    reporting = SectionMethod()
+    debugging = SectionMethod()
+    fault_tolerance = SectionMethod()
+    environment = SectionMethod()
+    env_runners = SectionMethod()
+    rl_module = SectionMethod()
+
+    def __init__(self, algo_class=None):
+        super().__init__(algo_class=algo_class)
+        for row in table(type(self)).values():
+            if row.place == IN_CONFIG:
+                setattr(self, row.attribute or row.name, row.default)
+
+    def set_section(self, section: str, args: tuple[Any, ...], given: Mapping[str, Any]):
+        """What the method of a section does: sets `given`, RLlib's own through RLlib's method.
+
+        Raises:
+            UnknownSettingError: names that are no settings of the section, all at once.
+        """
+        ours: dict[str, Any] = {}
+        theirs: dict[str, Any] = {}
+        unknown = []
+        of_rllib = rllib_parameters(section)
+        if args and not of_rllib:  # ours alone: one value is its first setting
+            named = (one.positional for one in self.sections if one.name == section)
+            first = next(filter(None, named), next(iter(shown_rows(type(self), section))))
+            if len(args) > 1 or first in given:
+                raise TypeError(
+                    f"{type(self).__name__}.{section}() takes one value without a name, which is "
+                    f"{first!r}, or names: {section}({first}=...)."
+                )
+            given = {first: args[0], **given}
+            args = ()
+        for name, value in given.items():
+            row = row_called(type(self), section, name)
+            if value is NotProvided:
+                continue
+            if row is not None and table(type(self)).get(row.name) is row:
+                ours[row.name] = value
+            elif name in of_rllib and name not in RETIRED and not _names_a_network(name, value):
+                theirs[name] = value
+            else:
+                unknown.append(name)
+        if unknown:
+            where = f"{type(self).__name__}.{section}(...)"
+            raise unknown_settings(type(self), unknown, where, section)
+        if args or theirs:
+            getattr(AlgorithmConfig, section)(self, *args, **theirs)
+        for name, value in {**self.implied(ours), **ours}.items():
+            self._set(table(type(self))[name], value)
+        return self
+
+    def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that follow from `given` where they are not in it themselves."""
+        return {}
+
+    def _set(self, row: Setting, value: Any) -> None:
+        if row.place == IN_CONFIG:
+            setattr(self, row.attribute or row.name, value)
+            return
+        self.env_config = {**self.env_config, row.name: value}
+        if self.env is None:
+            self.env = row.env
+
+    def _assign(self, values: dict[str, Any], method) -> None:
+        """Sets the keyword arguments of `method` that were given as attributes: for settings that
+        a subclass adds without rows."""
+        for name in method.__kwdefaults__ or {}:
+            if values[name] is not NotProvided:
+                setattr(self, name, values[name])
+
+    def update_from_dict(self, config_dict: dict[str, Any]):
+        """As RLlib's; sections may be mappings of their own, and unknown keys are refused.
+
+        Raises:
+            UnknownSettingError: keys that are no settings, all at once.
+        """
+        given = flattened(type(self), config_dict)
+        unknown = [key for key in given if not self._takes(key)]
+        if unknown:
+            raise self.unknown(unknown, type(self).__name__)
+        given = {**self.implied(given), **given}
+        if "model" in given and not isinstance(given["model"], dict):
+            given["pretrained_model"] = given.pop("model")
+        super().update_from_dict(
+            {RENAMED[key] if key in READ_ONLY else key: value for key, value in given.items()}
+        )
+        self.env = self.env or needed_env(type(self), config_dict)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """As RLlib's, without what is so by default: Tune, which takes a config as this dict,
+        prints, logs and stores what was set, as it does with the settings of a YAML file."""
+        settings = super().to_dict()
+        untouched = AlgorithmConfig.to_dict(type(self)())
+        return {
+            key: value
+            for key, value in settings.items()
+            if key not in untouched or not _same(value, untouched[key])
+        }
+
+    def known_settings(self) -> frozenset[str]:
+        """The keys that a user may set at the top, those that act."""
+        return known_names(type(self))
+
+    def sections_known(self) -> tuple[str, ...]:
+        """The names under which settings may be grouped, which are methods as well."""
+        return section_names(type(self))
+
+    def flat(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`settings`, the sections in it dissolved; with the environment they need."""
+        flat = flattened(type(self), settings)
+        needed = needed_env(type(self), settings)
+        if needed is not None:
+            flat.setdefault("env", needed)
+        return flat
+
+    def unknown(self, names: Iterable[str], where: str) -> ValueError:
+        """The error for names that are no settings."""
+        return unknown_settings(type(self), names, where)
+
+    def _takes(self, key: str) -> bool:
+        if not isinstance(key, str) or key in RETIRED:
+            return False
+        attribute = self._translate_special_keys(key, warn_deprecated=False)
+        known = key in known_names(type(self)) or key in RLLIB_KEYS
+        return known or attribute in vars(self) or attribute.startswith("_")
+
+    def check_table(self) -> None:
+        """Checks type and range of every setting in the table, and that those of RLlib which act
+        on nothing here were left alone.
+
+        Raises:
+            ValueError: naming the setting, the rule, the reason and a remedy.
+        """
+        for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
+            if row.place == IN_CONFIG:
+                row.check(row.value(self))
+        self._check_env_rows(self.env_config)
+        with noted():
+            refuse_inert(self)
+        warn_of_strangers(self)
+        overlays = {"evaluation_config": self.evaluation_config}
+        named = getattr(self, "eval_envs", None) or {}
+        overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
+        for name, overlay in overlays.items():
+            if isinstance(overlay, Mapping):
+                given = flattened(type(self), overlay)
+                self._check_env_rows(given.get("env_config"), given.get("env", self.env))
+                unknown = [key for key in given if not self._takes(key)]
+                if unknown:
+                    where = f"{type(self).__name__}.{name}"
+                    complain(unknown_settings(type(self), unknown, where))
+
+    def _check_env_rows(self, env_config: Any, env: Any = None) -> None:
+        """Checks what the table says of an environment of this package; others have their own."""
+        env = self.env if env is None else env
+        if not isinstance(env_config, Mapping) or not str(env).startswith(OWN_ENVS):
+            return
+        for row in table(type(self)).values():
+            if row.place == IN_ENV and row.name in env_config:
+                row.check(env_config[row.name])
+
+
+def _names_a_network(name: str, value: Any) -> bool:
+    """Whether it is a language model's name, for which RLlib's `training(model={...})` is not."""
+    return name == "model" and not isinstance(value, Mapping)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two settings are equal; what cannot be compared is not."""
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
+def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings`, the mappings that stand under the name of a section dissolved into it.
+
+    Raises:
+        UnknownSettingError: keys of a section that are none of its settings.
+        ValueError: a setting is given twice.
+    """
+    flat: dict[str, Any] = {}
+    env: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in section_names(config_class) or not isinstance(value, Mapping):
+            _add(flat, key, value, key)
+            continue
+        unknown = []
+        for name, item in value.items():
+            row = row_called(config_class, key, name)
+            if row is None:
+                unknown.append(name)
+            else:
+                _add(env if row.place == IN_ENV else flat, row.name, item, f"{key}.{name}")
+        if unknown:
+            raise unknown_settings(config_class, unknown, key, key)
+    if env:
+        for name, value in (flat.get("env_config") or {}).items():
+            _add(env, name, value, f"env_config.{name}")
+        flat["env_config"] = env
+    return flat
+
+
+def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | None:
+    """The environment that a section in `settings` has something of; None: it needs none."""
+    envs = {
+        row.env
+        for key, value in settings.items()
+        if key in section_names(config_class) and isinstance(value, Mapping)
+        for name in value
+        if (row := row_called(config_class, key, name)) is not None and row.place == IN_ENV
+    }
+    return min(envs, default=None)  # a conversation has prompts and rewards as well
+
+
+def _add(flat: dict[str, Any], name: str, value: Any, where: str) -> None:
+    if name in flat:
+        raise ValueError(
+            f"{where}={value!r} must be the only one: {name}={flat[name]!r} is given as well. "
+            "Leave one of them out."
+        )
+    flat[name] = value
+
+
+# Of RLlib's attributes, those it changes by itself, or whose values cannot be compared.
+_ITS_OWN = {"observation_space", "action_space", "policies", "policy_mapping_fn",
+            "policies_to_train", "stats_cls_lookup", "algo_class", "in_evaluation", "local_gpu_idx",
+            "worker_index", "off_policy_estimation_methods", "input_config"}  # fmt: skip
+_CHANGED_FOR_EVALUATION = {"batch_mode", "rollout_fragment_length", "num_env_runners"}
+
+
+def warn_of_strangers(config: TabledConfig) -> None:
+    """Warn of attributes that somebody has set and nobody reads: misspelt settings."""
+    known = vars(type(config)()).keys() | RLLIB_KEYS
+    for name in vars(config).keys() - known:
+        if not name.startswith("_"):
+            error = unknown_settings(type(config), [name], type(config).__name__)
+            warnings.warn(f"{error} It was set as an attribute and has no effect.", stacklevel=4)
+
+
+def refuse_inert(config: TabledConfig) -> None:
+    """Refuses settings of RLlib that were changed and act on nothing here.
+
+    Raises:
+        ValueError: naming them all, and what does instead.
+    """
+    acting = {
+        row.attribute or row.name
+        for row in (*table(type(config)).values(), *rllib_table(type(config)).values())
+    }
+    skipped = _ITS_OWN | acting | (_CHANGED_FOR_EVALUATION if config.in_evaluation else set())
+    untouched = type(config)()
+    names = [
+        name
+        for name, value in vars(AlgorithmConfig()).items()
+        if name not in skipped
+        and not name.startswith("_")
+        and not (isinstance(value, int) and value == DEPRECATED_VALUE)
+        and getattr(config, name) != getattr(untouched, name)
+    ]
+    if not names:
+        return
+    algorithm = type(config).__name__.removesuffix("Config")
+    raise ValueError(
+        " ".join(
+            f"{name}={getattr(config, name)!r} must be left at {getattr(untouched, name)!r}: it is "
+            f"a setting of RLlib that acts on nothing in {algorithm}. "
+            f"{rllib.INSTEAD.get(name, 'Leave it out')}."
+            for name in names
+        )
+    )

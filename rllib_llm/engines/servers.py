@@ -1,0 +1,359 @@
+"""Asking for completions one by one, and batches of them, of whoever gives them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from rllib_llm.engines.completions import Completions, pad_completions, prompts_of
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Ended, Finish, Noise
+from rllib_llm.shared.openai_client import OpenAIClient, server_root
+
+# --- Asking for completions one by one, and batches of them, of whoever gives them
+
+
+class CompletionClient(Protocol):
+    """Gives completions one by one: a server."""
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        noise: Noise,
+        weights: tuple[int, int] | None = None,
+    ) -> Future[Ended]:
+        """Starts a completion of a prompt; the same noise gives the same one, where it can.
+
+        Args:
+            token_ids: the prompt.
+            params: what to sample.
+            noise: names the randomness.
+            weights: (epoch, version) of the run's newest, for a server that follows it.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+class ClientPolicy:
+    """Batches of completions by a client.
+
+    Args:
+        client: gives the completions; closed with this.
+        tokenizer: the policy's.
+        stop_token_ids: all EOS ids of the policy.
+    """
+
+    def __init__(
+        self, client: CompletionClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        self._client = client
+        self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
+
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        params: SamplingParams,
+        *,
+        num_completions: int,
+        noises: Sequence[Noise],
+        weights: tuple[int, int] | None = None,
+    ) -> Completions:
+        """Completions of each prompt, one for each of `noises`; see `CompletionClient.submit`."""
+        prompts = prompts_of(prompt_ids, prompt_mask)
+        rows = [prompt for prompt in prompts for _ in range(num_completions)]
+        started = [
+            self._client.submit(row, params, noise=noise, weights=weights)
+            for row, noise in zip(rows, noises, strict=True)
+        ]
+        ended = [future.result() for future in started]
+        made = pad_completions(
+            [row.token_ids for row in ended], [row.logprobs for row in ended], params
+        )
+        made.versions = torch.full(made.completion_mask.shape, -1, dtype=torch.int32)
+        versions = [version for row in ended for version in row.versions]
+        made.versions[made.completion_mask] = torch.tensor(versions, dtype=torch.int32)
+        return made
+
+    def close(self) -> None:
+        """Closes the client."""
+        self._client.close()
+
+
+# --- Completions by a server with OpenAI's interface: a client like that of an engine of our own
+
+PROMPT_FORMATS = ("token_ids", "text")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One completion as the server gave it."""
+
+    text: str
+    finished: bool
+    logprobs: tuple[float, ...] | None
+    token_ids: tuple[int, ...] | None
+
+
+class OpenAICompletions:
+    """See `client.CompletionClient`; asks `<base_url>/completions` once per completion.
+
+    Prompts travel as the policy's token ids, so that chat markup and special tokens arrive as they
+    are. The completion's text is cut into the policy's tokens, which is what the environment
+    judges, unless the answer has `token_ids` (vLLM's with extra_body={"return_token_ids": True}).
+    Stop tokens, top_k and min_new_tokens are the server's business.
+
+    Args:
+        tokenizer: the policy's.
+        base_url: of the server, such as "http://localhost:8000/v1".
+        served_model: the server's name for the model.
+        prompt_format: "token_ids", for a server of a model with the policy's tokenizer; "text" for
+            others, where prompts are plain text.
+        extra_body: further keys of every request, such as {"top_k": 20}.
+        client: further arguments of `OpenAIClient`: timeout_s, max_attempts, api_key_env ...
+
+    Raises:
+        ValueError: an unknown prompt format.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        base_url: str,
+        served_model: str,
+        prompt_format: str = "token_ids",
+        extra_body: dict[str, Any] | None = None,
+        **client: Any,
+    ) -> None:
+        if prompt_format not in PROMPT_FORMATS:
+            raise ValueError(
+                f"engine_settings['prompt_format']={prompt_format!r} must be one of "
+                f"{PROMPT_FORMATS}: prompts travel in no other way. Use 'token_ids'."
+            )
+        self._tokenizer = tokenizer
+        self._served_model, self._prompt_format = served_model, prompt_format
+        self._extra_body = dict(extra_body or {})
+        self._client = OpenAIClient(base_url, **client)
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        noise: Noise,
+        weights: tuple[int, int] | None = None,
+    ) -> Future[Ended]:
+        """Starts a completion; log-probs are NaN where the server gave none that fit.
+
+        The future raises RequestRefusedError or ServerError where there is no answer.
+
+        Raises:
+            ValueError: a prompt with special tokens, where prompts travel as text.
+        """
+        drawn_by = params.drawn_by
+        drawn_by.pop("top_k")  # not OpenAI's
+        body = {
+            "model": self._served_model,
+            "prompt": self._prompt(list(token_ids)),
+            "max_tokens": params.max_new_tokens,
+            **drawn_by,
+            "seed": noise.one_seed,
+            "logprobs": 0,
+            **self._extra_body,
+        }
+        return self._client.submit("completions", body, partial(self._read, params))
+
+    def _prompt(self, token_ids: list[int]) -> str | list[int]:
+        if self._prompt_format == "token_ids":
+            return token_ids
+        if token_ids[0] == self._tokenizer.bos_token_id:  # which the server puts there itself
+            token_ids = token_ids[1:]
+        special = set(self._tokenizer.all_special_ids).intersection(token_ids)
+        if special:
+            raise ValueError(
+                "engine_settings['prompt_format']='text' must be used with prompts of plain text: "
+                f"special tokens {self._tokenizer.convert_ids_to_tokens(sorted(special))} of chat "
+                "markup would vanish. Use 'token_ids' and a server of the policy's tokenizer."
+            )
+        return str(self._tokenizer.decode(token_ids))
+
+    def _read(self, params: SamplingParams, answer: Any) -> Ended:
+        choice = _choice(answer)
+        ids, logprobs = self._tokens(choice, params)
+        finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
+        return Ended(None, ids, logprobs, [-1] * len(ids), finish)
+
+    def _tokens(self, choice: _Choice, params: SamplingParams) -> tuple[list[int], list[float]]:
+        """The policy's tokens of a completion and their log-probs."""
+        if choice.token_ids is None:
+            ids = self._tokenizer(choice.text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = list(choice.token_ids)
+        ids = ids[: params.max_new_tokens]
+        given = choice.logprobs
+        fits = given is not None and len(given) in (len(ids), len(ids) + 1)
+        stop = next(iter(params.stop_token_ids), params.pad_token_id)
+        has_stop = bool(ids) and ids[-1] in params.stop_token_ids
+        ends = choice.finished and len(ids) < params.max_new_tokens and not has_stop
+        if not ids or ends:
+            ids = [*ids, stop]
+        values = list(given or ()) if fits else []
+        return ids, (values + [float("nan")] * len(ids))[: len(ids)]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+
+def _choice(answer: Any) -> _Choice:
+    choice = answer["choices"][0]
+    text = choice["text"]
+    if not isinstance(text, str):
+        raise TypeError(f"choices[0].text is a {type(text).__name__}")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    token_ids = choice.get("token_ids")
+    return _Choice(
+        text,
+        choice.get("finish_reason") == "stop",
+        None if logprobs is None else tuple(float(value) for value in logprobs),
+        None if token_ids is None else tuple(int(i) for i in token_ids),
+    )
+
+
+# --- Completions by a server that takes and gives tokens: its rows can be learnt from
+
+PATH = "inference/v1/generate"
+_LABEL = re.compile(r"(?:(\d+)\.)?(\d+)\Z")  # "2.31", or "step-31"
+
+
+class TokenCompletions:
+    """See `client.CompletionClient`.
+
+    Args:
+        base_url: of the server, with or without "/v1" at its end.
+        served_model: the server's name for the model; None: its only one.
+        follows_run: the server has the weights of the run that asks: a request waits for those
+            that the run has published last, and an answer by others is asked for again.
+        exact_noise: the server draws a run's own randomness, which ours does: completions are those
+            that the run would have sampled itself. False: each has a seed.
+        extra_params: further fields of every request's `sampling_params`.
+        client: further arguments of `OpenAIClient`: timeout_s, max_attempts, api_key_env ...
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        served_model: str | None = None,
+        follows_run: bool = False,
+        exact_noise: bool = True,
+        extra_params: Mapping[str, Any] | None = None,
+        **client: Any,
+    ) -> None:
+        self._served_model, self._follows_run = served_model, follows_run
+        self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
+        # What is no text is refused by the client.
+        root = server_root(base_url) if isinstance(base_url, str) else base_url
+        self._client = OpenAIClient(root, **client)
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        noise: Noise,
+        weights: tuple[int, int] | None = None,
+    ) -> Future[Ended]:
+        """Starts a completion. The future raises RequestRefusedError or ServerError where there is
+        no answer."""
+        asked = weights if self._follows_run else None
+        sampling: dict[str, Any] = {
+            "max_tokens": params.max_new_tokens,
+            "min_tokens": params.min_new_tokens,
+            **params.drawn_by,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # the policy's own are among the stop tokens
+            "logprobs": 0,
+            **self._noise(noise),
+            **self._extra,
+        }
+        body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": sampling}
+        if self._served_model is not None:
+            body["model"] = self._served_model
+        headers = None if asked is None else {"X-Min-Weight-Version": f"{asked[0]}.{asked[1]}"}
+        return self._client.submit(PATH, body, partial(_read, params, asked), headers)
+
+    def _noise(self, noise: Noise) -> dict[str, int]:
+        if not self._exact_noise:
+            return {"seed": noise.one_seed}
+        return {"seed": noise.seed, "noise_row": noise.row, "noise_turn": noise.turn}
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+
+def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) -> Ended:
+    """The completion in an answer.
+
+    Raises:
+        ValueError: it is cut off, its parts do not fit, or other weights sampled it.
+    """
+    choice = answer["choices"][0]
+    ids, entries = [int(i) for i in choice["token_ids"]], choice["logprobs"]["content"]
+    if choice["finish_reason"] not in ("stop", "length") or not ids:
+        raise ValueError(f"finish_reason={choice['finish_reason']!r} with {len(ids)} tokens")
+    logprobs = [float(entry["logprob"]) for entry in entries]
+    if [_token_of(entry) for entry in entries] != ids or not all(map(math.isfinite, logprobs)):
+        raise ValueError("the log-probs are not those of the tokens")
+    versions = _versions(choice["weight_versions"], len(ids), asked)
+    finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
+    return Ended(None, ids, logprobs, versions, finish)
+
+
+def _token_of(entry: Any) -> int:
+    """The token that an entry is about, in either of vLLM's shapes."""
+    return int(entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:")))
+
+
+def _versions(spans: Any, count: int, asked: tuple[int, int] | None) -> list[int]:
+    """The version of each token, from spans [{version, start, end}].
+
+    Raises:
+        ValueError: they do not cover the tokens, or name other weights than those asked for.
+    """
+    versions: list[int] = []
+    for span in spans:
+        epoch, version = read_label(span["version"])
+        if span["start"] != len(versions):
+            raise ValueError(f"weight_versions={spans} do not cover the tokens")
+        if asked is not None and (version != asked[1] or epoch not in (None, asked[0])):
+            raise ValueError(f"weights {span['version']} sampled it, not {asked[0]}.{asked[1]}")
+        versions += [version] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise ValueError(f"weight_versions={spans} do not cover {count} tokens")
+    return versions
+
+
+def read_label(label: Any) -> tuple[int | None, int]:
+    """The epoch, if there is one, and the version that a server's label names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    found = _LABEL.search(str(label))
+    if found is None:
+        raise ValueError(f"weight version {label!r} has no number at its end")
+    epoch, version = found.groups()
+    return None if epoch is None else int(epoch), int(version)

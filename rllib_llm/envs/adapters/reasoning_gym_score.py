@@ -1,0 +1,152 @@
+"""What an answer is worth by reasoning-gym; runs in a contained process, see `envs/sandbox.py`.
+
+Several data sets evaluate answers, by `eval` or through sympy. Where they want a literal they get
+no more than that, and sympy reads formulas only: no answer computes its own score. The rest is held
+by the sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import cmath
+import functools
+import inspect
+import math
+import pickle
+import sys
+from typing import Any
+
+import reasoning_gym
+
+_FORMULA = (
+    ast.Expression, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Call, ast.Name, ast.Load,
+    ast.Constant, ast.Tuple,
+)  # fmt: skip
+_MAKERS = ("Symbol", "Integer", "Float", "Rational", "Function")  # which sympy's reader writes
+_MORE = ("Add", "Mul", "Pow", "Integral", "sqrt", "cbrt", "root", "max", "min", "Max", "Min")
+_refused: list[str] = []  # of the answer that is scored
+
+
+def score(name: str, config: str, entry: str, answer: str | None) -> float:
+    """The data set's own score of an answer.
+
+    Args:
+        name: of the data set.
+        config, entry: its configuration and the task, pickled by whoever asks, in base64.
+        answer: what a model wrote.
+
+    Raises:
+        ValueError: the score is not finite; and whatever the data set raises.
+    """
+    if answer is not None and _is_nan(answer):
+        return 0.0  # it is at no distance from anything: some data sets take it for right
+    _refused.clear()
+    found = float(dataset(name, config).score_answer(answer, packed(entry)))
+    if _refused:
+        return 0.0
+    if not math.isfinite(found):
+        raise ValueError(f"the score is {found}")
+    return found
+
+
+def _is_nan(answer: str) -> bool:
+    try:
+        return cmath.isnan(complex(answer.replace(" ", "").replace("i", "j")))
+    except ValueError:
+        return False
+
+
+def packed(text: str) -> Any:
+    """What was pickled, in base64."""
+    return pickle.loads(base64.b64decode(text))
+
+
+@functools.lru_cache(maxsize=256)
+def dataset(name: str, config: str) -> Any:
+    """The data set, made once in a worker."""
+    made = reasoning_gym.create_dataset(name, **packed(config))
+    if "eval" in type(made).score_answer.__code__.co_names:
+        sys.modules[type(made).__module__].eval = ast.literal_eval  # type: ignore[attr-defined]
+    _guard_sympy()
+    return made
+
+
+@functools.cache
+def _guard_sympy() -> None:
+    """Has sympy evaluate formulas alone: what it makes of a text is Python, and run as such."""
+    import sympy.parsing.sympy_parser as parser
+
+    write = parser.stringify_expr
+
+    def checked(text: str, names: Any, known: Any, *rest: Any) -> str:
+        code: str = write(text, names, known, *rest)
+        if not _is_formula(code, known):
+            _refused.append(code)
+            raise ValueError("it is no formula")
+        return code
+
+    parser.stringify_expr = checked
+
+
+def _is_formula(code: str, known: dict[str, Any]) -> bool:
+    """Whether this expression calls sympy's own functions alone, and looks into nothing.
+
+    Args:
+        code: as sympy's reader wrote it.
+        known: what its names mean.
+    """
+    from sympy import Function
+
+    try:
+        tree = ast.parse(code.strip(), mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    made: set[ast.AST] = {tree}  # functions and texts that stand where they may
+    for node in ast.walk(tree):
+        if not isinstance(node, _FORMULA):
+            return False
+        if isinstance(node, ast.Name) and node.id.startswith("_"):
+            return False
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
+            return False
+        if not isinstance(node, ast.Call):
+            continue
+        if node.keywords:
+            return False
+        called = node.func
+        if isinstance(called, ast.Name):
+            meant = known.get(called.id)
+            if called.id in _MAKERS:
+                made.update(node.args)
+            elif called.id not in _MORE and not (
+                isinstance(meant, type) and issubclass(meant, Function)
+            ):
+                return False
+        elif not (  # Function('f')(x)
+            isinstance(called, ast.Call)
+            and isinstance(called.func, ast.Name)
+            and called.func.id == "Function"
+        ):
+            return False
+    return True
+
+
+def _prepare(name: str, config: str, **task: Any) -> bool:
+    """Makes the data set; whether answers to it are evaluated."""
+    return _evaluates(name, config)
+
+
+@functools.cache
+def _evaluates(name: str, config: str) -> bool:
+    """Whether the code of a data set, or what it takes from others of reasoning-gym, evaluates."""
+    modules = {base.__module__ for base in type(dataset(name, config)).__mro__}
+    for module in list(modules):
+        given = vars(sys.modules[module]).values()
+        modules |= {getattr(each, "__module__", None) or "" for each in given}
+    ours = [sys.modules[each] for each in modules if each.partition(".")[0] == "reasoning_gym"]
+    sources = map(inspect.getsource, ours)
+    return any(word in source for source in sources for word in ("eval(", "exec(", "sympy"))
+
+
+score.prepare = _prepare  # type: ignore[attr-defined]  # before a copy of the worker scores

@@ -1,0 +1,360 @@
+"""Where code runs that a model wrote, or that reads what it wrote: processes with a deadline.
+
+    caller ─▶ Contained ── lifeline ──▶ supervisor ─▶ what is contained
+                  └─ deadline, or the caller's end: it ends with all that it has started
+
+A deadline inside the process that computes does not hold: signals reach the main thread only, and a
+thread cannot be ended. What is held, and by what, the guide on containment says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import multiprocessing.connection
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.envs.judges.reward_functions import Invalid
+
+_PROGRAM = Path(__file__).with_name("sandbox_program.py")
+_PART = 65_536  # bytes that are read at once
+_MAX_LINE = 2**24  # bytes of an answer
+_END_SECONDS = 10.0  # that a supervisor has to end what it supervises
+_KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
+
+
+class WorkerError(RuntimeError):
+    """A worker that cannot be started."""
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """What a contained process may use.
+
+    memory_mb: address space of each process; None: no limit. num_processes: where it has namespaces
+    of its own, the user is not root, and Linux is 5.14 or later. num_files: open at once. file_mb:
+    of one file. cpu_s: of each process. network: whether it may open sockets. namespaces: whether
+    it is put into ones of its own where the kernel lets it. environment: names of variables that it
+    keeps, beside those of language and time zone. writable: folders, beside one of its own.
+    """
+
+    memory_mb: int | None = 4096
+    num_processes: int = 256
+    num_files: int = 256
+    file_mb: int = 64
+    cpu_s: int | None = None
+    network: bool = False
+    namespaces: bool = True
+    environment: Sequence[str] = ()
+    writable: Sequence[str] = ()
+
+    def order(self, folder: str, lifeline: int) -> dict[str, Any]:
+        """What the program of the sandbox is told."""
+        return {
+            "lifeline": lifeline,
+            "folder": folder,
+            "writable": [folder, *map(os.path.abspath, self.writable)],
+            "network": self.network,
+            "namespaces": self.namespaces,
+            "path": [os.path.abspath(entry) for entry in sys.path],
+            "limits": {
+                "AS": None if self.memory_mb is None else self.memory_mb * 2**20,
+                "NPROC": self.num_processes, "NOFILE": self.num_files,
+                "FSIZE": self.file_mb * 2**20, "CPU": self.cpu_s, "CORE": 0,
+            },
+        }  # fmt: skip
+
+    def variables(self, folder: str) -> dict[str, str]:
+        """Its environment."""
+        names = (*_KEPT, *self.environment)
+        kept = {name: os.environ[name] for name in names if name in os.environ}
+        own = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+        return {**own, **kept}
+
+
+class Contained:
+    """A process in a sandbox, with a folder of its own.
+
+    Args:
+        sandbox: what it may use.
+        order: what it is to do, see `sandbox_program.py`.
+        files: {name: text} that lie in its folder.
+        is_asked: whether it reads from a pipe.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, order: Mapping[str, Any], *, files: Mapping[str, str] | None = None,
+        is_asked: bool = False,
+    ) -> None:  # fmt: skip
+        self.folder = tempfile.mkdtemp(prefix="rllib-llm-")
+        for name, text in (files or {}).items():
+            Path(self.folder, name).write_text(text, encoding="utf-8", errors="replace")
+        held, self._lifeline = os.pipe()
+        told = {**sandbox.order(self.folder, held), **order}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", str(_PROGRAM), json.dumps(told)],
+                stdin=subprocess.PIPE if is_asked else subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=None if is_asked else subprocess.STDOUT,
+                env=sandbox.variables(self.folder), pass_fds=(held,), start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(self._lifeline)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(held)
+        self._unread = b""
+        self._end = weakref.finalize(
+            self, _end, self.process, self._lifeline, self.folder, threading.Lock()
+        )
+
+    def read(self, until: float, *, most: int | None = None, line: bool = False) -> bytes:
+        """What it prints: a line, or all until its end or until there are `most` bytes.
+
+        Raises:
+            TimeoutError: not by `until` (of `time.monotonic`).
+            EOFError: it ended before its line.
+            ValueError: its line has no end.
+        """
+        assert self.process.stdout is not None, "it is a pipe"
+        out = self.process.stdout.fileno()
+        while not (line and b"\n" in self._unread):
+            if most is not None and len(self._unread) >= most:
+                break
+            left = until - time.monotonic()
+            if left <= 0 or not multiprocessing.connection.wait([out], left):
+                raise TimeoutError
+            part = os.read(out, _PART)
+            if not part and line:
+                raise EOFError
+            if not part:
+                break
+            self._unread += part
+            if line and len(self._unread) > _MAX_LINE:
+                raise ValueError(f"its line has more than {_MAX_LINE} bytes")
+        if not line:
+            read, self._unread = self._unread[:most], b""
+            return read
+        read, _, self._unread = self._unread.partition(b"\n")
+        return read
+
+    def ask(self, line: Mapping[str, Any], until: float) -> dict[str, Any]:
+        """The answer to one line of JSON, {"value": ...} or {"error": ...}.
+
+        Raises as `read`, OSError where it has ended, and ValueError for what is no answer to this
+        line, which alone names the word that came with it.
+        """
+        assert self.process.stdin is not None, "it is asked"
+        word = secrets.token_hex(16).encode()
+        self.process.stdin.write(word + b" " + json.dumps(line).encode() + b"\n")
+        self.process.stdin.flush()
+        named, _, said = self.read(until, line=True).partition(b" ")
+        if self._unread or not secrets.compare_digest(named, word):
+            raise ValueError("it is no answer to what was asked")
+        return _read_answer(said)
+
+    def end(self) -> int:
+        """Ends it and all that it has started; its exit code."""
+        self._end()
+        return int(self.process.returncode)
+
+    def __enter__(self) -> Contained:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+def _read_answer(said: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no answer, or holds a number that is not finite."""
+    try:
+        answer = json.loads(said, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
+    if not isinstance(answer, dict) or len(answer.keys() & {"value", "error"}) != 1:
+        raise ValueError("it holds neither value nor error")
+    return answer
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
+def _end(
+    process: subprocess.Popen[bytes], lifeline: int, folder: str, lock: threading.Lock
+) -> None:
+    with lock:
+        os.close(lifeline)
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # what was not sent yet
+                    pipe.close()
+        with contextlib.suppress(RecursionError):  # folders in folders in folders
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def missing_layers() -> tuple[str, ...]:
+    """What this kernel refuses of a sandbox, with its reasons; it is asked once, and warned of."""
+    with Contained(Sandbox(), {"mode": "missing"}) as probe:
+        missing = tuple(json.loads(probe.read(time.monotonic() + 60.0) or b"[]"))
+    if missing:
+        warnings.warn(
+            f"sandbox without {', '.join(missing)}: this kernel or container refuses it. Code of a "
+            "model is held by less than it could be: run in a container that allows it, or see the "
+            "guide on containment.",
+            stacklevel=3,
+        )
+    return missing
+
+
+class WorkerPool:
+    """Contained processes that call one function.
+
+    Args:
+        function: "module:name" or "file.py:name"; its arguments and what it returns are JSON.
+        num_workers: processes, started when they are first needed.
+        deadline_s: of one call.
+        start_s: of a worker's start, imports included.
+        isolated: whether each call is made in a copy of the worker, so that what evaluates a
+            model's words cannot change what the next call meets. An attribute `prepare` of the
+            function is called before, with the same arguments, in the worker itself, and returns
+            whether this call evaluates any.
+        limits: fields of `Sandbox`.
+
+    Raises:
+        ValueError: a limit that is none.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        num_workers: int = 2,
+        deadline_s: float = 10.0,
+        start_s: float = 120.0,
+        isolated: bool = False,
+        **limits: Any,
+    ) -> None:
+        bounds = {"num_workers": num_workers, "deadline_s": deadline_s, "start_s": start_s}
+        for name, value in bounds.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value!r} must be above 0: it is a limit. Raise it.")
+        self._deadline_s = deadline_s
+        module, _, name = function.rpartition(":")
+        path = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else function
+        order = {"mode": "calls", "function": path, "isolated": isolated}
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verifier")
+        self._workers: queue.LifoQueue[_Worker] = queue.LifoQueue()  # a warm one first
+        made = [_Worker(Sandbox(**limits), order, function, start_s) for _ in range(num_workers)]
+        for worker in made:
+            self._workers.put(worker)
+        self._end = weakref.finalize(self, _end_all, made)
+
+    def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """What the function returns for each call's arguments, `Invalid` where it did not.
+
+        Raises:
+            WorkerError: no worker can be started.
+        """
+        return list(self._threads.map(self._call, calls))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        self._end()
+
+    def _call(self, arguments: Mapping[str, Any]) -> Any:
+        worker = self._workers.get()
+        try:
+            return worker.call(arguments, self._deadline_s)
+        finally:
+            self._workers.put(worker)
+
+
+class _Worker:
+    """One process, which is started again after it was ended."""
+
+    def __init__(
+        self, sandbox: Sandbox, order: Mapping[str, Any], function: str, start_s: float
+    ) -> None:
+        self._sandbox, self._order, self._function = sandbox, order, function
+        self._start_s = start_s
+        self.process: Contained | None = None
+        self._broken: WorkerError | None = None
+
+    def call(self, arguments: Mapping[str, Any], deadline_s: float) -> Any:
+        """What the function returned, or why it did not."""
+        process = self._started()
+        try:
+            answer = process.ask(arguments, time.monotonic() + deadline_s)
+        except TimeoutError:
+            self.end()
+            return Invalid(f"it did not end within deadline_s={deadline_s:g}")
+        except (EOFError, OSError):
+            return Invalid(f"its process ended with exit code {self.end()}")
+        except ValueError as error:
+            self.end()
+            return Invalid(f"its process was ended, since what it said cannot be read: {error}")
+        return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
+
+    def end(self) -> int:
+        """Ends the process; its exit code."""
+        process, self.process = self.process, None
+        return 0 if process is None else process.end()
+
+    def _started(self) -> Contained:
+        if self.process is not None:
+            return self.process
+        if self._broken is not None:  # it would take as long to fail again
+            raise self._broken
+        missing_layers()
+        process = self.process = Contained(self._sandbox, self._order, is_asked=True)
+        try:
+            said = json.loads(process.read(time.monotonic() + self._start_s, line=True))
+        except (TimeoutError, EOFError, OSError, ValueError) as error:
+            said = {"error": f"{type(error).__name__}, exit code {self.end()}"}
+        if "error" in said:
+            self.end()
+            self._broken = WorkerError(
+                f"function={self._function!r} must be importable in a worker process: "
+                f"{said['error']}. Correct the path, install what it needs, or raise start_s and "
+                "memory_mb."
+            )
+            raise self._broken
+        return process
+
+
+def _end_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.end()

@@ -1,0 +1,24 @@
+"""What a run under Ray Tune gets from us; `default_callbacks()` is what `rllib train` has."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Imported when first used: Tune's loggers cost time to import, and every process imports this.
+_PUBLIC = {
+    "default_callbacks": "rllib_llm.runs.callbacks",
+    "EndBrokenTrials": "rllib_llm.runs.broken_trials",
+    "KeepBestCheckpoint": "rllib_llm.runs.best_checkpoint",
+    "ResumablePBT": "rllib_llm.runs.resumable_pbt",
+    "RestartHungTrials": "rllib_llm.runs.hung_trials",
+    "SaveOnStop": "rllib_llm.runs.save_on_stop",
+    "TimedCheckpoints": "rllib_llm.runs.timed_checkpoints",
+}
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

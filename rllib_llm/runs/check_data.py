@@ -1,0 +1,171 @@
+"""What is wrong with an experiment's data under its settings, before Ray starts.
+
+Only what is quick to read is read: functions, lists and files of moderate size. What an earlier
+experiment will make (`${name.model}`) is left out, and so is the hub.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import noted
+
+PROMPT_COLUMNS = {"prompt", "messages"}  # which become the prompt itself
+NUM_ROWS = 32  # of which tokens are made, from the first on
+# What the checks depend on: points of a grid that differ in other settings are checked once.
+SETTINGS = (
+    "model", "chat_template", "data", "eval_data", "max_length", "loss_on",
+    "env", "env_config", "max_new_tokens",
+)  # fmt: skip
+
+
+def data_settings(settings: Mapping[str, Any]) -> str:
+    """What of an experiment's settings `check_data` depends on, as text."""
+    return repr({name: settings.get(name) for name in SETTINGS})
+
+
+def check_data(config: Any, where: str) -> None:
+    """Check that the rows which `config` names can be read, and make tokens that the model takes.
+
+    Args:
+        config: of one experiment, validated.
+        where: how an error names the place, e.g. "ppo.config".
+
+    Raises:
+        ValueError: what is wrong with rows, tokenizer or lengths.
+    """
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
+    from rllib_llm.algorithms.rlhf_config import RLHFConfig
+    from rllib_llm.algorithms.supervised import SupervisedConfig
+
+    if not isinstance(config, LanguageModelConfig) or not _is_here(config.given_model()):
+        return
+    # What is no error is told by the run itself.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if isinstance(config, SupervisedConfig):
+            _check_rows(config, where)
+        elif isinstance(config, RLHFConfig):
+            _check_prompts(config, where)
+
+
+def _check_rows(config: Any, where: str) -> None:
+    tokenizer, max_length = config.load_tokenizer(), config.longest_text()
+    for name in ("data", "eval_data"):
+        data = getattr(config, name)
+        if _can_be_read(data):
+            try:
+                source = config.make_source(
+                    data, tokenizer=tokenizer, max_length=max_length, shuffle=False
+                )
+                source.batch(0, min(NUM_ROWS, len(source)))
+            except ValueError as error:
+                raise ValueError(f"{where}.{name}: {error}") from error
+
+
+def _check_prompts(config: Any, where: str) -> None:
+    from rllib_llm.config.setting import DEFAULT_ENV
+    from rllib_llm.envs.prompts import PromptEncoder, PromptSource
+    from rllib_llm.envs.registry import ENVIRONMENTS
+    from rllib_llm.envs.rlhf import (
+        check_reference,
+        check_settings,
+        policy_tokenizer,
+        with_defaults,
+    )
+    from rllib_llm.modules.model_limits import check_lengths, num_positions
+
+    if config.env not in ENVIRONMENTS:
+        return
+    module = importlib.import_module(ENVIRONMENTS[config.env].partition(":")[0])
+    defaults = getattr(module, "DEFAULTS", {})
+    if "max_prompt_len" not in defaults:  # a conversation's tasks are read by its environment
+        return
+    settings = with_defaults(config.env_config, defaults, env_id=config.env)
+    if config.env == DEFAULT_ENV:
+        with noted():
+            check_settings(settings)
+        with noted():
+            _check_functions(settings, where)
+    settings["model"] = config.env_config.get("model") or config.pretrained_model
+    settings["chat_template"] = settings["chat_template"] or config.chat_template
+    if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
+        return
+    try:
+        tokenizer = policy_tokenizer(settings)
+        if settings["reference"] is not None:
+            check_reference(settings, tokenizer)
+        longest = None
+        positions = num_positions(config.pretrained_model)
+        if _can_be_read(settings.get("prompts")):
+            encoder = PromptEncoder(
+                tokenizer, settings["max_prompt_len"], settings["prompt_overflow"]
+            )
+            source = PromptSource(
+                settings["prompts"],
+                prompt_column=settings["prompt_column"],
+                eval_fraction=settings["eval_fraction"],
+                split_seed=settings["split_seed"],
+                eval_data=settings["eval_prompts"],
+            )
+            encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
+            encoder.check_all(source)
+            if positions and settings["max_prompt_len"] + config.max_new_tokens > positions:
+                longest = encoder.longest(source)
+        chosen = "max_prompt_len" in config.env_config
+        if chosen or longest is not None:
+            check_lengths(
+                positions,
+                max_prompt_len=settings["max_prompt_len"],
+                max_new_tokens=config.max_new_tokens,
+                longest_prompt=None if chosen else longest,
+            )
+    except ValueError as error:
+        raise ValueError(f"{where}.env_config: {error}") from error
+
+
+def _check_functions(settings: Mapping[str, Any], where: str) -> None:
+    """Check the signatures of reward functions, and that their arguments are columns of the first
+    prompts. What a class would make is left out: it may load a model."""
+    from rllib_llm.data.sources import load_rows
+    from rllib_llm.envs.judges.reward_functions import RewardTerm
+
+    functions = settings["reward_functions"] or []
+    prompts = settings["prompts"]
+    columns = None
+    if _can_be_read(prompts):
+        rows = load_rows(prompts, name="prompts")
+        first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
+        columns = {name for row in first if isinstance(row, Mapping) for name in row}
+    for spec in functions if isinstance(functions, list) else [functions]:
+        with noted():
+            function = spec.get("function") if isinstance(spec, Mapping) else spec
+            if isinstance(function, str):
+                function = import_dotted(function, name=f"{where}.env_config.reward_functions")
+            if inspect.isclass(function):
+                continue
+            term = RewardTerm.from_spec(spec)
+            if columns:
+                term.check_columns(columns - PROMPT_COLUMNS)
+
+
+def _can_be_read(data: Any) -> bool:
+    from rllib_llm.data.sources import is_quick_to_read
+
+    return data is not None and "${" not in str(data) and is_quick_to_read(data)
+
+
+def _is_here(model: Any) -> bool:
+    """True where tokenizer and config of `model` can be read now."""
+    from rllib_llm.modules.model_source import HUB, source_kind
+
+    if isinstance(model, Mapping):
+        model = model.get("model")
+    if model is None or not isinstance(model, str):
+        return True
+    return "${" not in model and source_kind(model)[0] != HUB

@@ -1,0 +1,131 @@
+"""Rules about reward functions: called on four rows, with time and spread."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
+from rllib_llm.runs.doctor.finding import Finding
+from rllib_llm.runs.doctor.machine_rules import server_rules
+from rllib_llm.runs.doctor.stage import Stage, first_rows
+
+NUM_ROWS = 4
+SLOW_SECONDS = 30.0  # of all reward functions in one iteration
+ANSWERS = ("answer", "solution", "completion", "target", "ground_truth", "reference_answer")
+
+
+def reward_rules(stage: Stage) -> Iterator[Finding]:
+    """Findings about a stage's reward functions; judges that need weights are left to --deep."""
+    given = stage.env.get("reward_functions")
+    rows = first_rows(stage.env.get("prompts"), "prompts")
+    if not given or rows is None or stage.is_conversation or any(server_rules(stage)):
+        return
+    batch = example_batch(stage, rows)
+    functions = given if isinstance(given, list) else [given]
+    spread, seconds = {}, 0.0
+    for spec in functions:
+        try:
+            term = RewardTerm.from_spec(spec)
+            term.check_columns(batch.columns)
+        except ValueError as error:
+            yield Finding.from_error(error, "rewards")
+            continue
+        except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
+            name = spec.get("function") if isinstance(spec, Mapping) else spec
+            yield Finding(
+                "rewards.unmade", "error", f"{name} raised {type(error).__name__}: {error}",
+                "must be made from its kwargs.", "Look at its __init__, and at kwargs.",
+            )  # fmt: skip
+            continue
+        if term.is_async:
+            continue  # a server's; its answers are waited for together
+        start = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                values = _values(term, batch)
+        except Exception as error:  # noqa: BLE001  (the user's code; told in its place)
+            yield Finding(
+                "rewards.fails", "error", f"{term.name} raised {type(error).__name__}: {error}",
+                "must judge any completion, the empty one too.",
+                "Look at the function, and at the columns of the prompts.",
+            )  # fmt: skip
+            continue
+        seconds += time.perf_counter() - start
+        yield from _look(term, values, batch)
+        spread[term.name] = max(values) - min(values) if values else 0.0
+    yield from _time(stage, seconds)
+
+
+def example_batch(stage: Stage, rows: Any) -> RewardBatch:
+    """The first four prompts with completions of four kinds: the row's own answer where it has
+    one, that of another row, the prompt itself, and nothing at all."""
+    from rllib_llm.envs.prompts import PromptSource
+
+    source = PromptSource(rows, prompt_column=stage.env.get("prompt_column"), shuffle=False)
+    chosen = [source.row(index % len(source)) for index in range(NUM_ROWS)]
+    answers = [_answer(row.columns) for row in chosen]
+    texts = [row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+             for row in chosen]  # fmt: skip
+    completions = [answers[0] or "Yes.", answers[0] or "42", texts[2], ""]
+    ids = torch.arange(1, NUM_ROWS + 1).view(-1, 1)
+    names = {name for row in chosen for name in row.columns}
+    return RewardBatch(
+        prompt_ids=ids,
+        prompt_mask=torch.ones_like(ids, dtype=torch.bool),
+        completion_ids=ids,
+        completion_mask=torch.ones_like(ids, dtype=torch.bool),
+        prompts=texts,
+        completions=completions,
+        columns={name: [row.columns.get(name) for row in chosen] for name in names},
+    )
+
+
+def _answer(columns: Mapping[str, Any]) -> str:
+    return next((str(columns[name]) for name in ANSWERS if columns.get(name) is not None), "")
+
+
+def _values(term: RewardTerm, batch: RewardBatch) -> list[float]:
+    result = term.call(batch)
+    values = result[0] if isinstance(result, tuple) else result
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _look(term: RewardTerm, values: Sequence[float], batch: RewardBatch) -> Iterator[Finding]:
+    if len(values) != len(batch):
+        yield Finding(
+            "rewards.count", "error", f"{term.name} returned {len(values)} numbers",
+            f"must return one for each of the {len(batch)} completions.", "Return a list of them.",
+        )  # fmt: skip
+        return
+    known = [value for value in values if math.isfinite(value)]
+    if any(math.isinf(value) for value in values) or not known:
+        yield Finding(
+            "rewards.infinite", "warning", f"{term.name} returned {list(values)}",
+            "must be finite numbers: rows without one are not learnt from.",
+            "Return a number for every completion, None where it is not to be judged.",
+        )  # fmt: skip
+    elif max(known) == min(known) and not term.wants_tokens:
+        yield Finding(
+            "rewards.constant", "warning",
+            f"{term.name} gave {known[0]:g} to each of {[t[:20] for t in batch.completions]}",
+            "must tell completions apart: equal rewards teach nothing.",
+            "Try it on texts as your model writes them.",
+        )  # fmt: skip
+
+
+def _time(stage: Stage, seconds: float) -> Iterator[Finding]:
+    rows = stage.config.total_train_batch_size / max(1, stage.num_samplers)
+    expected = seconds / NUM_ROWS * rows
+    if expected > SLOW_SECONDS:
+        yield Finding(
+            "rewards.slow", "warning", f"{seconds:.2f} s for {NUM_ROWS} completions",
+            f"must suit {rows:.0f} completions of each sampler: about {expected:.0f} s of every "
+            "iteration.", "Make it async, call a server, or use more samplers.",
+        )  # fmt: skip

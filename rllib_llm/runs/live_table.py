@@ -1,0 +1,285 @@
+"""The table that is alive while a stage runs: one row per trial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pyarrow.fs import LocalFileSystem
+from ray.tune import Callback
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rllib_llm.overseer.messages import TrialEar, same_key
+from rllib_llm.runs.flat_results import flatten, number, setting
+from rllib_llm.runs.metrics_view import Metric, columns, progress
+from rllib_llm.runs.signs import Sign, Watch
+
+LINE_INTERVAL_S = 10.0
+WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet
+MAX_WAITING = 3  # trials of which it is told
+SILENT_S = 4.0  # without a result until it is shown what a trial does
+POLL_S = 1.0
+BAR_WIDTH = 12
+
+
+class TrialRow:
+    """What the table knows of one trial."""
+
+    def __init__(self, name: str, stop: Mapping[str, Any]) -> None:
+        self.name = name
+        self.stop = stop
+        self.state = "starting"
+        self.result: dict[str, Any] = {}
+        self.share = 0.0
+        self.ear: TrialEar | None = None
+        self._watch = Watch()
+        self._begun_at = time.time()
+        self._first: tuple[float, float] | None = None
+        self._last_time = 0.0
+        self._started = time.monotonic()
+
+    def waits_for(self) -> str:
+        """What the trial does, once it has reported nothing for `SILENT_S`, else ""."""
+        if self.state not in ("starting", "running"):
+            return ""
+        silent = time.monotonic() - (self._last_time or self._started)
+        if silent < SILENT_S:
+            return ""
+        activity = self.ear.activity() if self.ear is not None else None
+        # What a process before this one did is past.
+        if activity is None or activity[1] < self._begun_at:
+            return f"waiting for its process, for {_clock(silent)}" if not self._last_time else ""
+        text, since = activity
+        return f"{text}, for {_clock(max(0.0, time.time() - since))}"
+
+    def begin(self) -> None:
+        """Note that the trial's process starts: what an earlier one said is past."""
+        self._begun_at = time.time()
+
+    def update(self, result: Mapping[str, Any]) -> list[Sign]:
+        """Take over a new result of the trial; return the signs that it shows first."""
+        self.result = flatten(result)
+        self.share = progress(self.result, self.stop)
+        self.state = "running"
+        self._last_time = time.monotonic()
+        if self._first is None:
+            self._first = (self._last_time, self.share)
+        return self._watch.new_signs(self.result)
+
+    def eta_s(self) -> float | None:
+        """Seconds to the end at the mean pace so far, None before two results."""
+        if self._first is None or self.share <= self._first[1]:
+            return None
+        pace = (self.share - self._first[1]) / (self._last_time - self._first[0])
+        return max(0.0, (1 - self.share) / pace - (time.monotonic() - self._last_time))
+
+
+class LiveTable(Callback):
+    """Shows a stage's trials as Tune reports them: a live table, or plain lines without a terminal.
+
+    Use it as a context manager around `Tuner.fit()`, and give it to the run's callbacks.
+    """
+
+    def __init__(self, title: str, stop: Mapping[str, Any], console: Console) -> None:
+        self._title = title
+        self._stage = title.partition(" ")[0]
+        self._stop = dict(stop)
+        self._console = console
+        self._rows: dict[str, TrialRow] = {}
+        self._started = time.monotonic()
+        self._last_line = -LINE_INTERVAL_S
+        self._last_poll = 0.0
+        self._told: set[str] = set()
+        self._live: Live | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles the run's callbacks next to its state; threads and terminals stay out.
+        return {**vars(self), "_console": None, "_live": None}
+
+    def __enter__(self) -> LiveTable:
+        self._started = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self.view)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hear()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # --- Tune's callbacks ---------------------------------------------------------------------
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        row.name = self._name(trial)
+        row.begin()
+
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        row = self._row(trial)
+        for sign in row.update(result):
+            self._look(row, sign)
+        if not result.get("done"):  # its end has a line of its own
+            self._print_line(row)
+
+    def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
+        """Look, once a second, at what the trials' processes say and do."""
+        now = time.monotonic()
+        if now - self._last_poll < POLL_S:
+            return
+        self._last_poll = now
+        for trial in trials:
+            row = self._row(trial)
+            if row.ear is None and (folder := _folder(trial)) is not None:
+                row.ear = TrialEar(folder)
+        self._hear()
+        if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
+            return
+        for line in self._waiting("  "):
+            self._last_line = now
+            self._console.print(line, markup=False, highlight=False)
+
+    def _waiting(self, separator: str) -> list[str]:
+        """What trials do that have reported nothing for a while: of many, the first."""
+        rows = self._rows.values()
+        lines = [f"{row.name}{separator}{text}" for row in rows if (text := row.waits_for())]
+        num_more = len(lines) - MAX_WAITING
+        return [*lines[:MAX_WAITING], *([f"and {num_more} further trials"] if num_more > 0 else [])]
+
+    def _look(self, row: TrialRow, sign: Sign) -> None:
+        """Print a sign that something is wrong, above the table."""
+        head = f"{row.name}, iteration {sign.iteration}: "
+        line = Text.assemble(("look: ", "yellow"), head, sign.text)
+        self._console.print(line, soft_wrap=True, highlight=False)
+
+    def _hear(self) -> None:
+        """Print what the trials' processes have warned of since the last look."""
+        for row in self._rows.values():
+            for text in row.ear.new_warnings() if row.ear is not None else ():
+                self.warn(text)
+
+    def know(self, warnings: Iterable[str]) -> None:
+        """Takes note of warnings that were told before, which are not told again."""
+        self._told.update(same_key(text) for text in warnings)
+
+    def warn(self, text: str) -> None:
+        """Print a warning above the table, the same one of several trials once."""
+        if same_key(text) not in self._told:
+            self._told.add(same_key(text))
+            line = Text.assemble(("warning: ", "yellow"), text)
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        row.state = "done" if row.share >= 1.0 or not row.stop else "stopped"
+        self._print_line(row, force=True)
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        row.state = "failed"
+        self._print_line(row, force=True)
+
+    # --- rendering ----------------------------------------------------------------------------
+
+    def view(self) -> Group:
+        """Return the table and, below it, what trials do that have not reported for a while."""
+        return Group(self.table(), *(Text(line, style="dim") for line in self._waiting(": ")))
+
+    def table(self) -> Table:
+        """Return the table as it stands now. It fits 80 columns for a single trial."""
+        rows = list(self._rows.values()) or [TrialRow(self._stage, self._stop)]
+        metrics = columns([row.result for row in rows])
+        elapsed = _clock(time.monotonic() - self._started)
+        table = Table(
+            title=f"{self._title}, {elapsed}",
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
+        table.add_column("progress", width=BAR_WIDTH)
+        for heading in ("ETA", "iter", *(metric.title for metric in metrics)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            cells = (_cell(row.result, metric) for metric in metrics)
+            table.add_row(row.name, _bar(row), _eta(row), _iteration(row), *cells)
+        return table
+
+    def _row(self, trial: Any) -> TrialRow:
+        if trial.trial_id not in self._rows:
+            self._rows[trial.trial_id] = TrialRow(self._name(trial), self._stop)
+        return self._rows[trial.trial_id]
+
+    def _name(self, trial: Any) -> str:
+        """The settings in which trials differ, as this one has them now: schedulers change them."""
+        now = flatten(trial.config or {})
+        varied = (trial.evaluated_params or {}).items()
+        settings = ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied)
+        return settings or self.nameless(trial)
+
+    def nameless(self, trial: Any) -> str:
+        """What a trial is called that has no settings of its own."""
+        return self._stage
+
+    def _print_line(self, row: TrialRow, force: bool = False) -> None:
+        if self._live is not None:
+            return
+        now = time.monotonic()
+        if not force and now - self._last_line < LINE_INTERVAL_S:
+            return
+        self._last_line = now
+        cells = [f"{m.title} {_cell(row.result, m)}" for m in columns([row.result])]
+        state = row.state if row.state != "running" else f"ETA {_eta(row)}"
+        text = [row.name, f"iteration {_iteration(row)}", *cells, state]
+        self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _folder(trial: Any) -> Path | None:
+    """The trial's folder, where it lies on a disk of this machine."""
+    storage = getattr(trial, "storage", None)
+    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
+        return None
+    return Path(storage.trial_fs_path)
+
+
+def _bar(row: TrialRow) -> Any:
+    if row.state in ("failed", "starting"):
+        return f"[red]{row.state}[/red]" if row.state == "failed" else f"[dim]{row.state}[/dim]"
+    share = 1.0 if row.state == "done" else row.share  # a scheduler may have stopped it
+    return ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
+
+
+def _eta(row: TrialRow) -> str:
+    if row.state != "running":
+        return ""
+    eta = row.eta_s()
+    return "…" if eta is None else _clock(eta)
+
+
+def _iteration(row: TrialRow) -> str:
+    done = row.result.get("training_iteration", 0)
+    limit = row.stop.get("training_iteration")
+    return f"{done}/{limit}" if limit else str(done)
+
+
+def _cell(result: Mapping[str, Any], metric: Metric) -> str:
+    value = number(result.get(metric.key))
+    return "" if value is None else metric.text(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

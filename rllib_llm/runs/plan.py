@@ -1,0 +1,237 @@
+"""What can be known of experiments before anything runs: configs, names, data, resources."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rllib_llm.algorithms.registry import ALGORITHMS
+from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.config.schema import build_config, flat_settings
+from rllib_llm.runs.algorithms import algorithm_class
+from rllib_llm.runs.check_data import check_data, data_settings
+from rllib_llm.runs.check_sources import check_sources
+from rllib_llm.runs.experiment import Experiment
+from rllib_llm.runs.flat_results import number
+from rllib_llm.runs.metric_names import describes
+from rllib_llm.runs.scheduling import make_scheduler, make_searcher
+from rllib_llm.runs.search_space import examples, to_tune
+from rllib_llm.runs.stand_ins import with_stand_ins
+from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
+
+COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials usually stop by
+INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
+NUM_TO_KEEP = 2  # by default, beside the best one
+
+
+def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
+    """Validate every experiment; return the resources that the hungriest single trial reserves.
+
+    What a later stage takes from an earlier one does not exist yet. For the check, the earlier
+    stage's own `model` stands in for it: the same architecture and tokenizer.
+
+    Raises:
+        UserError: all that is wrong, with the experiments' names.
+    """
+    needed = {"CPU": 1.0, "GPU": 0.0}
+    complaints: list[str] = []
+    for experiment in with_stand_ins(experiments):
+        try:
+            for name, amount in check_experiment(experiment).items():
+                needed[name] = max(needed.get(name, 0.0), amount)
+        except UserError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise UserError("\n".join(complaints))
+    return needed
+
+
+def check_experiment(experiment: Experiment) -> dict[str, float]:
+    """Validate one experiment, every point of its grid, and return what one trial reserves.
+
+    Raises:
+        UserError: all that is wrong, a line each, with the experiment's name.
+    """
+    with all_complaints() as errors:
+        needed = examine_experiment(experiment)
+    if errors:
+        raise UserError("\n".join(_named(str(e), experiment.name) for e in errors)) from errors[0]
+    return needed
+
+
+def _named(text: str, name: str) -> str:
+    return text if text.startswith(name) else f"{name}: {text}"
+
+
+def examine_experiment(experiment: Experiment) -> dict[str, float]:
+    """As `check_experiment`, with complaints as `rllib_llm.shared.errors` has them."""
+    name = experiment.name
+    algo_class = algorithm_class(experiment.run, name)
+    with noted():
+        make_scheduler(experiment)
+    with noted():
+        make_searcher(experiment)
+    with noted():
+        if experiment.restore is not None and "${" not in experiment.restore:
+            restore_source(experiment.restore, algo_class, f"{name}.restore", experiment.stop)
+    with noted():
+        checkpoint_settings(experiment)
+    ours = is_ours(experiment.run, algo_class)
+    if ours:
+        _check_stop(experiment)
+    needed: dict[str, float] = {}
+    read: set[str] = set()
+    for settings in examples(search_space(experiment)):
+        config = build_config(algo_class, settings, f"{name}.config")
+        with noted():
+            check_env(config, algo_class)
+        with noted():
+            if ours:
+                check_sources(settings, f"{name}.config")
+                if data_settings(settings) not in read:
+                    read.add(data_settings(settings))
+                    check_data(config, f"{name}.config")
+        for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
+            needed[resource] = max(needed.get(resource, 0.0), amount)
+    return needed
+
+
+def is_ours(run: str, algo_class: type) -> bool:
+    """True for an algorithm of this package, or one built on it: its settings mean what we know."""
+    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+
+    return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
+
+
+def _check_stop(experiment: Experiment) -> None:
+    """Tune refuses a result that is not there only after an iteration, and waits for ever for one
+    that RLlib reports as 0. An algorithm of the user's own may report more than we know."""
+    for key in experiment.stop:
+        near = difflib.get_close_matches(key, COUNTERS, n=1, cutoff=0.85)
+        known = describes(key) or experiment.run not in ALGORITHMS
+        if key not in COUNTERS and (near or not known):
+            hint = f"Did you mean {near[0]!r}?" if near else f"Count by {', '.join(COUNTERS)}."
+            complain(
+                UserError(
+                    f"{experiment.name}.stop: unknown result {key!r}: no trial reports it. {hint}"
+                )
+            )
+
+
+def checkpoint_settings(experiment: Experiment) -> Any:
+    """Return Tune's `CheckpointConfig`; a checkpoint at the end is on unless switched off.
+
+    Of checkpoints by time two are kept, where no scheduler copies them from trial to trial.
+
+    Raises:
+        ValueError: a setting that Tune refuses.
+    """
+    from ray.tune import CheckpointConfig
+
+    settings = {"checkpoint_at_end": True, **experiment.checkpoint_config}
+    settings.pop(INTERVAL, None)
+    if "checkpoint_frequency" not in settings and not experiment.scheduler:
+        settings.setdefault("num_to_keep", NUM_TO_KEEP)
+    return CheckpointConfig(**settings)
+
+
+def search_space(experiment: Experiment) -> dict[str, Any]:
+    """Return the experiment's config and environment, sections dissolved, search spaces as Tune's
+    objects."""
+    algo_class = algorithm_class(experiment.run, experiment.name)
+    config = flat_settings(algo_class.get_default_config(), experiment.config)
+    if experiment.env is not None:
+        config["env"] = experiment.env
+    planned = planned_iterations(experiment, config)
+    if planned is not None:
+        config.setdefault("planned_iterations", planned)
+    return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+
+
+def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int | None:
+    """Return after how many iterations `stop` ends a trial at the latest, None where it does not
+    say, or the algorithm has no use for it.
+
+    Args:
+        config: the experiment's, sections dissolved.
+    """
+    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+    if not hasattr(defaults, "planned_iterations"):
+        return None
+    ends = []
+    if iterations := number(experiment.stop.get("training_iteration")):
+        ends.append(iterations)
+    names = ("train_batch_size_per_learner", "num_learners")
+    size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
+    if (episodes := number(experiment.stop.get("episode"))) and size and learners is not None:
+        ends.append(episodes / (size * max(1, learners)))
+    return math.ceil(min(ends)) if ends else None
+
+
+def _mutated(experiment: Experiment) -> dict[str, Any]:
+    """Return the spaces of settings that population-based training changes. A trial draws its first
+    values from them, as Tune would do by itself, later and unchecked."""
+    mutations = experiment.scheduler_config.get("hyperparam_mutations")
+    if not isinstance(mutations, dict):
+        return {}
+    spaces = {
+        key: {"choice": space} if isinstance(space, list) else space
+        for key, space in mutations.items()
+    }
+    return to_tune(spaces, f"{experiment.name}.scheduler_config.hyperparam_mutations")
+
+
+def check_env(config: Any, algo_class: type) -> None:
+    """Check that the config's environment exists and, for ours, that it knows its settings.
+
+    Raises:
+        ValueError: with the nearest names.
+    """
+    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+    from rllib_llm.envs.registry import ENVIRONMENTS, creator, register_user_env
+
+    env = getattr(config, "env", None)
+    if not isinstance(env, str):
+        return
+    if env in ENVIRONMENTS:
+        _check_env_config(env, ENVIRONMENTS[env], config.env_config)
+    elif issubclass(algo_class, LanguageModelAlgorithm):
+        creator(env)
+    elif not register_user_env(env):
+        _check_stock_env(env)
+
+
+def _check_env_config(env: str, path: str, env_config: Mapping[str, Any]) -> None:
+    """Our environments list their settings in `DEFAULTS`, next to the creator."""
+    from rllib_llm.envs.rlhf import with_defaults
+
+    module = importlib.import_module(path.partition(":")[0])
+    if hasattr(module, "DEFAULTS"):
+        with_defaults(env_config, module.DEFAULTS, env_id=env)
+
+
+def _check_stock_env(env: str) -> None:
+    import gymnasium
+
+    from rllib_llm.shared.dotted import looks_dotted
+    from rllib_llm.shared.ray_compat import registered_env
+
+    known = env in gymnasium.registry or registered_env(env) is not None
+    if known or ":" in env or looks_dotted(env):
+        return
+    raise UserError(
+        f"env={env!r} must be a gymnasium id, a registered name or a dotted path: it is none of "
+        f"these. {suggestion(env, gymnasium.registry)}"
+    )
+
+
+def _reserved(request: Any) -> dict[str, float]:
+    """Return the sum of a placement group's bundles."""
+    total: dict[str, float] = {}
+    for bundle in request.bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total

@@ -1,0 +1,176 @@
+"""The report at the end of a run: what changed, what was made, what to do next."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
+from rllib_llm.rollouts.samples import SAMPLES_FILE
+from rllib_llm.runs.before_after import before_after_table
+from rllib_llm.runs.flat_results import number
+from rllib_llm.runs.metrics_view import first_and_last, summary_metrics
+from rllib_llm.runs.plot import plot_stage
+from rllib_llm.runs.report_page import PAGE_FILE
+from rllib_llm.runs.signs import signs
+from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.trial_logs import (
+    before_and_after,
+    read_json_lines,
+    read_results,
+)
+from rllib_llm.runs.yaml_experiments import Experiment
+from rllib_llm.shared.storage import Place, UrlPath, inner_path
+
+
+def report(
+    results: list[StageResult], experiments: list[Experiment], folder: Place, console: Console
+) -> bool:
+    """Print the report of a run and draw its curves; True where every pass criterion is met.
+
+    Args:
+        results: what the stages left behind, in order; a picture goes to each stage's folder.
+        folder: of the run.
+    """
+    figures = {}
+    for result in results:
+        trial = result.best_trial_folder
+        _print_summary(result, read_results(trial), console)
+        pairs = before_and_after(read_json_lines(trial / SAMPLES_FILE))
+        if pairs:
+            _heading("Held-out prompts: completions before and after training", console)
+            console.print(before_after_table(pairs))
+        figures[result.name] = _plot(result)
+    verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
+    _heading(f"Everything is in {_shown(folder)}", console)
+    for line in _places(results, figures, folder):
+        console.print(line, highlight=False, soft_wrap=True)  # a path can be copied
+    _next_commands(results, folder, console)
+    return all(verdicts)
+
+
+def _plot(result: StageResult) -> Place | None:
+    """The picture of a stage's curves in its folder, if there is anything to draw."""
+    title, place = f"{result.name} · {result.algorithm}", result.folder / "curves.png"
+    if isinstance(place, Path):
+        return plot_stage(title, result.trial_folders, result.labels, place)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = plot_stage(title, result.trial_folders, result.labels, Path(folder) / place.name)
+        if drawn is None:
+            return None
+        place.write_bytes(drawn.read_bytes())
+    return place
+
+
+def _heading(text: str, console: Console) -> None:
+    console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
+
+
+def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Console) -> None:
+    seconds = number(rows[-1].get("time_total_s")) if rows else None
+    title = f"{result.name} · {result.algorithm}"
+    if seconds is not None:
+        title += f", {seconds:.0f} s of training"
+    if len(result.trial_folders) > 1:
+        title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
+    _heading(title, console)
+    table = Table()
+    table.add_column("result")
+    for heading in ("first", "last"):
+        table.add_column(heading, justify="right")
+    for metric in summary_metrics(rows):
+        table.add_row(metric.title, *first_and_last(rows, metric))
+    console.print(table)
+    for sign in signs(rows):
+        line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
+        console.print(line, highlight=False)
+
+
+def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:
+    """Print whether each pass criterion is met; True where all are."""
+    met = True
+    for key, least in experiment.pass_criteria.items():
+        value = number(result.metrics.get(key))
+        ok = value is not None and value >= least
+        met = met and ok
+        shown = "missing" if value is None else f"{value:.4g}"
+        color, word = ("green", "passed") if ok else ("red", "not passed")
+        console.print(
+            f"[{color}]{word}[/{color}]  {result.name}: {key} = {shown}, "
+            f"at least {least:.4g} wanted",
+            highlight=False,
+        )
+    return met
+
+
+def _places(
+    results: list[StageResult], figures: Mapping[str, Place | None], folder: Place
+) -> list[Text]:
+    """Lines of stage, what, and where below `folder`, in columns."""
+    rows: list[tuple[str, str, str]] = []
+    for result in results:
+        trial = result.best_trial_folder
+        samples, rollouts = trial / SAMPLES_FILE, trial / ROLLOUTS
+        places = {
+            "model (Hugging Face)": result.model,
+            "checkpoint": result.checkpoint,
+            "curves": figures[result.name],
+            "report": result.folder / PAGE_FILE,
+            "sampled texts": samples if samples.is_file() else None,
+            "rollouts": rollouts if (rollouts / STORE_FILE).is_file() else None,
+            "logs (TensorBoard, JSON, CSV)": trial,
+        }
+        known = [(what, path) for what, path in places.items() if path is not None]
+        for index, (what, path) in enumerate(known):
+            name = "" if index else result.name
+            rows.append((name, what, str(inner_path(path, folder))))
+    widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
+    return [
+        Text.assemble(" ", (name.ljust(widths[0]), "cyan"), what.ljust(widths[1]), path)
+        for name, what, path in rows
+    ]
+
+
+def _next_commands(results: list[StageResult], folder: Place, console: Console) -> None:
+    commands = []
+    policies = [result.model for result in results if result.model and _generates(result.model)]
+    if policies:
+        commands.append(("talk to the model", f"{_rllib()} generate {_shown(policies[-1])}"))
+    held_out = any(name.startswith("eval/") for name in results[-1].metrics)
+    if (checkpoint := results[-1].checkpoint) and held_out:
+        commands.append(("evaluate it again", f"{_rllib()} evaluate {_shown(checkpoint)}"))
+    commands.append(
+        ("all curves (pip install tensorboard)", f"tensorboard --logdir {_shown(folder)}")
+    )
+    _heading("Next", console)
+    for purpose, command in commands:
+        console.print(f"  [dim]# {purpose}[/dim]\n  {command}", highlight=False, soft_wrap=True)
+
+
+def _rllib() -> str:
+    """Return how this command was called, where it is not on the PATH as `rllib`."""
+    called = Path(sys.argv[0])
+    if called.name not in ("rllib", "rllib-llm") or shutil.which(called.name):
+        return "rllib"
+    return str(_shown(called))
+
+
+def _shown(path: Place) -> Place:
+    """Return `path` relative to the current folder, where it lies below it."""
+    if isinstance(path, UrlPath):
+        return path
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _generates(model: Place) -> bool:
+    """True for a causal language model, False for a reward model."""
+    return "CausalLM" in (model / "config.json").read_text(encoding="utf-8")

@@ -1,0 +1,204 @@
+"""The report of a run as one HTML file that asks nobody for anything: curves, settings,
+environment, before and after, and a table of completions. Of two runs: side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.rollouts.samples import SAMPLES_FILE
+from rllib_llm.runs.environment import read_environment
+from rllib_llm.runs.flat_results import flatten, number
+from rllib_llm.runs.metrics_view import first_and_last, summary_metrics
+from rllib_llm.runs.page_rows import SETTINGS_FILE, page_rows
+from rllib_llm.runs.plot import (
+    PANELS,
+    STOCK_PANELS,
+    STOCK_X_AXIS,
+    X_AXIS,
+    Panel,
+    part_panels,
+)
+from rllib_llm.runs.signs import signs
+from rllib_llm.runs.trial_logs import (
+    RESULTS,
+    before_and_after,
+    fresh_series,
+    read_json_lines,
+    read_results,
+    series,
+)
+from rllib_llm.shared.errors import UserError
+
+PAGE_FILE = "report.html"
+TEMPLATE = Path(__file__).parent / "page"
+MAX_PAIRS = 50
+MAX_POINTS = 1000  # of a curve
+EXTRA_PANELS = (
+    Panel("Completion length", "tokens", "train/output_length", "eval/output_length"),
+    Panel("Staleness", "updates", "train/staleness"),
+    Panel("Completions without a score", "rows", "train/num_invalid"),
+    Panel("Clipped ratios", "share of tokens", "policy/clipfrac_avg", is_share=True),
+    Panel("Gradient norm", "before clipping", "grad_norm"),
+    Panel("Learning rate", "last optimiser step", "lr"),
+    Panel("Sampled tokens", "per second", "throughput/tokens_per_s"),
+)
+# Left out where nothing else happened: a synchronous run has no staleness.
+NOT_WHERE_ZERO = ("train/staleness", "train/num_invalid")
+
+
+@dataclass(frozen=True)
+class PageTrial:
+    """One trial on the page: what it is called, and where its files are."""
+
+    label: str
+    folder: Path
+
+    @property
+    def stage_folder(self) -> Path:
+        """Folder of the Tune run it belongs to."""
+        return self.folder.parent
+
+
+def find_trials(folder: str | Path) -> list[PageTrial]:
+    """The trials of a run, of a stage or of a trial's folder, those that have reported, in the
+    order in which they began.
+
+    Raises:
+        UserError: there are none.
+    """
+    root = Path(folder).expanduser().resolve()
+    files = [root / RESULTS, *root.glob(f"*/{RESULTS}"), *root.glob(f"*/*/{RESULTS}")]
+    files = [file for file in files if file.is_file() and file.stat().st_size]
+    if not files:
+        raise UserError(
+            f"run={str(root)!r} must be the folder of a run with results: there is none of "
+            f"{RESULTS} in it. Name the folder that `rllib train` shows, after an iteration."
+        )
+    files.sort(key=_begun)
+    stages = [file.parent.parent for file in files]
+    trials = []
+    for file, stage in zip(files, stages, strict=True):
+        several = stages.count(stage) > 1
+        label = f"{stage.name} · {file.parent.name}" if several else stage.name
+        trials.append(PageTrial(label, file.parent))
+    return trials
+
+
+def _begun(result_file: Path) -> float:
+    first = result_file.open(encoding="utf-8").readline()
+    try:
+        return float(json.loads(first).get("timestamp", 0)) or result_file.stat().st_mtime
+    except ValueError:
+        return result_file.stat().st_mtime
+
+
+def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Path) -> Path:
+    """Writes the page of the runs in `groups`, their names being the keys; one run's stages stand
+    one after the other, several runs' beside each other."""
+    data = {
+        "title": " and ".join(groups),
+        "several": len(groups) > 1,
+        "trials": [
+            {"run": name, **_trial(trial)} for name, trials in groups.items() for trial in trials
+        ],
+    }
+    text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"))
+    page = _read("page.html")
+    page = page.replace("/*STYLE*/", _read("page.css")).replace("/*SCRIPT*/", _read("page.js"))
+    # A text may hold "</script>" or a comment's beginning: neither ends the data so.
+    page = page.replace("/*DATA*/", text.replace("<", "\\u003c"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(page, encoding="utf-8")
+    os.replace(new, file)
+    return file
+
+
+def _read(name: str) -> str:
+    return (TEMPLATE / name).read_text(encoding="utf-8")
+
+
+def _trial(trial: PageTrial) -> dict[str, Any]:
+    results = read_results(trial.folder)
+    last = results[-1] if results else {}
+    environment = read_environment(trial.stage_folder)
+    return {
+        "label": trial.label,
+        "iterations": last.get("training_iteration"),
+        "seconds": number(last.get("time_total_s")),
+        "settings": _settings(trial.folder),
+        "environment": environment,
+        "summary": [
+            [metric.title, *first_and_last(results, metric)] for metric in summary_metrics(results)
+        ],
+        "signs": [f"iteration {sign.iteration}: {sign.text}" for sign in signs(results)],
+        "panels": panels(results),
+        "pairs": _pairs(trial.folder),
+        "rows": page_rows(trial.folder),
+    }
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    try:
+        given = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: _short(value) for name, value in sorted(flatten(given).items())}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The curves of a trial: [{title, unit, x_title, share, curves: [{name, x, y}]}]."""
+    is_ours = any("episode" in result for result in results)
+    (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
+    found = []
+    for panel in (*known, *part_panels(results), *EXTRA_PANELS):
+        xs, ys = series(results, x_key, panel.key)
+        if panel.key in NOT_WHERE_ZERO and not any(ys):
+            continue
+        curves = [{"name": "training", "x": _thin(xs), "y": _thin(ys)}] if ys else []
+        if panel.eval_key:
+            xs, ys = fresh_series(results, x_key, panel.eval_key)
+            if ys:
+                curves.append({"name": "held out", "x": _thin(xs), "y": _thin(ys)})
+        if curves:
+            found.append({
+                "title": panel.title, "unit": panel.unit, "x_title": x_title, "curves": curves,
+            })  # fmt: skip
+    return found
+
+
+def _thin(values: list[float]) -> list[float]:
+    step = -(-len(values) // MAX_POINTS)
+    return values[::step] if step > 1 else values
+
+
+def _pairs(folder: Path) -> list[dict[str, Any]]:
+    pairs = before_and_after(read_json_lines(folder / SAMPLES_FILE))
+    step = max(1, len(pairs) // MAX_PAIRS)
+    return [
+        {"prompt": before["prompt"], "before": before["completion"], "after": after["completion"],
+         "score_before": before.get("score"), "score_after": after.get("score")}
+        for before, after in pairs[::step][:MAX_PAIRS]
+    ]  # fmt: skip
+
+
+def _finite(value: Any) -> Any:
+    """`value` as JSON can have it: NaN and infinity become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,223 @@
+"""The folder of a run: a new one for each start, or with --resume the one of the same run.
+
+`run.json` in it says which file (or command) started the run and with which experiments. A resumed
+run continues what was started: a setting that Tune keeps from the start may not differ.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.runs.experiment import KEYS, Experiment
+from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import Place, UrlPath, place, replace_text
+
+RECORD = "run.json"
+COMMAND_LINE = "the command line"  # the source of runs that no file describes
+DEFAULT_STORAGE = "~/ray_results"
+# What a resumed stage takes from the new start (see `new_terms.py`); all else is as it began.
+CHANGEABLE = frozenset(
+    {"stop", "max_failures", "checkpoint_config", "pass_criteria", "description", "storage_path"}
+)
+STAMP = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
+
+
+def storage_root(given: str | None, experiments: Iterable[Experiment]) -> Place:
+    """Return the folder or URL under which runs lie: the option, the file's, or Ray's default."""
+    stored = (experiment.storage_path for experiment in experiments if experiment.storage_path)
+    root = place(given or next(stored, None) or DEFAULT_STORAGE)
+    return root.resolve() if isinstance(root, Path) else root
+
+
+def new_folder(
+    root: Place, name: str, chosen: str | None, source: str, experiments: Sequence[Experiment]
+) -> Place:
+    """Return a folder of its own for a new run, which holds its record.
+
+    Args:
+        root: where runs lie.
+        name: what the folder's name begins with.
+        chosen: the folder's whole name, where the user gave one.
+        source: the file that describes the run, or `COMMAND_LINE`.
+
+    Raises:
+        UserError: a run of the chosen name is there already.
+    """
+    stamped = f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    folder = root / (chosen or stamped)
+    number = 1
+    while not _claim(folder):
+        if chosen:
+            raise UserError(
+                f"experiment_name={chosen!r} must be new: a run lies in {str(folder)!r} already, "
+                "and two would be mixed. Add --resume to go on with it, or choose another name."
+            )
+        number += 1  # another run began in the same second
+        folder = root / f"{stamped}_{number}"
+    write_record(folder, source, experiments)
+    return folder
+
+
+def _claim(folder: Place) -> bool:
+    """Whether the folder is this run's now: it was not there, or empty."""
+    if isinstance(folder, UrlPath):
+        return not (folder.is_dir() and any(folder.iterdir()))
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        return False
+    try:
+        (folder / RECORD).touch(exist_ok=False)  # of several that start at once, one does
+    except FileExistsError:
+        return False
+    return True
+
+
+def resumed_folder(
+    root: Place, name: str, chosen: str | None, source: str, experiments: Sequence[Experiment]
+) -> Place:
+    """Return the folder of the run to continue: the chosen one, else the newest of this source.
+
+    Raises:
+        UserError: there is none, or what it would continue with is not what it began with.
+    """
+    if chosen:
+        folder = root / chosen
+        if not folder.is_dir():
+            raise UserError(
+                f"--resume: {str(folder)!r} must exist: it is the run to continue. "
+                "Check --storage-path and --experiment-name."
+            )
+    else:
+        folder = _newest(root, name, source)
+    check_continues(folder, experiments)
+    write_record(folder, _recorded(folder).get("source", source), experiments)
+    return folder
+
+
+def _newest(root: Place, name: str, source: str) -> Place:
+    # Of `name` alone: a run of name_2 begins with name_ as well.
+    of_this_name = re.compile(re.escape(name) + STAMP.pattern)
+    found = sorted(
+        (path for path in root.glob("*") if of_this_name.fullmatch(path.name)),
+        key=lambda path: path.name,
+    )
+    sources = [_recorded(path).get("source") for path in found]
+    ours = [path for path, of in zip(found, sources, strict=True) if of == source]
+    if ours:
+        return ours[-1]
+    if not found:
+        raise UserError(
+            f"--resume: no run of {name!r} lies in {str(root)!r}. "
+            "Check --storage-path, or start without --resume."
+        )
+    raise UserError(
+        f"--resume: no run of {source} lies in {str(root)!r}: {found[-1].name} is of "
+        f"{sources[-1] or 'another start'}. Name the run that you mean with --experiment-name."
+    )
+
+
+def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
+    """Check that experiments which have begun in `folder` are asked for as they began.
+
+    Raises:
+        UserError: all settings that differ and would not take effect.
+    """
+    before = {spec["name"]: spec for spec in _recorded(folder).get("experiments", [])}
+    now = {spec["name"]: spec for spec in as_json(experiments)}
+    begun = [name for name in before if (folder / name).exists()]
+    problems = [
+        f"{name} is not among the experiments: it has begun in {str(folder)!r}. Put it back."
+        for name in begun
+        if name not in now
+    ]
+    for name in (name for name in begun if name in now):
+        for key, was, given in _differences(before[name], now[name]):
+            problems.append(
+                f"{name}.{key}={given!r} must be {was!r}, with which it began: a resumed "
+                "experiment keeps its settings. Start a new run for others, with --restore "
+                "from a checkpoint of this one if you like."
+            )
+    for index, experiment in enumerate(experiments):
+        later = [one.name for one in experiments[index + 1 :] if (folder / one.name).exists()]
+        result = StageResult.load(folder / experiment.name) if later else None
+        if result is not None and result.falls_short(experiment):
+            problems.append(
+                f"{experiment.name}.stop={experiment.stop!r} must be {result.stop!r}, with which "
+                f"it ended: {later[0]} has begun from its result. Start a new run."
+            )
+    if problems:
+        raise UserError("\n".join(f"--resume: {problem}" for problem in problems))
+
+
+def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, value then, value now) of all that differs, mappings taken apart."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [name for name in {**before, **now} if key or name not in CHANGEABLE]
+        found = []
+        for name in names:
+            path = f"{key}.{name}" if key else name
+            found += _differences(before.get(name), now.get(name), path)
+        return found
+    return [] if before == now else [(key, before, now)]
+
+
+def as_json(experiments: Iterable[Experiment]) -> list[dict[str, Any]]:
+    """Return the experiments as plain values; an object stands as its text."""
+    specs = [{key: getattr(one, key) for key in ("name", *KEYS)} for one in experiments]
+    return json.loads(json.dumps(specs, default=str))
+
+
+def write_record(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
+    """Write who started the run, and with what."""
+    record = {"source": source, "experiments": as_json(experiments)}
+    replace_text(folder / RECORD, json.dumps(record, indent=1))
+
+
+def _recorded(folder: Place) -> dict[str, Any]:
+    """What `write_record` wrote, {} where nothing was."""
+    file = folder / RECORD
+    if not file.is_file():
+        return {}
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if text else {}  # empty: claimed by a start that was killed
+
+
+def check_writable(root: Place) -> None:
+    """Check that runs can be written under `root`, which is made.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if isinstance(root, UrlPath):
+        try:
+            root.mkdir()
+        except OSError as error:
+            raise UserError(
+                f"storage_path={str(root)!r} must be a URL that can be written to: {error}. Check "
+                "the bucket, and the credentials in the environment."
+            ) from error
+        return
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(
+            f"storage_path={str(root)!r} must be a folder: {str(existing)!r} is a file. Choose "
+            "another with --storage-path."
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(root, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise UserError(
+            f"storage_path={str(root)!r} must be a folder that can be written to: "
+            f"{reason.lower()}. Choose another with --storage-path, or change its permissions."
+        )

@@ -1,0 +1,223 @@
+"""Signs in a trial's results that something is wrong, each as one sentence with what to look at.
+
+Pure functions of flat results, one per iteration, so that progress and report say the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rllib_llm.runs.flat_results import number
+
+Rows = Sequence[Mapping[str, Any]]
+
+IN_A_ROW = 3  # results that must agree: one alone is chance
+FALLEN = 0.9  # of the first training loss: it has learnt something
+COLLAPSED = 0.1  # of the first entropy
+LITTLE_ENTROPY = 0.1  # nats per token; text has 1 to 3
+MUCH_STARVED = 0.3  # of the time without a core, though ready to compute
+SLOW = 3.0  # times the median of the iterations before
+NUM_BEFORE = 20  # iterations that a slow one is compared with
+MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than under the reference
+# What the rules read: all else of a result need not be kept.
+KEYS = (
+    "training_iteration",
+    "objective/scores",
+    "objective/scores_std",
+    "train/zero_variance_groups",
+    "loss/reward_model",
+    "eval/loss",
+    "eval/iteration",
+    "policy/entropy_avg",
+    "objective/kl",
+    "train/output_length",
+    "time_share/starved",
+    "time_this_iter_s",
+)
+KEYS_FROM_THE_START = ("loss/reward_model", "policy/entropy_avg")  # compared with the first rows
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something to look at: the rule's name, the iteration at which it was first true, and what it
+    means."""
+
+    name: str
+    iteration: int
+    text: str
+
+
+def kept(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rules need of a flat result."""
+    return {key: result[key] for key in KEYS if key in result}
+
+
+class Watch:
+    """Signs of one trial as its results come; the work for a result does not grow with their
+    number, because the rules get only the rows that they read: the first ones, those of the last
+    evaluations, and the last ones."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[int, dict[str, Any]]] = []
+        self._evaluations: deque[tuple[int, dict[str, Any]]] = deque(maxlen=2)
+        self._last: deque[tuple[int, dict[str, Any]]] = deque(maxlen=NUM_BEFORE + 1)
+        self._num = 0
+        self._found: set[str] = set()
+
+    def new_signs(self, result: Mapping[str, Any]) -> list[Sign]:
+        """Return the signs that a flat result shows and none before it did."""
+        row = (self._num, kept(result))
+        self._num += 1
+        if len(self._first) <= IN_A_ROW and any(key in row[1] for key in KEYS_FROM_THE_START):
+            self._first.append(row)
+        made = _made(row[1])
+        if not self._evaluations or made != _made(self._evaluations[-1][1]):
+            self._evaluations.append(row)
+        self._last.append(row)
+        rows = dict(
+            sorted({**dict(self._first), **dict(self._evaluations), **dict(self._last)}.items())
+        )
+        new = [sign for sign in latest_signs([*rows.values()]) if sign.name not in self._found]
+        self._found.update(sign.name for sign in new)
+        return new
+
+
+def signs(rows: Rows) -> list[Sign]:
+    """The signs in a trial's results so far, each at the first iteration that shows it."""
+    watch = Watch()
+    return [sign for row in rows for sign in watch.new_signs(row)]
+
+
+def _made(row: Mapping[str, Any]) -> Any:
+    """When a row's held-out loss was measured."""
+    return row.get("eval/iteration", row.get("training_iteration"))
+
+
+def latest_signs(rows: Rows) -> list[Sign]:
+    """The signs that the last of the results shows."""
+    iteration = int(number(rows[-1].get("training_iteration")) or len(rows)) if rows else 0
+    texts = {name: rule(rows) for name, rule in RULES.items()}
+    return [Sign(name, iteration, text) for name, text in texts.items() if text]
+
+
+def constant_rewards(rows: Rows) -> str:
+    """Every completion of the last results has the same score."""
+    spread = _last(rows, "objective/scores_std")
+    score = _last(rows, "objective/scores")
+    if not spread or not score or max(spread) > 1e-6 * max(1.0, *map(abs, score)):
+        return ""
+    return (
+        f"every completion gets the same reward, {score[-1]:.4g}, so there is nothing to learn "
+        "from. Look at the reward functions, and at texts in samples.jsonl."
+    )
+
+
+def flat_groups(rows: Rows) -> str:
+    """The completions of each prompt have equal scores, though prompts differ."""
+    flat = _last(rows, "train/zero_variance_groups")
+    if not flat or min(flat) < 1.0 or constant_rewards(rows):
+        return ""
+    return (
+        "all completions of a prompt get the same reward, in every group, so all advantages are 0. "
+        "Look at num_completions and temperature (more completions, more variety), and whether the "
+        "prompts are all too easy or all too hard."
+    )
+
+
+def overfitted_judge(rows: Rows) -> str:
+    """A reward model that orders held-out pairs worse than chance says, while it learns its own."""
+    losses = [value for row in rows if (value := number(row.get("loss/reward_model"))) is not None]
+    made: dict[Any, float] = {}
+    for row in rows:
+        if (value := number(row.get("eval/loss"))) is not None:
+            made[_made(row)] = value
+    held_out = list(made.values())[-2:]
+    learns = len(losses) >= IN_A_ROW and losses[-1] < FALLEN * losses[0]
+    if not learns or len(held_out) < 2 or min(held_out) <= math.log(2):
+        return ""
+    return (
+        f"the held-out loss is {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin, while "
+        f"the training loss falls ({losses[0]:.3f} to {losses[-1]:.3f}): it learns its pairs by "
+        "heart. Look at the number of pairs, num_epochs and lr, and for mislabelled pairs."
+    )
+
+
+def entropy_collapse(rows: Rows) -> str:
+    """The policy samples nearly the same tokens, unlike at first."""
+    entropy = [v for row in rows if (v := number(row.get("policy/entropy_avg"))) is not None]
+    if len(entropy) <= IN_A_ROW or entropy[0] <= LITTLE_ENTROPY:
+        return ""
+    if max(entropy[-IN_A_ROW:]) >= min(LITTLE_ENTROPY, COLLAPSED * entropy[0]):
+        return ""
+    return (
+        f"the entropy fell from {entropy[0]:.3g} to {entropy[-1]:.2g} nats per token: the policy "
+        "samples the same text again and again. Look at env/distinct and samples.jsonl; lower lr, "
+        "raise ref_kl_coeff, or set entropy_coeff."
+    )
+
+
+def kl_explosion(rows: Rows) -> str:
+    """The policy has left the reference."""
+    kl, length = _last(rows, "objective/kl"), _last(rows, "train/output_length")
+    if not kl or not length:
+        return ""
+    per_token = [value / max(1.0, n) for value, n in zip(kl, length, strict=True)]
+    if min(per_token) < MUCH_KL:
+        return ""
+    return (
+        f"the KL to the reference is {kl[-1]:.4g} nats, {per_token[-1]:.2g} per token: the policy "
+        "writes what the reference never would, and the reward model never saw. Look at "
+        "samples.jsonl; raise ref_kl_coeff or set ref_kl_target, and lower lr."
+    )
+
+
+def starved(rows: Rows) -> str:
+    """The trial's thread was ready to compute and had no core."""
+    shares = _last(rows, "time_share/starved")
+    if not shares or min(shares) < MUCH_STARVED:
+        return ""
+    return (
+        f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "
+        "processes use them. Look at what else runs on the machine; use fewer samplers and "
+        "learners (num_env_runners, num_learners), or fewer threads in each (OMP_NUM_THREADS)."
+    )
+
+
+def slow_iteration(rows: Rows) -> str:
+    """The last iteration took much longer than those before, for want of cores."""
+    seconds = [number(row.get("time_this_iter_s")) for row in rows[-NUM_BEFORE - 1 :]]
+    known = [value for value in seconds if value is not None]
+    starved_share = number(rows[-1].get("time_share/starved")) if rows else None
+    if len(known) <= IN_A_ROW or seconds[-1] is None or (starved_share or 0.0) < MUCH_STARVED:
+        return ""
+    last, usual = known[-1], statistics.median(known[:-1])
+    if last < SLOW * usual:
+        return ""
+    return (
+        f"it took {last:.3g} s, the median of those before is {usual:.3g} s: for "
+        f"{starved_share:.0%} of the time it was ready to compute and had no core, because other "
+        "processes used them. Look at what else runs on the machine."
+    )
+
+
+RULES: Mapping[str, Callable[[Rows], str]] = {
+    "constant rewards": constant_rewards,
+    "flat groups": flat_groups,
+    "overfitted judge": overfitted_judge,
+    "entropy collapse": entropy_collapse,
+    "KL explosion": kl_explosion,
+    "starved": starved,
+    "slow iteration": slow_iteration,
+}
+
+
+def _last(rows: Rows, key: str) -> list[float]:
+    """A result of the last iterations, [] where it is not in each of them."""
+    values = [number(row.get(key)) for row in rows[-IN_A_ROW:]]
+    known = [value for value in values if value is not None]
+    return known if len(known) == IN_A_ROW else []

@@ -1,0 +1,296 @@
+"""Run the experiments of a file one after the other, each as a Ray Tune run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.config.schema import resolve_classes
+from rllib_llm.data.rollout_store import ROLLOUTS
+from rllib_llm.runs import default_callbacks
+from rllib_llm.runs.algorithms import algorithm_class
+from rllib_llm.runs.environment import write_environment
+from rllib_llm.runs.killed_for_memory import KilledForMemory, fit
+from rllib_llm.runs.live_table import LiveTable
+from rllib_llm.runs.new_terms import NewTerms
+from rllib_llm.runs.plan import (
+    INTERVAL,
+    check_experiment,
+    checkpoint_settings,
+    search_space,
+)
+from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
+from rllib_llm.runs.save_on_stop import SaveOnStop
+from rllib_llm.runs.scheduling import make_scheduler, make_searcher
+from rllib_llm.runs.stage_result import RECORD, StageResult, collect_result, short_name
+from rllib_llm.runs.yaml_experiments import Experiment, fill
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
+from rllib_llm.shared.storage import Place, UrlPath
+from rllib_llm.shared.tracebacks import failure_text
+
+
+class StageFailed(RuntimeError):
+    """A trial of a stage ended with an error; the message is the error's end."""
+
+    def __init__(self, message: str, goes_on_from: str):
+        """`goes_on_from`: where the stage would go on with --resume."""
+        super().__init__(message)
+        self.goes_on_from = goes_on_from
+
+
+class StageInterrupted(RuntimeError):
+    """The user stopped the stage; the message says where it would go on with --resume."""
+
+
+def run_stages(
+    experiments: list[Experiment],
+    folder: Place,
+    console: Console,
+    *,
+    resume: bool = False,
+    loggers: Callable[[str], list[Any]] = lambda stage: [],
+    told: Sequence[str] = (),
+) -> list[StageResult]:
+    """Run the experiments in order, each with what the earlier ones produced.
+
+    Args:
+        folder: of the run; each stage's results go to the subfolder of its name.
+        resume: keep finished stages that lie there and continue the others.
+        loggers: name of a stage -> further callbacks of its Tune run.
+        told: warnings that the user has read already.
+
+    Raises:
+        StageFailed: a trial ended with an error.
+        StageInterrupted: the user pressed Ctrl-C.
+    """
+    products: dict[str, Any] = {}
+    results = []
+    for index, experiment in enumerate(experiments):
+        result = StageResult.load(folder / experiment.name) if resume else None
+        later = [folder / other.name for other in experiments[index + 1 :]]
+        if (
+            result is not None
+            and result.falls_short(experiment)
+            and not any(stage.exists() for stage in later)
+        ):
+            result = None  # it is to go further than before
+        if result is None:
+            resolved = fill(experiment, lambda ref, where: _product(products, ref, where))
+            further = loggers(experiment.name)
+            result = run_stage(resolved, folder, console, resume, further, told)
+        products[f"{experiment.name}.model"] = result.model
+        products[f"{experiment.name}.checkpoint"] = result.checkpoint
+        products[f"{experiment.name}.rollouts"] = result.best_trial_folder / ROLLOUTS
+        results.append(result)
+    return results
+
+
+def _product(products: Mapping[str, Place | None], ref: str, where: str) -> str:
+    """Return what an earlier experiment left behind.
+
+    Raises:
+        UserError: its algorithm leaves nothing of that kind.
+    """
+    if products[ref] is None:
+        name, _, product = ref.rpartition(".")
+        raise UserError(
+            f"{where}: ${{{ref}}} must be something that {name!r} made: its algorithm leaves no "
+            f"{product}. Name another experiment."
+        )
+    return str(products[ref])
+
+
+def run_stage(
+    experiment: Experiment,
+    run_folder: Place,
+    console: Console,
+    resume: bool,
+    loggers: list[Any],
+    told: Sequence[str] = (),
+) -> StageResult:
+    """Run one experiment, every reference resolved, to its end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of was said before the first stage
+        check_experiment(experiment)
+    folder = run_folder / experiment.name
+    if not isinstance(folder, UrlPath):
+        write_environment(folder)
+    finished = (folder / RECORD).is_file()
+    (folder / RECORD).unlink(missing_ok=True)
+    with (
+        LiveTable(
+            f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console
+        ) as table,
+        _callbacks(experiment) as callbacks,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of libraries; they would tear the table
+        table.know(told)
+        callbacks = [table, *callbacks, *loggers]
+
+        def restored(further: bool = False) -> Any:
+            if _can_resume(folder):
+                return _restored_tuner(experiment, folder, callbacks, further)
+            return _tuner(experiment, run_folder, callbacks)
+
+        if resume and folder.exists():
+            if not any(folder.glob("*/checkpoint_*")):
+                text = f"{experiment.name} begins again: no checkpoint of it had been saved."
+                console.print(text, highlight=False)
+            tuner = restored(finished)
+        else:
+            tuner = _tuner(experiment, run_folder, callbacks)
+        try:
+            grid = fit(
+                tuner,
+                restored,
+                experiment.max_failures,
+                table.warn,
+                saved=lambda: {str(path) for path in folder.glob("*/checkpoint_*")},
+            )
+        except KeyboardInterrupt:
+            raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
+        except KilledForMemory as error:
+            saved = any(folder.glob("*/checkpoint_*"))
+            goes_on_from = "the last checkpoint" if saved else "the beginning"
+            raise StageFailed(f"{experiment.name}: {error}", goes_on_from) from None
+    trials = [grid[index] for index in range(len(grid))]
+    if any(isinstance(one, SaveOnStop) and one.interrupted for one in callbacks):
+        text = f"{experiment.name} was stopped. It goes on from {last_saved(trials)}."
+        raise StageInterrupted(text)
+    if grid.num_errors:
+        goes_on_from = last_saved(trials, of=f" of {experiment.name}")
+        raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
+    result = collect_result(experiment, folder, trials)
+    if not isinstance(folder, UrlPath):
+        write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
+    return result
+
+
+@contextlib.contextmanager
+def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
+    """The callbacks of one Tune run; those that handle signals do so until the context ends."""
+    settings = experiment.checkpoint_config
+    by_iterations = "checkpoint_frequency" in settings
+    callbacks: list[Any] = default_callbacks(
+        checkpoint_interval_s=settings.get(INTERVAL, None if by_iterations else "auto"),
+        metric=experiment.metric,
+        mode=experiment.mode,
+    )
+    planned = search_space(experiment).get("planned_iterations")
+    callbacks.append(
+        NewTerms(
+            experiment.stop,
+            experiment.max_failures,
+            checkpoint_settings(experiment),
+            {} if planned is None else {"planned_iterations": planned},
+        )
+    )
+    with contextlib.ExitStack() as stack:
+        for callback in callbacks:
+            if isinstance(callback, SaveOnStop):
+                stack.enter_context(callback)
+        yield callbacks
+
+
+def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> Any:
+    from ray import tune
+
+    algo_class = algorithm_class(experiment.run, experiment.name)
+    tune_config = tune.TuneConfig(
+        num_samples=experiment.num_samples,
+        metric=experiment.metric,
+        mode=experiment.mode or ("max" if experiment.metric else None),
+        scheduler=make_scheduler(experiment),
+        search_alg=make_searcher(experiment),
+        max_concurrent_trials=experiment.max_concurrent_trials,
+        time_budget_s=experiment.time_budget_s,
+        trial_dirname_creator=_trial_folder_name,
+        # Schedulers stop and restart trials; a process that has imported everything is worth much.
+        reuse_actors=bool(experiment.scheduler) and issubclass(algo_class, LanguageModelAlgorithm),
+    )
+    run_config = tune.RunConfig(
+        name=experiment.name,
+        storage_path=str(run_folder),
+        # What trials write beside checkpoints lies in their own folder already where that is here.
+        sync_config=tune.SyncConfig(sync_artifacts=isinstance(run_folder, UrlPath)),
+        stop=experiment.stop or None,
+        verbose=0,
+        callbacks=callbacks,
+        failure_config=tune.FailureConfig(max_failures=experiment.max_failures),
+        checkpoint_config=checkpoint_settings(experiment),
+    )
+    source = None
+    if experiment.restore:
+        where = f"{experiment.name}.restore"
+        source = restore_source(experiment.restore, algo_class, where, experiment.stop)
+    return tuner_from_checkpoint(
+        algo_class,
+        None if source is None else str(source),
+        param_space=_param_space(experiment),
+        tune_config=tune_config,
+        run_config=run_config,
+    )
+
+
+def _can_resume(folder: Place) -> bool:
+    """Whether a Tune run got as far as noting its state in `folder`."""
+    from ray import tune
+
+    return tune.Tuner.can_restore(str(folder)) and any(folder.glob("experiment_state-*.json"))
+
+
+def _restored_tuner(
+    experiment: Experiment, folder: Place, callbacks: list[Any], further: bool
+) -> Any:
+    """`further`: trials that have ended go on as well."""
+    from ray import tune
+
+    tuner = tune.Tuner.restore(
+        str(folder),
+        algorithm_class(experiment.run, experiment.name),
+        param_space=_param_space(experiment),
+        resume_unfinished=True,
+        resume_errored=True,
+    )
+    # The pickled callbacks of the first run belong to a terminal that is gone.
+    replace_callbacks(tuner, callbacks)
+    if further:
+        resume_finished(tuner)
+    return tuner
+
+
+def _param_space(experiment: Experiment) -> dict[str, Any]:
+    return resolve_classes(search_space(experiment), f"{experiment.name}.config")
+
+
+def _trial_folder_name(trial: Any) -> str:
+    return f"{trial.trainable_name}_{trial.trial_id}"
+
+
+def last_saved(trials: list[Any], of: str = "") -> str:
+    """Return the iterations of the trials' last checkpoints, as what a stage goes on from.
+
+    Args:
+        trials: `ray.tune.Result` of each trial.
+        of: what stands behind them, to name the stage.
+    """
+    kept = [[metrics for _, metrics in trial.best_checkpoints or []] for trial in trials]
+    saved = [max((metrics["training_iteration"] for metrics in one), default=0) for one in kept]
+    if not any(saved):
+        return f"the beginning{of}, since there is no checkpoint"
+    plural = "s" if len(saved) > 1 else ""
+    return f"iteration{plural} {', '.join(str(one) if one else 'none' for one in saved)}{of}"
+
+
+def _failure_text(name: str, trials: list[Any]) -> str:
+    """Return what ended the first failed trial, where, and the file with the whole error."""
+    failed = next(trial for trial in trials if trial.error is not None)
+    return failure_text(name, str(failed.error), failed.path)

@@ -1,0 +1,76 @@
+"""Weights & Biases: results and a table of sampled texts. Imported only where it is on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ray.air.integrations.wandb import WandbLoggerCallback
+
+from rllib_llm.rollouts.samples import SAMPLES_FILE
+from rllib_llm.runs.trial_logs import read_new_json_lines
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
+
+_LoggingActor: Any = wandb_logging_actor()
+RESUME = "allow"  # for W&B: a run of this id is gone on with where there is one
+
+
+class SamplesLoggingActor(_LoggingActor):
+    """Ray's logging process, which also logs each new evaluation's texts as a table `samples`.
+
+    It works in `trial_folder`, where offline runs stay; Ray's own `logdir` is a temporary folder.
+    """
+
+    def __init__(self, logdir: str, *args: Any, trial_folder: str, **kwargs: Any) -> None:
+        os.makedirs(trial_folder, exist_ok=True)
+        super().__init__(trial_folder, *args, **kwargs)
+        self._samples = Path(trial_folder) / SAMPLES_FILE
+        self._read_to = 0  # bytes
+
+    def _handle_result(self, result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        log, config = super()._handle_result(result)
+        new, self._read_to = read_new_json_lines(self._samples, self._read_to)
+        if new:
+            names = list(new[0])
+            data = [[row.get(name) for name in names] for row in new]
+            log["samples"] = self._wandb.Table(columns=names, data=data)
+        return log, config
+
+
+class WandbLogger(WandbLoggerCallback):
+    """Ray's W&B callback with the table of sampled texts."""
+
+    _logger_actor_cls = SamplesLoggingActor
+
+    def _start_logging_actor(self, trial: Any, exclude_results: list[str], **kwargs: Any) -> None:
+        super()._start_logging_actor(trial, exclude_results, trial_folder=trial.path, **kwargs)
+
+
+def check_wandb(key: str | None) -> None:
+    """Check that W&B can be used: a key, a login, or WANDB_MODE=offline.
+
+    Raises:
+        UserError: none of them.
+    """
+    try:
+        set_wandb_key(key)  # into the environment
+    except ValueError as error:
+        raise UserError(
+            "--wandb-project must come with an account: no API key was found. Give --wandb-key, "
+            "run `wandb login`, or set WANDB_MODE=offline to log without an account."
+        ) from error
+
+
+def wandb_logger(project: str, run_name: str, group: str) -> WandbLogger:
+    """Return the callback for one stage's Tune run. The key is in the environment, where
+    `check_wandb` puts it: Tune writes its callbacks into a file that others can read.
+
+    Args:
+        run_name: of the W&B run.
+        group: W&B group, the name of our run: its stages stand together.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    # A trial that is started again goes on in the W&B run of its id.
+    return WandbLogger(project=project, group=group, name=run_name, resume=RESUME)

@@ -1,0 +1,171 @@
+"""Answers that end with their client: whole ones, and server-sent events that come as they are
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rllib_llm.serving.errors import ApiError, error_body
+
+GONE = 499  # nobody reads it; nginx's number in logs
+PING_SECONDS = 15.0
+Event = dict[str, Any] | bytes
+"""Of an answer: what is sent as JSON, or that JSON."""
+Result = TypeVar("Result")
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def while_there(
+    receive: Receive,
+    work: Callable[[], Awaitable[Result]],
+    beside: Callable[[], Awaitable[None]] | None = None,
+) -> Result:
+    """What `work` returns or raises; it is cancelled when the client goes away.
+
+    Args:
+        receive: ASGI's, behind the request's body.
+        work: is awaited.
+        beside: runs meanwhile; when it returns, `work` is cancelled.
+
+    Raises:
+        ClientGoneError: the client went, or `beside` returned.
+    """
+    done: list[Result] = []
+    failed: list[Exception] = []
+    async with anyio.create_task_group() as group:
+
+        async def watch(ends: Callable[[], Awaitable[None]]) -> None:
+            await ends()
+            group.cancel_scope.cancel()
+
+        async def leaves() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        group.start_soon(watch, leaves)
+        if beside is not None:
+            group.start_soon(watch, beside)
+        try:
+            done.append(await work())
+        except Exception as error:  # noqa: BLE001  (raised below, as it is and not in a group)
+            failed.append(error)
+        group.cancel_scope.cancel()
+    if failed:
+        raise failed[0]
+    if not done:
+        raise ClientGoneError
+    return done[0]
+
+
+async def whole(receive: Receive, events: AsyncIterator[Event]) -> Response:
+    """The answer whose only event this is."""
+
+    async def first() -> Event:
+        try:
+            return await anext(events)
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]  # of a generator
+
+    try:
+        return JSONResponse(await while_there(receive, first))
+    except ClientGoneError:
+        return JSONResponse({}, GONE)
+
+
+class EventStream(Response):
+    """A streamed answer. It begins with the first event, so that an error before it has a status of
+    its own; an error behind it is an event. While nothing comes, comments show that it is alive.
+
+    Args:
+        events: each is sent as JSON, which it may be already; closed when the client goes away or
+            reads nothing for long.
+        slow_reader_s: seconds that the client may read nothing.
+        names: whether each is named by its "type".
+        ends: what is sent behind the last event.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[Event],
+        slow_reader_s: float,
+        *,
+        names: bool = False,
+        ends: bytes = b"data: [DONE]\n\n",
+    ) -> None:
+        super().__init__()
+        self._events, self._slow_reader_s = events, slow_reader_s
+        self._names, self._ends = names, ends
+        self._is_sending = self._has_started = False
+        self._since = 0.0  # when sending, or being idle, began
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self._since = send, anyio.current_time()
+        try:
+            await while_there(receive, self._send_all, self._look_after)
+        except ClientGoneError:
+            return
+
+    async def _look_after(self) -> None:
+        """Pings; returns when the client reads nothing for long."""
+        while True:
+            await anyio.sleep(min(PING_SECONDS, self._slow_reader_s) / 4)
+            seconds = anyio.current_time() - self._since
+            if self._is_sending and seconds >= self._slow_reader_s:
+                return
+            if not self._is_sending and self._has_started and seconds >= PING_SECONDS:
+                await self._body(b": ping\n\n")
+
+    async def _send_all(self) -> None:
+        try:
+            first = await anext(self._events)
+            await self._start()
+            await self._data(first)
+            async for event in self._events:
+                await self._data(event)
+        except ApiError as error:
+            if not self._has_started:
+                raise
+            await self._error(error.body())
+        except Exception:
+            if self._has_started:
+                await self._error(error_body(500, "The server failed; its log says how."))
+            raise
+        finally:
+            await self._events.aclose()  # type: ignore[attr-defined]  # of a generator
+        await self._body(self._ends, more=False)
+
+    async def _start(self) -> None:
+        self._has_started = True
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+        ]  # fmt: skip
+        await self._out({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _data(self, event: Event) -> None:
+        encoded = event if isinstance(event, bytes) else to_json(event)
+        name = b""
+        if self._names and isinstance(event, dict):
+            name = b"event: " + str(event["type"]).encode() + b"\n"
+        await self._body(name + b"data: " + encoded + b"\n\n")
+
+    async def _error(self, body: dict[str, Any]) -> None:
+        await self._data({"type": "error", **body["error"]} if self._names else body)
+
+    async def _body(self, body: bytes, more: bool = True) -> None:
+        await self._out({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _out(self, message: Message) -> None:
+        self._is_sending, self._since = True, anyio.current_time()
+        await self._send(message)
+        self._is_sending, self._since = False, anyio.current_time()

@@ -1,0 +1,96 @@
+"""Every column of a training batch: name, shape, dtype, meaning.
+
+Shapes: B completions (rows), P prompt tokens (left-padded), T completion tokens (right-padded),
+N pretraining texts of L tokens. Masks are bool and True where a token counts.
+
+A completion may hold tokens that the policy did not sample: what an environment or a tool said.
+`COMPLETION_MASK` says which tokens exist, and so what is attended to, packed and held in memory;
+`LOSS_MASK` says which of them the policy sampled, and so what losses, KL, entropy, advantages,
+lengths and denominators are taken over (`sampled_mask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# --- made by the environment and the sampler -------------------------------------------------
+PROMPT_IDS = "prompt_ids"  # [B, P] int64, left-padded
+PROMPT_MASK = "prompt_mask"  # [B, P] bool
+COMPLETION_IDS = "completion_ids"  # [B, T] int64, right-padded
+COMPLETION_MASK = "completion_mask"  # [B, T] bool, the token exists; the stop token is inside
+LOSS_MASK = "loss_mask"  # [B, T] bool, sampled (absent: all that exist); of texts [N, L]: a target
+SAMPLER_LOGPROBS = "sampler_logprobs"  # [B, T] float32, the sampler's own, at its temperature
+SAMPLER_VALUES = "sampler_values"  # [B, T] float32, the critic's, where the sampler has it
+REF_LOGPROBS = "ref_logprobs"  # [B, T] float32, the frozen reference's
+SCORES = "scores"  # [B] float32, what the judge says, before any KL share
+REWARDS = "rewards"  # [B, T] float32, what of the score was earned at a turn, at its last token
+VALID = "valid"  # [B] bool, False where the judge failed: the row must not be learnt from
+FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
+PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
+ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
+GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
+POLICY = "policy"  # [B] int64, whose row it is in self-play: 0 the policy's, 1 its opponent's
+REPLICA = "replica"  # [B] int32, of the environment that judged the row: its sampler's number
+ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in ROW_ID sum to 1
+WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
+
+# --- metrics of the environment that count over all rows, also those that were not judged -------
+FAILED = "_failed"  # behind the name of a reward function: 1 where it failed
+PROMPT_TRUNCATED = "prompt_truncated"  # 1 where a prompt lost its beginning
+
+# --- made by the learner, once per update ----------------------------------------------------
+OLD_LOGPROBS = "old_logprobs"  # [B, T] float32, of the policy before the update
+OLD_VALUES = "old_values"  # [B, T] float32, of the critic before the update
+ADVANTAGES = "advantages"  # [B, T] float32
+RETURNS = "returns"  # [B, T] float32, targets of the critic
+
+# --- forward pass of the policy being trained ------------------------------------------------
+LOGPROBS = "logprobs"  # [B, T] float32
+ENTROPY = "entropy"  # [B, T] float32, nats
+VALUES = "values"  # [B, T] float32
+FULL_KL = "full_kl"  # [B, T] float32, exact KL from the reference, nats
+COMPUTED_AND_PADDING = "computed_and_padding"  # [2] float32: tokens through the trunk, idle ones
+
+# --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
+INPUT_IDS = "input_ids"  # [N, L] int64, right-padded
+ATTENTION_MASK = "attention_mask"  # [N, L] bool
+TEXT_LOGPROBS = "text_logprobs"  # [N, L] float32, 0 where the loss mask is False
+
+# --- preference pairs ------------------------------------------------------------------------
+# Of a reward model whole texts; of a policy what follows the prompts, which stand in `prompt_ids`.
+CHOSEN_IDS = "chosen_ids"  # [N, L] int64, right-padded
+CHOSEN_MASK = "chosen_mask"  # [N, L] bool
+REJECTED_IDS = "rejected_ids"  # [N, L] int64, right-padded
+REJECTED_MASK = "rejected_mask"  # [N, L] bool
+# Of pairs whose answers hold tokens that the policy did not sample (a tool's): those that it did.
+CHOSEN_LOSS_MASK = "chosen_loss_mask"  # [N, L] bool
+REJECTED_LOSS_MASK = "rejected_loss_mask"  # [N, L] bool
+CHOSEN_LOGPROBS = "chosen_logprobs"  # [N] float32, sums over the completion's tokens
+REJECTED_LOGPROBS = "rejected_logprobs"  # [N] float32
+REF_CHOSEN_LOGPROBS = "ref_chosen_logprobs"  # [N] float32, the frozen reference's
+REF_REJECTED_LOGPROBS = "ref_rejected_logprobs"  # [N] float32
+
+
+def written_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which completion tokens the policy sampled, learnt from or not, [B, T] bool: lengths are
+    counted over them. Others have no weights version."""
+    mask = sampled_mask(batch)
+    if LOSS_MASK not in batch or WEIGHTS_VERSION not in batch:
+        return mask
+    versions = batch[WEIGHTS_VERSION]
+    return mask | (versions >= 0) if versions.shape == mask.shape else mask
+
+
+def sampled_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which completion tokens the policy sampled, [B, T] bool.
+
+    The loss mask where there is one, else every token that exists. In a batch that holds texts
+    beside completions the loss mask is the texts'.
+    """
+    if LOSS_MASK in batch and INPUT_IDS not in batch:
+        return batch[LOSS_MASK]
+    return batch[COMPLETION_MASK]

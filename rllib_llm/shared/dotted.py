@@ -1,0 +1,130 @@
+"""Things named by dotted path, and modules that a user named with `--import`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
+
+
+class DottedPathError(ValueError):
+    """A dotted path that names nothing which can be imported."""
+
+
+def looks_dotted(path: str) -> bool:
+    """True where `path` has the form of a dotted path and its first package can be imported.
+
+    `org/name` and plain words never do, so hub ids and file names stay apart from dotted paths.
+    """
+    if not _DOTTED.fullmatch(path) or not ("." in path or ":" in path):
+        return False
+    package = re.split(r"[.:]", path, maxsplit=1)[0]
+    return importlib.util.find_spec(package) is not None
+
+
+def import_dotted(path: str, *, name: str = "path") -> Any:
+    """Returns the object that `path` names; `name` is the setting to blame in the message.
+
+    With a colon the module ends there (`a.b:Class.method`); without one the longest importable
+    prefix is the module. An exception raised inside the module passes through unchanged.
+
+    Raises:
+        DottedPathError: not a dotted path, no such module, or no such name in it.
+    """
+    if not isinstance(path, str) or not _DOTTED.fullmatch(path) or not re.search("[.:]", path):
+        raise DottedPathError(
+            f"{name}={path!r} must be a dotted path such as 'package.module.name' or "
+            "'package.module:name': it names no module. Write the module and the name in it."
+        )
+    if ":" in path:
+        module_path, attributes = path.split(":")
+        module = _import_module(module_path)
+        rest = attributes.split(".")
+    else:
+        module_path, module, rest = _longest_module(path.split("."))
+    if module is None:
+        package = re.split(r"[.:]", path, maxsplit=1)[0]
+        raise DottedPathError(
+            f"{name}={path!r} must name a module that can be imported: there is no module "
+            f"{module_path or package!r}. Install it, or put its folder on PYTHONPATH."
+        )
+    return _walk(module, module_path, rest, path, name)
+
+
+def _import_module(module_path: str) -> Any:
+    """The module, or None where it does not exist; its own import errors pass through."""
+    try:
+        return importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_path == missing or module_path.startswith(missing + "."):
+            return None
+        raise
+
+
+def _longest_module(parts: list[str]) -> tuple[str, Any, list[str]]:
+    for end in range(len(parts) - 1, 0, -1):
+        module_path = ".".join(parts[:end])
+        module = _import_module(module_path)
+        if module is not None:
+            return module_path, module, parts[end:]
+    return ".".join(parts[:-1]), None, []
+
+
+def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) -> Any:
+    found = module
+    for attribute in rest:
+        if not hasattr(found, attribute):
+            names = [known for known in dir(found) if not known.startswith("_")]
+            near = difflib.get_close_matches(attribute, names, n=3)
+            hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
+            raise DottedPathError(
+                f"{name}={path!r} must name something in {module_path!r}: "
+                f"it has no {attribute!r}. {hint}."
+            )
+        found = getattr(found, attribute)
+    return found
+
+
+IMPORTS = "RLLIB_LLM_IMPORT"  # their names, for processes that are started from here
+HOOK = "rllib_llm.shared.dotted.import_named"
+
+
+def name_imports(modules: Sequence[str]) -> None:
+    """Import the modules, here and, from now on, in processes that are started from here.
+
+    Raises:
+        ModuleNotFoundError: saying which.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise ModuleNotFoundError(
+                f"--import={module!r} must be a module that can be imported: there is none. Start "
+                "the command in its folder, or put the folder on PYTHONPATH.",
+                name=error.name,
+            ) from error
+    if modules:
+        os.environ[IMPORTS] = ",".join(modules)
+
+
+def import_named() -> None:
+    """In a process of Ray: import what was named."""
+    for module in filter(None, os.environ.get(IMPORTS, "").split(",")):
+        importlib.import_module(module)
+
+
+def runtime_env() -> dict[str, Any]:
+    """What `ray.init` has to be told so that Ray's processes import it, {} where nothing is."""
+    if not os.environ.get(IMPORTS):
+        return {}
+    return {"worker_process_setup_hook": HOOK, "env_vars": {IMPORTS: os.environ[IMPORTS]}}

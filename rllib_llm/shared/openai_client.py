@@ -1,0 +1,283 @@
+"""A client of servers that speak OpenAI's HTTP interface (vLLM, SGLang, llama.cpp, TGI, OpenAI).
+
+Requests run in a bounded number of threads; what may pass (overload, a restart, a lost connection,
+an answer cut short) is tried again with growing, jittered pauses. A client that waits for outages
+goes on asking a server that is away until it has been away for `outage_s`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, thread
+from functools import partial
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+AWAY_STATUS = frozenset({429, 502, 503, 504})  # of a server that can answer nothing now
+MISSING = (
+    "engine='openai' and judges on a server must find the package httpx: it cannot be imported. "
+    "Install it: pip install 'rllib-llm[openai]'."
+)
+
+Answer = TypeVar("Answer")
+JUDGE_OUTAGE_S = 600.0  # that a judge or reward service may be away
+_TOLD_EVERY_S = 60.0
+
+
+class ServerError(RuntimeError):
+    """The server gave no usable answer, however often it was asked."""
+
+
+class OutageError(ServerError):
+    """The server has been away longer than the client waits."""
+
+
+class RequestRefusedError(ValueError):
+    """The server refuses the request itself (wrong key, unknown model): asking again is no use."""
+
+
+class OpenAIClient:
+    """Sends JSON to one server, concurrently, with retries.
+
+    Args:
+        base_url: up to and including the version, such as "http://localhost:8000/v1".
+        api_key_env: environment variable that holds the key; without it none is sent.
+        timeout_s: seconds that one attempt may take.
+        max_attempts: attempts per request, >= 1.
+        max_concurrency: requests under way at once, >= 1.
+        first_delay_s: pause before the second attempt; it doubles up to `max_delay_s`, times a
+            random factor of 0.5 to 1.5. A server's Retry-After goes before it.
+        outage_s: seconds that a server may be away (no connection, 429, 502, 503, 504) before its
+            requests fail, whatever `max_attempts`; 0: no outage is waited for.
+
+    A client can be pickled; the copy opens connections of its own.
+
+    Raises:
+        ImportError: httpx is not installed.
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key_env: str = "OPENAI_API_KEY",
+        timeout_s: float = 120.0,
+        max_attempts: int = 5,
+        max_concurrency: int = 32,
+        first_delay_s: float = 0.5,
+        max_delay_s: float = 30.0,
+        outage_s: float = 0.0,
+    ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        try:
+            import httpx
+        except ImportError as error:
+            raise ImportError(f"{MISSING} ({error})") from error
+        _check(base_url, timeout_s, max_attempts, max_concurrency)
+        self._outage = _Outage(base_url, outage_s)
+        key = os.environ.get(api_key_env, "")
+        self.base_url = base_url.rstrip("/")
+        self._max_attempts = max_attempts
+        self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
+        self._jitter = random.Random()  # of its own: nothing global is drawn from
+        self._transport_errors = httpx.TransportError
+        self._silences = httpx.ReadTimeout, httpx.WriteTimeout  # of one request, maybe
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._num_retries = 0
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=max_concurrency),
+        )
+        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="openai-client")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        self.__init__(**arguments)  # type: ignore[misc]
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after a first one, of all requests so far."""
+        return self._num_retries
+
+    def submit(
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], Answer],
+        headers: Mapping[str, str] | None = None,
+    ) -> Future[Answer]:
+        """Starts `post` in the background."""
+        return self._threads.submit(partial(self.post, path, body, read, headers))
+
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], Answer],
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """What `read` makes of the server's answer to `body`.
+
+        Args:
+            path: below base_url, such as "completions".
+            body: what is sent as JSON.
+            read: from the decoded JSON to the answer; KeyError, IndexError, TypeError or
+                ValueError say that it is malformed, which is tried again.
+            headers: of this request.
+
+        Raises:
+            RequestRefusedError: the server will not answer this, whenever it is asked.
+            ServerError: no usable answer in `max_attempts`.
+        """
+        url, attempt = f"{self.base_url}/{path}", 0
+        while True:
+            wait_s, is_away = self._pause_s(attempt), False
+            try:
+                response = self._http.post(url, json=body, headers=headers)
+            except self._transport_errors as error:
+                reason = f"{type(error).__name__}: {error}"
+                is_away = not isinstance(error, self._silences)
+            else:
+                is_away = response.status_code in AWAY_STATUS
+                if response.status_code == 200:
+                    self._outage.end()
+                    try:
+                        return read(response.json())
+                    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+                        reason = f"malformed ({error!r}): {response.text[:200]!r}"
+                elif response.status_code in RETRIED_STATUS:
+                    reason = f"status {response.status_code}: {response.text[:200]!r}"
+                    wait_s = _retry_after_s(response.headers, wait_s, self._max_delay_s)
+                else:
+                    raise RequestRefusedError(
+                        f"{url} must accept the request: it answered "
+                        f"{response.status_code} {response.text[:500]!r}. Check base_url, model "
+                        "and the API key's environment variable."
+                    )
+            attempt += 1
+            waited = is_away and self._outage.waits(reason)
+            if attempt >= self._max_attempts and not waited:
+                if is_away:
+                    self._outage.give_up(reason)
+                break
+            self._note_retry(url, reason, wait_s)
+            if self._is_closing(wait_s):
+                break
+        raise ServerError(
+            f"{url} must answer within max_attempts={self._max_attempts}: the last attempt gave "
+            f"{reason}. Check the server, raise timeout_s, or lower max_concurrency."
+        )
+
+    def _is_closing(self, wait_s: float) -> bool:
+        """Waits; True where the client, or the process, ends meanwhile."""
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0:
+            if self._closing.wait(min(left, 0.5)) or getattr(thread, "_shutdown", False):
+                return True
+        return False
+
+    def _note_retry(self, url: str, reason: str, wait_s: float) -> None:
+        with self._lock:
+            self._num_retries += 1
+            is_first = self._num_retries == 1
+        if is_first:
+            logger.warning(
+                "%s gave no answer (%s): it is asked again in %.1f s, %d times at most. Later "
+                "retries are only counted.", url, reason, wait_s, self._max_attempts - 1,
+            )  # fmt: skip
+
+    def _pause_s(self, attempt: int) -> float:
+        delay = min(self._max_delay_s, self._first_delay_s * 2 ** min(attempt, 32))
+        return delay * self._jitter.uniform(0.5, 1.5)
+
+    def close(self) -> None:
+        """Waits for the requests under way, but for no retry, and closes the connections."""
+        self._closing.set()
+        self._threads.shutdown(cancel_futures=True)
+        self._http.close()
+
+
+class _Outage:
+    """How long a server has been away, over all requests of a client.
+
+    One clock for all: when it has run out, every request that still waits ends at once.
+    """
+
+    def __init__(self, server: str, longest_s: float) -> None:
+        self._server, self._longest_s = server, longest_s
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._told = 0.0  # when it was last said
+
+    def waits(self, reason: str) -> bool:
+        """Notes an attempt that found the server away; False where it is not waited for."""
+        if not self._longest_s:
+            return False
+        now = time.monotonic()
+        with self._lock:
+            if self._since is None:
+                self._since, self._told = now, now
+            away = now - self._since
+            tells = now - self._told >= _TOLD_EVERY_S
+            if tells:
+                self._told = now
+        if tells and away < self._longest_s:
+            logger.warning(
+                "%s has been away for %.0f s (%s). It is waited for up to %.0f s.",
+                self._server, away, reason, self._longest_s,
+            )  # fmt: skip
+        return away < self._longest_s
+
+    def give_up(self, reason: str) -> None:
+        """Raises OutageError where the server was waited for."""
+        if self._longest_s:
+            raise OutageError(
+                f"{self._server} must come back within outage_s={self._longest_s:g}: it was away "
+                f"all that time (an outage; the last attempt gave {reason}). Start the server "
+                "again and resume the run, or raise outage_s."
+            )
+
+    def end(self) -> None:
+        """Notes that the server has answered."""
+        with self._lock:
+            self._since = None
+
+
+def server_root(base_url: str) -> str:
+    """Where a server answers beside OpenAI's interface: `base_url` without "/v1" at its end."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _retry_after_s(headers: Any, pause_s: float, longest_s: float) -> float:
+    """Seconds that the server asks to wait, up to `longest_s`; `pause_s` if it names none."""
+    try:
+        return min(longest_s, max(0.0, float(headers["retry-after"])))
+    except (KeyError, ValueError):  # absent, or a date
+        return pause_s
+
+
+def _check(base_url: Any, timeout_s: float, max_attempts: int, max_concurrency: int) -> None:
+    if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"base_url={base_url!r} must start with http:// or https://: it is where the server "
+            "answers. Write it up to the version, such as http://localhost:8000/v1."
+        )
+    limits = {"max_attempts": max_attempts, "max_concurrency": max_concurrency}
+    for name, value in limits.items():
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1: it counts. Use 1 for one.")
+    if timeout_s <= 0:
+        raise ValueError(
+            f"timeout_s={timeout_s!r} must be above 0: seconds that an attempt may take. Raise it."
+        )

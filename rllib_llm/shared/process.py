@@ -1,0 +1,239 @@
+"""What a process may use and how long it may take: cores, instructions, memory, time."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> float:
+    """Cores of this process: those it is bound to, and no more than its control group's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        bound = len(os.sched_getaffinity(0))
+    else:
+        bound = os.cpu_count() or 1
+    return min(float(bound), _quota(cgroup))
+
+
+def threads_for(reserved: float, cgroup: Path = CGROUP) -> int:
+    """Threads for a process that Ray has given `reserved` CPUs: so many, at least one, and never
+    more than the cores it may use. Threads that share a core wait for each other at barriers."""
+    return max(1, min(math.floor(reserved), math.floor(usable_cores(cgroup))))
+
+
+def _quota(cgroup: Path) -> float:
+    """Cores that the control group allows, infinite where it sets no bound."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if quota == "max" else int(quota) / int(period)
+
+
+class CpuClock:
+    """CPU time of this process against wall time, from `start` to `starved_share`.
+
+    A thread that is ready to run and gets no core counts as starved; one that waits for others'
+    work does not, so only stretches in which this process computes tell anything.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to measure anew."""
+        self._wall, self._cpu, self._delay = time.monotonic(), time.process_time(), _run_delay()
+
+    @property
+    def cpu_share(self) -> float:
+        """CPU seconds per wall second since the start: 1 where one thread computed all the time."""
+        return (time.process_time() - self._cpu) / max(1e-9, self.wall_seconds)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._wall
+
+    @property
+    def starved_seconds(self) -> float:
+        """Seconds in which this thread was ready to run and had no core; 0 where the system does
+        not tell."""
+        return _run_delay() - self._delay
+
+    @property
+    def starved_share(self) -> float:
+        """`starved_seconds` over the wall time."""
+        return self.starved_seconds / max(1e-9, self.wall_seconds)
+
+
+class StarvedProcesses:
+    """Seconds in which processes of this machine could not work, though they wanted to.
+
+    Of the thread that waited longest: the others wait for it, and so do processes that work for one
+    another. One that is stopped, or waits for an answer, wants no core, and is not starved.
+
+    Args:
+        pids: of the processes.
+        clock: seconds that only grow.
+        delays: seconds that each thread of a process has waited for a core so far.
+    """
+
+    def __init__(
+        self,
+        pids: Iterable[int],
+        clock: Callable[[], float] = time.monotonic,
+        delays: Callable[[int], dict[int, float]] | None = None,
+    ) -> None:
+        self._pids, self._clock, self._delays = tuple(pids), clock, delays or thread_delays
+        self._at, self._before = clock(), self._read()
+
+    def take(self) -> float:
+        """Such seconds since the last call, at most those that have passed."""
+        now, after = self._clock(), self._read()
+        passed, self._at = now - self._at, now
+        # A thread that has started meanwhile counts from the next call on.
+        waited = [after[key] - self._before[key] for key in after.keys() & self._before.keys()]
+        self._before = after
+        return min(passed, max(waited, default=0.0))
+
+    def _read(self) -> dict[tuple[int, int], float]:
+        return {
+            (pid, thread): delay
+            for pid in self._pids
+            for thread, delay in self._delays(pid).items()
+        }
+
+
+def thread_delays(pid: int) -> dict[int, float]:
+    """Seconds that each thread of a process has been ready to run and had no core; {} where the
+    system does not tell."""
+    found = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        delay = _delay(file)
+        if delay is not None:
+            found[int(file.parent.name)] = delay
+    return found
+
+
+def _run_delay() -> float:
+    """Seconds that this thread has waited for a core."""
+    return _delay(Path("/proc/thread-self/schedstat")) or 0.0
+
+
+def _delay(file: Path) -> float | None:
+    """The second field of Linux's schedstat, in seconds."""
+    try:
+        return int(file.read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+# Levels of instructions to which oneDNN can be held and that have no products of bfloat16.
+_WITHOUT_BFLOAT16 = (
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
+)  # fmt: skip
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """ "amx_bf16", "avx512_bf16", ...; empty where Linux does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next(lines, "").partition(":")[2].split())
+
+
+def multiplies_bfloat16(
+    features: Collection[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether a processor multiplies bfloat16 itself, faster than float32; others emulate it.
+
+    features: its features; None: this one's. environ: may hold oneDNN to less, as
+        `ONEDNN_MAX_CPU_ISA` does.
+    """
+    if environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BFLOAT16:
+        return False
+    found = processor_features() if features is None else features
+    return any(name.startswith(("amx_bf16", "avx512_bf16")) for name in found)
+
+
+FACTOR = 10.0  # times the slowest answer so far
+LEAST_SECONDS = 120.0  # a judge behind a network, a machine that swaps
+FIRST_SECONDS = 1800.0  # nothing is known yet: kernels are compiled, caches filled
+
+
+@dataclass
+class TimeLimit:
+    """Seconds that an answer may take, learnt from the answers that came.
+
+    `setting`: a number of seconds, None (no limit), or "auto": ten times the slowest answer so far,
+    in proportion where more is asked for, and at least two minutes; `first` for the first.
+    """
+
+    setting: float | str | None = "auto"
+    slowest: float = 0.0  # seconds
+    slowest_size: float = 1.0  # what that answer was asked for
+    first: float = FIRST_SECONDS  # of "auto", before there was an answer
+
+    def record(self, seconds: float, size: float = 1.0) -> None:
+        """Takes note of an answer to a question of this size (prompts, say)."""
+        if seconds > self.slowest:
+            self.slowest, self.slowest_size = seconds, size
+
+    def seconds(self, size: float = 1.0) -> float | None:
+        """The limit for a question of this size, or None where there is none."""
+        if not isinstance(self.setting, str):  # else "auto"
+            return self.setting
+        if not self.slowest:
+            return self.first
+        return max(LEAST_SECONDS, FACTOR * self.slowest * max(1.0, size / self.slowest_size))
+
+
+def forget_startup() -> None:
+    """Takes everything that this process holds now out of the collector's sight, for good.
+
+    To be called once a process has started; Ray Serve does it to its replicas. What torch,
+    transformers and Ray make when they are imported are half a million objects; a full collection
+    looks at each of them, and for a third of a second nothing else runs.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+Result = TypeVar("Result")
+
+
+def until_it_fits(run: Callable[[], Result], make_smaller: Callable[[], str | None]) -> Result:
+    """What `run()` gives, called again wherever a GPU's memory does not suffice.
+
+    Args:
+        run: does its work from the beginning.
+        make_smaller: has `run` take smaller parts, and says so; None: there are none.
+
+    Raises:
+        torch.OutOfMemoryError: the smallest part is too much.
+    """
+    import torch  # what starts without it imports this file, too
+
+    while True:
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            said = make_smaller()
+            if said is None:
+                raise
+        # Out of the handler, since what was raised holds on to the tensors.
+        warnings.warn(said, stacklevel=3)
+        torch.cuda.empty_cache()

@@ -1,0 +1,324 @@
+"""Places by path or URL: `s3://bucket/folder` and whatever pyarrow's file systems know.
+
+What works on a path of this machine works on a `UrlPath`, as far as this package needs it. Models
+and checkpoints are read from files, so `local_copy` brings a folder here, once for each version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+import pyarrow.fs
+from pyarrow.fs import FileInfo, FileSelector, FileType, LocalFileSystem
+
+CACHE = "RLLIB_LLM_CACHE"  # environment variable: the folder for local copies
+
+
+class StorageError(ValueError):
+    """A URL that no file system is known for, or where nothing can be read or written."""
+
+
+def is_url(place: object) -> bool:
+    """Whether `place` is a URL and no path."""
+    return isinstance(place, UrlPath) or "://" in str(place)
+
+
+def open_storage(url: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """File system and path in it of a URL.
+
+    Raises:
+        StorageError: pyarrow knows no such file system, or it does not answer.
+    """
+    try:
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(url)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"storage={url!r} must be a path or a URL that pyarrow knows, such as "
+            f"s3://bucket/folder, gs://... or hdfs://...: {error}. Check it, and the credentials "
+            "in the environment."
+        ) from error
+    return filesystem, path.rstrip("/")
+
+
+class UrlPath:
+    """A folder or file by URL, with the methods of `pathlib.Path` that this package uses."""
+
+    def __init__(self, url: str | UrlPath) -> None:
+        whole = str(url)
+        self._url, _, self._query = whole.partition("?")  # s3://...?endpoint_override=...
+        self._url = self._url.rstrip("/")
+        self._opened: tuple[pyarrow.fs.FileSystem, str] | None = None
+
+    def __str__(self) -> str:
+        return f"{self._url}?{self._query}" if self._query else self._url
+
+    def __repr__(self) -> str:
+        return f"UrlPath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UrlPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str | os.PathLike) -> UrlPath:
+        inner = PurePosixPath(os.fspath(name))
+        found = self._beside(f"{self._url}/{inner}")
+        if self._opened is not None:
+            filesystem, path = self._opened
+            found._opened = (filesystem, f"{path}/{inner}")
+        return found
+
+    def __reduce__(self) -> Any:
+        return UrlPath, (str(self),)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self._url).name
+
+    @property
+    def parent(self) -> UrlPath:
+        return self._beside(self._url.rpartition("/")[0])
+
+    def _beside(self, url: str) -> UrlPath:
+        return UrlPath(f"{url}?{self._query}" if self._query else url)
+
+    @property
+    def filesystem(self) -> pyarrow.fs.FileSystem:
+        """pyarrow's file system that it lies in."""
+        return self._open()[0]
+
+    @property
+    def path(self) -> str:
+        """Its path in the file system."""
+        return self._open()[1]
+
+    def _open(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        if self._opened is None:
+            self._opened = open_storage(str(self))
+        return self._opened
+
+    def is_relative_to(self, folder: object) -> bool:
+        """Whether it lies in `folder`."""
+        return isinstance(folder, UrlPath) and PurePosixPath(self._url).is_relative_to(folder._url)
+
+    def relative_to(self, folder: UrlPath) -> PurePosixPath:
+        """Its path from `folder` on."""
+        return PurePosixPath(self._url).relative_to(PurePosixPath(folder._url))
+
+    def _info(self) -> FileInfo:
+        return self.filesystem.get_file_info(self.path)
+
+    def exists(self) -> bool:
+        return self._info().type != FileType.NotFound
+
+    def is_file(self) -> bool:
+        return self._info().type == FileType.File
+
+    def is_dir(self) -> bool:
+        return self._info().type == FileType.Directory
+
+    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
+        self.filesystem.create_dir(self.path, recursive=parents)
+
+    def iterdir(self) -> Iterator[UrlPath]:
+        selector = FileSelector(self.path, allow_not_found=True)
+        for info in self.filesystem.get_file_info(selector):
+            yield self / info.base_name
+
+    def glob(self, pattern: str) -> Iterator[UrlPath]:
+        """What lies in it by a pattern of names, one for each level, or `**/name` at any depth."""
+        depth = None if pattern.startswith("**/") else pattern.count("/")
+        selector = FileSelector(self.path, allow_not_found=True, recursive=depth != 0)
+        wanted = pattern.removeprefix("**/")
+        for info in self.filesystem.get_file_info(selector):
+            inner = info.path.removeprefix(self.path).strip("/")
+            name = inner if depth is not None else info.base_name
+            same_depth = depth is None or inner.count("/") == depth
+            if same_depth and fnmatch.fnmatchcase(name, wanted):
+                yield self / inner
+
+    def read_bytes(self) -> bytes:
+        with self.filesystem.open_input_stream(self.path) as stream:
+            return bytes(stream.read())
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self.write_bytes(text.encode(encoding))
+
+    def write_bytes(self, content: bytes) -> None:
+        with self.filesystem.open_output_stream(self.path) as stream:
+            stream.write(content)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if not missing_ok or self.exists():
+            self.filesystem.delete_file(self.path)
+
+
+Place = Path | UrlPath
+
+
+def place(given: str | os.PathLike | UrlPath) -> Place:
+    """The folder or file that `given` names, by path or by URL; `~` is this user's home."""
+    if isinstance(given, UrlPath):
+        return given
+    return UrlPath(str(given)) if is_url(given) else Path(given).expanduser()
+
+
+def placed(path: str, folder: Place) -> Place:
+    """The file or folder at `path` of the file system that `folder`, above it, lies in."""
+    if isinstance(folder, Path):
+        return Path(path)
+    inner = PurePosixPath(path).relative_to(folder.path)
+    return folder / inner if inner.parts else folder
+
+
+def inner_path(path: Place, folder: Place) -> PurePath:
+    """The path of what lies in `folder` from there on."""
+    if isinstance(path, UrlPath):
+        assert isinstance(folder, UrlPath), "both lie in one storage"
+        return path.relative_to(folder)
+    return path.relative_to(str(folder))
+
+
+def upload(folder: Path, target: Place) -> None:
+    """Copies what is in `folder` of this machine to `target`, which has nothing else then."""
+    if isinstance(target, Path):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder, target)
+        return
+    filesystem, path = target.filesystem, target.path
+    if target.is_dir():
+        filesystem.delete_dir_contents(path)
+    filesystem.create_dir(path, recursive=True)
+    pyarrow.fs.copy_files(str(folder), path, LocalFileSystem(), filesystem)
+
+
+def fetch_file(filesystem: pyarrow.fs.FileSystem, source: str, target: Path) -> None:
+    """Copies a file here, if it is there and `target` is not."""
+    if not target.exists() and filesystem.get_file_info(source).type == FileType.File:
+        pyarrow.fs.copy_files(source, str(target), filesystem, LocalFileSystem())
+
+
+def local_copy(source: str | os.PathLike | UrlPath) -> Path:
+    """A path of this machine with what is at `source`: itself if it is one, else a copy.
+
+    Copies are kept in `$RLLIB_LLM_CACHE`, by default in `~/.cache/rllib_llm`, one for each URL and
+    state of its files; processes that want the same one at once each fetch it, and one wins.
+
+    Raises:
+        StorageError: there is nothing at `source`.
+    """
+    if isinstance(source, UrlPath) or is_url(source):
+        return _local_copy_of(UrlPath(str(source)))
+    return Path(source).expanduser()
+
+
+def _local_copy_of(url: UrlPath) -> Path:
+    files = _listing(url)
+    if not files:
+        raise StorageError(
+            f"{str(url)!r} must exist: nothing lies there. Check the URL, and the credentials in "
+            "the environment."
+        )
+    state = [(info.path, info.size, info.mtime_ns) for info in files]
+    key = hashlib.sha256(json.dumps([str(url), state]).encode()).hexdigest()[:24]
+    target = _cache() / key / (url.name or "root")
+    if not target.exists():
+        _fetch(url, files, target)
+    return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(CACHE, "~/.cache/rllib_llm")).expanduser()
+
+
+def _listing(url: UrlPath) -> list[FileInfo]:
+    if url.is_file():
+        return [url._info()]
+    selector = FileSelector(url.path, recursive=True, allow_not_found=True)
+    found = url.filesystem.get_file_info(selector)
+    return sorted(
+        (info for info in found if info.type == FileType.File), key=lambda info: info.path
+    )
+
+
+def _fetch(url: UrlPath, files: list[FileInfo], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".partial-"))
+    try:
+        copied = partial / "copy"
+        if [info.path for info in files] != [url.path]:
+            copied.mkdir()
+        pyarrow.fs.copy_files(url.path, str(copied), url.filesystem, LocalFileSystem())
+        with contextlib.suppress(OSError):  # another process was quicker
+            os.rename(copied, target)
+        if not target.exists():
+            raise StorageError(f"{str(url)!r} must be readable: its copy was not whole. Try again.")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def keep_json_rows(file: Path, key: str, first: int | None, num_last: int = 0) -> None:
+    """Cut from the end of a file of JSON rows a row that is not whole, the last `num_last` ones,
+    and the rows whose `key` is `first` or higher back to the nearest lower one; none of these where
+    `first` is None."""
+    if not file.is_file():
+        return
+    lines = whole_lines(file)
+    del lines[max(0, len(lines) - num_last) :]
+    while first is not None and lines and json.loads(lines[-1])[key] >= first:
+        lines.pop()
+    os.truncate(file, sum(map(len, lines)))
+
+
+def whole_lines(file: Path) -> list[bytes]:
+    """The lines of a file with their ends; not the last one if its writer was killed within it."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def replace_text(file: Place, text: str) -> None:
+    """Write `text` to `file`, whole or not at all: a process may be killed within it. (An object
+    of a bucket is there only once it is whole.)"""
+    if isinstance(file, UrlPath):
+        file.write_text(text, encoding="utf-8")
+        return
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, file)
+
+
+class BestEffort:
+    """Writes files that a run can do without: an OSError, such as a full disk, is warned of once,
+    and ends nothing."""
+
+    def __init__(self, what: str) -> None:
+        """`what`: the files, as a person calls them."""
+        self._what, self._has_warned = what, False
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A block that writes; it ends with the first error."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self._what} cannot be written: {error}. Training goes on without. Free "
+                    "some disk.",
+                    stacklevel=4,
+                )

@@ -1,0 +1,107 @@
+"""What can be said about engines without starting one."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+import pytest
+from transformers import LlamaConfig
+
+from rllib_llm.config.no_effect import warn_of_no_effect
+from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, check_params
+from tests.algorithms import tiny_runs as tiny
+
+SERVER = {"base_url": "http://localhost:8000/v1", "served_model": "m"}
+without_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here"
+)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(ValueError, match=r"engine='sglang' must be one of \('torch', 'vllm'"):
+        tiny.grpo().sampling(engine="sglang").validate()
+
+
+def test_settings_of_an_engine_are_a_dictionary():
+    with pytest.raises(ValueError, match="engine_settings=3 must be a dictionary or None"):
+        tiny.grpo().sampling(engine_settings=3).validate()
+
+
+def test_training_with_a_server_is_refused_and_evaluating_is_not():
+    config = tiny.grpo().sampling(engine="openai", engine_settings=SERVER)
+    with pytest.raises(ValueError, match="engine='openai' must be 'torch' or 'vllm' in training"):
+        config.validate()
+    config = tiny.grpo().evaluation(
+        evaluation_config={"engine": "openai", "engine_settings": SERVER}
+    )
+    config.validate()
+    evaluation = config.get_evaluation_config_object()
+    evaluation.validate()
+    assert (config.engine, evaluation.engine) == ("torch", "openai")
+
+
+def test_training_with_a_server_wants_tokens_and_the_run_s_weights():
+    server = {**SERVER, "endpoint": "tokens"}
+    config = tiny.grpo().sampling(engine="openai", engine_settings=server)
+    with pytest.raises(ValueError, match="come with weights_name or weights_push"):
+        config.validate()
+    config.weights(name="run").validate()
+    assert config.server_engine_settings()["follows_run"] is True
+    config.sampling(engine_settings={**server, "follows_run": False})
+    with pytest.raises(ValueError, match="come with weights_name or weights_push"):
+        config.validate()
+    config.sampling(engine_settings=server).streaming(max_staleness=1)
+    with pytest.raises(ValueError, match="max_staleness, oversample or filters"):
+        config.validate()
+
+
+def test_a_server_has_to_be_named():
+    config = tiny.grpo().sampling(engine="openai", engine_settings={"base_url": "http://h/v1"})
+    config.in_evaluation = True
+    with pytest.raises(ValueError, match=r"Add \['served_model'\]"):
+        config.validate()
+
+
+@without_vllm
+def test_vllm_that_is_not_installed_is_named_with_what_to_install():
+    config = tiny.grpo().sampling(engine="vllm").env_runners(num_env_runners=1)
+    with pytest.raises(ValueError, match=r"must find the package vllm.*pip install 'rllib-llm"):
+        config.validate()
+    with pytest.raises(ImportError, match="must find the package vllm"):
+        VLLMEngine(tiny.MODEL)
+
+
+def test_settings_without_effect_are_said():
+    with pytest.warns(UserWarning, match="engine='vllm' has no effect with num_env_runners=0"):
+        tiny.grpo().sampling(engine="vllm").validate()
+    with pytest.warns(UserWarning, match="engine_settings=.* has no effect with engine='torch'"):
+        tiny.grpo().sampling(engine_settings={"dtype": "float32"}).validate()
+    remote = tiny.grpo().sampling(engine="vllm", cuda_graphs=False).env_runners(num_env_runners=1)
+    with pytest.warns(UserWarning, match="cuda_graphs=False has no effect with engine='vllm'"):
+        warn_of_no_effect(remote)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny.grpo().sampling(cuda_graphs=False).validate()
+
+
+def test_heads_too_narrow_for_vllm_on_a_cpu_are_said_before_it_starts():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=None)
+    check_heads(config, "m")
+    check_heads(LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=48), "m")
+    narrow = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=None)
+    with pytest.raises(ValueError, match="model='m' must have heads of at least 32 .* is 16,"):
+        check_heads(narrow, "m")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"top_k": 5}, "top_k=5 must be 0"), ({"top_p": 0.9}, "top_p=0.9 must be 1.0"),
+     ({"min_new_tokens": 2}, "min_new_tokens=2 must be 0")],
+)  # fmt: skip
+def test_vllm_s_log_probs_before_truncation_are_those_at_temperature_1(settings, said):
+    off = {"top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
+    check_params(1.0, **{**off, **settings})
+    check_params(0.7, **off)
+    with pytest.raises(ValueError, match=f"{said} with engine='vllm' and temperature=0.7"):
+        check_params(0.7, **{**off, **settings})

@@ -1,0 +1,125 @@
+"""Values that would fail hours later, or act on nothing, are refused before anything starts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
+from rllib_llm.config.lookup import table
+from rllib_llm.config.schema import build_config
+from rllib_llm.config.tables.environment import CONVERSATION
+from rllib_llm.envs.conversation_settings import DEFAULTS
+from rllib_llm.envs.rlhf import COMMON_DEFAULTS
+from tests.algorithms import tiny_runs as tiny
+
+SAMPLED = {"explore": True, "num_completions": 4}
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"lr": math.inf}, "lr=inf must be finite"),
+    ({"lr": math.nan}, "lr=nan must be a number of at least 0"),
+    ({"adam_epsilon": None}, "adam_epsilon=None must be a number above 0"),
+    ({"adam_betas": (0.9, 1.5)}, r"adam_betas=\(0.9, 1.5\) must be two numbers in \[0, 1\)"),
+    ({"adam_betas": (-0.1, 0.9)}, r"must be two numbers in \[0, 1\)"),
+    ({"lr_schedule": "linear", "lr_num_updates": -5}, "lr_num_updates=-5 must be a whole number"),
+    ({"lr_schedule": "cosine", "lr_num_updates": 5, "lr_num_warmup_updates": 100},
+     "lr_num_updates=5 must be above lr_num_warmup_updates=100"),
+])  # fmt: skip
+def test_an_optimiser_that_would_not_learn_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        tiny.grpo(**settings).validate()
+
+
+def test_a_warm_up_without_decay_needs_no_end():
+    tiny.grpo(lr_num_warmup_updates=100).validate()
+    tiny.grpo(lr_schedule="linear", lr_num_updates=101, lr_num_warmup_updates=100).validate()
+
+
+@pytest.mark.parametrize("pass_at, held_out, count", [
+    ([0, 4], SAMPLED, 4),
+    ([-2], SAMPLED, 4),
+    ([16], SAMPLED, 4),
+    ([4], {"explore": True}, 3),  # of training, 3 completions
+    ([2], {}, 1),  # greedy completions are all alike
+    ([2], None, 1),
+])  # fmt: skip
+def test_pass_at_wants_as_many_completions(pass_at, held_out, count):
+    config = tiny.grpo().evaluation(evaluation_interval=1, evaluation_config=held_out)
+    config.sampling(pass_at=pass_at)
+    with pytest.raises(ValueError, match=f"pass_at=.* must be numbers from 1 to {count}: "):
+        config.validate()
+
+
+def test_pass_at_of_a_further_environment_is_checked():
+    config = tiny.grpo().evaluation(evaluation_interval=1, evaluation_config=SAMPLED)
+    config.sampling(pass_at=[1, 4])
+    config.validate()
+    config.sampling(eval_envs={"hard": {"pass_at": [8]}})
+    with pytest.raises(ValueError, match=r"eval_envs.hard.pass_at=\[8\] must be numbers from 1"):
+        config.validate()
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"answer_pattern='\(' must be a regular expression: "):
+        tiny.grpo().sampling(answer_pattern="(").validate()
+
+
+ENV_ROWS = [
+    ("max_prompt_len", "many", "a whole number of at least 1"),
+    ("max_prompt_len", 0, "a whole number of at least 1"),
+    ("eval_fraction", 2.0, "a number of at least 0 and at most 1"),
+    ("prompt_overflow", "cut", "one of"),
+]
+
+
+@pytest.mark.parametrize("name, value, words", ENV_ROWS)
+def test_settings_of_the_environment_are_checked_as_all_are(name, value, words):
+    config = tiny.grpo()
+    assert config.env.startswith("rllib_llm/")
+    config.env_config = {**config.env_config, name: value}
+    with pytest.raises(ValueError, match=f"env_config.{name}={value!r} must be {words}"):
+        config.validate()
+    overlaid = tiny.grpo().evaluation(evaluation_config={"env_config": {name: value}})
+    with pytest.raises(ValueError, match=f"env_config.{name}={value!r} must be {words}"):
+        overlaid.validate()
+
+
+def test_an_environment_of_ones_own_has_settings_of_its_own():
+    config = tiny.grpo().environment("my_module.MyEnv", env_config={"max_prompt_len": "many"})
+    config.validate()
+
+
+@pytest.mark.parametrize("name, value", [
+    ("env_runner_health_probe_timeout_s", 5.0),
+    ("env_runner_restore_timeout_s", 5.0),
+    ("algorithm_config_overrides_per_module", {"default_policy": {"lr": 1.0}}),
+])  # fmt: skip
+def test_settings_that_act_on_nothing_are_refused(name, value):
+    config = tiny.grpo()
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{name}=.* must be left at .* acts on nothing in GRPO"):
+        config.validate()
+    with pytest.raises(ValueError, match=name):
+        build_config(GRPO, {"model": tiny.MODEL, "env": "rllib_llm/RLHF-v0", name: value})
+
+
+def test_a_conversations_settings_are_a_section_and_name_their_environment():
+    config = GRPOConfig().language_model(model=tiny.MODEL).conversation(max_turns=3)
+    assert config.env == "rllib_llm/Conversation-v0" and config.env_config == {"max_turns": 3}
+    settings = {
+        "model": tiny.MODEL, "conversation": {"tool_errors": "invalid"},
+        "prompts": {"data": "tasks.jsonl"},
+    }  # fmt: skip
+    config = build_config(GRPO, settings)
+    assert config.env == "rllib_llm/Conversation-v0"
+    assert config.env_config == {"tool_errors": "invalid", "prompts": "tasks.jsonl"}
+    with pytest.raises(ValueError, match="env_config.tool_syntax='perl' must be one of"):
+        build_config(GRPO, settings | {"conversation": {"tool_syntax": "perl"}})
+
+
+def test_the_table_has_the_environments_own_settings_and_defaults():
+    rows = {row.name: row for row in CONVERSATION.settings}
+    assert all(DEFAULTS[name] == row.default for name, row in rows.items())
+    assert rows.keys() >= DEFAULTS.keys() - COMMON_DEFAULTS.keys() - table(GRPOConfig).keys()

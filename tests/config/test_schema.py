@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from ray.rllib.algorithms.callbacks import RLlibCallback
+from ray.rllib.algorithms.ppo import PPO
+
+from rllib_llm.algorithms.ppo_ptx import PPOPtx
+from rllib_llm.config.schema import allowed_keys, build_config
+from rllib_llm.shared.errors import all_complaints, nearest, suggestion
+
+
+class MyCallback(RLlibCallback):
+    """For a dotted path."""
+
+
+def ppo(**settings):
+    return build_config(PPO, {"env": "CartPole-v1", **settings}, "a.config")
+
+
+def test_settings_reach_the_config():
+    config = ppo(lr=1e-3, train_batch_size_per_learner=64, minibatch_size=32, num_env_runners=0)
+    assert (config.lr, config.train_batch_size_per_learner, config.num_env_runners) == (1e-3, 64, 0)
+
+
+def test_yaml_names_that_rllib_stores_elsewhere():
+    callback = f"{__name__}.MyCallback"
+    settings = {"lambda": 0.5, "callbacks": callback, "model_config": {"fcnet_hiddens": [8]}}
+    config = ppo(**settings)
+    assert config.lambda_ == 0.5
+    assert config.callbacks_class.__name__ == "MyCallback"
+    assert config.model_config["fcnet_hiddens"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lrr": 1}, "a.config: unknown key 'lrr'. Did you mean 'lr'"),
+        ({"num_workers": 2}, "unknown key 'num_workers'. It is 'num_env_runners' now."),
+        ({"algo_class": "x"}, "unknown key 'algo_class'"),
+        ({"_is_frozen": True}, "unknown key '_is_frozen'"),
+        ({"evaluation_config": {"explor": 1}}, "a.config.evaluation_config: unknown key 'explor'"),
+        ({"gamma": -1}, "a.config.gamma=-1 must not be -1"),
+        ({"gamma": -1.0}, "a.config.gamma=-1.0 must not be -1"),
+        ({"num_env_runners": -2}, "a.config.num_env_runners=-2 must be at least 0"),
+        ({"lr": "fast"}, "a.config.lr='fast' must be a number"),
+        ({"shuffle_batch_per_epoch": "yes"}, "must be true or false"),
+        ({"callbacks": "nowhere.Thing"}, "a.config.callbacks='nowhere.Thing'"),
+        ({"callbacks": f"{__name__}.Absent"}, "it has no 'Absent'"),
+    ],
+)
+def test_what_rllib_would_take_in_silence_is_refused(settings: dict, message: str):
+    with pytest.raises(ValueError) as error:
+        ppo(**settings)
+    assert message in str(error.value)
+
+
+def test_errors_of_validate_come_through():
+    with pytest.raises(ValueError, match="minibatch_size"):
+        ppo(train_batch_size_per_learner=32, minibatch_size=64)
+
+
+def test_our_settings_are_allowed_keys():
+    keys = allowed_keys(PPOPtx.get_default_config())
+    assert {"model", "ptx_coeff", "ref_kl_coeff", "max_new_tokens", "lambda", "env"} <= keys
+    assert not {"num_workers", "algo_class", "_is_frozen"} & keys
+
+
+def test_the_nearest_names_whatever_the_case():
+    assert nearest("PTX_Coef", ["ptx_coeff", "lr", "gamma"])[0] == "ptx_coeff"
+    assert suggestion("zzz", ["a", "b"]) == "Allowed: a, b."
+    assert suggestion("zzz", map(str, range(99))) == "Nothing similar is known."
+
+
+def test_mistakes_with_rllibs_own_algorithms_are_told_once_and_in_our_words():
+    wrong = {"model": "./folder", "lr": "fast", "env": "CartPole-v1"}
+    with all_complaints() as found:
+        build_config(PPO, wrong, "a.config")
+    texts = [str(error) for error in found]
+    assert len(texts) == 2, texts
+    assert texts[0] == (
+        "a.config.model='./folder' must be a mapping: PPOConfig keeps several settings there. "
+        "Write `model: {name: value}`."
+    )
+    assert texts[1].startswith("a.config.lr='fast' must be a number: its default is")

@@ -1,0 +1,290 @@
+"""The table of settings: whatever it says reaches methods, YAML, help and messages."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import pydoc
+
+import pytest
+from ray import tune
+
+import rllib_llm
+from rllib_llm.algorithms.critic_free import CriticFreeConfig
+from rllib_llm.algorithms.generate import GenerateConfig
+from rllib_llm.algorithms.grpo import GRPOConfig
+from rllib_llm.algorithms.ppo_ptx import PPOPtx, PPOPtxConfig
+from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+from rllib_llm.algorithms.rloo import RLOOConfig
+from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.config.lookup import known_names, plain_fields, table
+from rllib_llm.config.schema import build_config, check_keys
+from rllib_llm.config.setting import IN_CONFIG
+from tests.algorithms import tiny_runs as tiny
+
+CLASSES = [type(get_algorithm_class(name).get_default_config()) for name in ALGORITHMS]
+
+
+def ids(config_class: type) -> str:
+    return config_class.__name__
+
+
+@pytest.mark.parametrize("config_class", CLASSES, ids=ids)
+def test_every_default_is_within_its_own_range(config_class):
+    config = config_class()
+    for row in table(config_class).values():
+        if row.place == IN_CONFIG:
+            row.check(row.value(config))
+
+
+@pytest.mark.parametrize("config_class", CLASSES, ids=ids)
+def test_no_setting_of_ours_is_without_a_row(config_class):
+    assert not plain_fields(config_class)
+
+
+@pytest.mark.parametrize("config_class", CLASSES, ids=ids)
+def test_every_setting_is_an_argument_of_one_method_and_reaches_the_config(config_class):
+    for section in config_class.sections:
+        method = getattr(config_class, section.name)
+        parameters = inspect.signature(method).parameters
+        for row in section.settings:
+            if row.name in config_class.ignored_settings or not row.can_act:
+                continue
+            assert row.in_section in parameters, row.name
+            made = getattr(config_class(), section.name)(**{row.in_section: row.default})
+            assert row.value(made) == row.default
+
+
+def test_help_has_real_defaults_units_and_ranges():
+    text = pydoc.render_doc(PPOPtxConfig.training, renderer=pydoc.plaintext)
+    assert "NotProvided" not in text
+    # PPO-ptx makes four passes in mini-batches of 32; the base class one over everything.
+    assert "num_epochs: int = 4" in text and "minibatch_size: int | None = 32" in text
+    assert "num_epochs: int = 1" in pydoc.render_doc(GRPOConfig.training)
+    assert "ptx_max_length: What is kept of each pretraining text (at least 2 tokens)." in text
+    assert "ref_kl_coeff" in text and "off_policy_weights is set." in text
+    # What an algorithm does not use is not shown.
+    assert "vf_clip_param" in text
+    assert "vf_clip_param" not in pydoc.render_doc(GRPOConfig.training)
+    assert "num_completions: int = 8" in pydoc.render_doc(GRPOConfig.sampling)
+
+
+def test_the_package_lists_its_configs():
+    listed = dir(rllib_llm)
+    for config_class in CLASSES:
+        assert ids(config_class) in listed
+        assert getattr(rllib_llm, ids(config_class)) is config_class
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("beta", "ref_kl_coeff"),
+        ("num_generations", "num_completions"),
+        ("max_completion_length", "max_new_tokens"),
+        ("learning_rate", "lr"),
+        ("lr_rate", "lr"),
+        ("epsilon", "clip_param"),
+        ("epsilon_high", "clip_param_high"),
+        ("per_device_train_batch_size", "micro_batch_size"),
+        ("max_grad_norm", "grad_clip"),
+        ("kl_coeff", "ref_kl_coeff"),
+        ("num_sgd_iter", "num_epochs"),
+        ("train_batch_size", "train_batch_size_per_learner"),
+        ("reward_funcs", "reward_functions"),
+    ],
+)
+def test_names_of_trl_and_of_rllib_s_ppo_are_told_ours(name, here):
+    with pytest.raises(ValueError, match=f"{name!r}. It is (called )?{here!r} (here|now)"):
+        check_keys(PPOPtxConfig(), {name: 1}, "ppo.config")
+    if name not in ("train_batch_size", "num_sgd_iter"):  # RLlib's own method takes these
+        with pytest.raises(ValueError, match=rf"training\(...\): unknown key {name!r}. It is call"):
+            PPOPtxConfig().training(**{name: 1})
+
+
+def test_all_unknown_keys_are_told_at_once_in_python_dicts_and_yaml():
+    wrong = {"max_new_token": 5, "bet": 0.1, "lr": 1e-4, "temprature": 1.0}
+    for attempt in (
+        lambda: PPOPtxConfig().update_from_dict(wrong),
+        lambda: build_config(PPOPtx, wrong),
+        lambda: PPOPtxConfig().sampling(**{k: v for k, v in wrong.items() if k != "lr"}),
+    ):
+        with pytest.raises(ValueError) as error:
+            attempt()
+        text = str(error.value)
+        assert "'max_new_token'. Did you mean 'max_new_tokens'" in text
+        assert "'temprature'. Did you mean 'temperature'" in text
+        assert "unknown key 'bet'" in text and "'lr'." not in text
+
+
+def test_a_setting_of_another_section_names_its_method():
+    with pytest.raises(ValueError, match=r"'temperature'. It is set in \.sampling\(\.\.\.\)"):
+        PPOPtxConfig().training(temperature=0.5)
+    with pytest.raises(ValueError, match=r"'prompts'.*\.prompts\(data=\.\.\.\)"):
+        PPOPtxConfig().training(prompts="p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "said"),
+    [
+        (
+            "reference",
+            "quantization",
+            r"\.reference\(model=\{'model': ..., 'quantization': ...\}\)",
+        ),
+        ("rewards", "weight", r"\.rewards\(model=\{'model': ..., 'weight': ...\}\)"),
+    ],
+)
+def test_what_belongs_into_a_model_s_mapping_is_told_so(section, name, said):
+    with pytest.raises(ValueError, match=said):
+        getattr(GRPOConfig(), section)(**{name: "int8"})
+    with pytest.raises(ValueError, match=said):
+        GRPOConfig().update_from_dict({section: {name: "int8"}})
+
+
+def test_a_model_among_rllib_s_own_settings_is_told_where_it_belongs():
+    with pytest.raises(ValueError, match=r"unknown key 'model'. .* set language_model\(model="):
+        GRPOConfig().training(model="some/model")
+
+
+def test_tune_refuses_unknown_settings_before_a_trial_starts():
+    # Tune asks every trial's class for its resources, in the driver's process.
+    with pytest.raises(ValueError, match="unknown key 'max_new_token'"):
+        PPOPtx.default_resource_request({"max_new_token": 5})
+
+
+def test_sections_in_yaml_and_python_say_the_same():
+    nested = {
+        "language_model": {"model": tiny.MODEL},
+        "prompts": {"data": "p.jsonl", "max_prompt_len": 8},
+        "rewards": {"functions": "m.f", "model": "org/rm", "score_clip": 5.0},
+        "reference": {"model": {"quantization": "int8"}, "kl_coeff": 0.1},
+        "sampling": {"max_new_tokens": 5},
+        "training": {"lr": 1e-3, "ref_kl_target": 6.0},
+        "weights": {"keep": 3},
+        "learners": {"num_learners": 2, "strategy": "fsdp"},
+    }
+    by_yaml = PPOPtxConfig().update_from_dict(nested)
+    by_python = PPOPtxConfig()
+    for section, settings in nested.items():
+        getattr(by_python, section)(**settings)
+    flat = PPOPtxConfig().update_from_dict({
+        "model": tiny.MODEL, "env": "rllib_llm/RLHF-v0", "ref_kl_coeff": 0.1, "lr": 1e-3,
+        "env_config": {"prompts": "p.jsonl", "max_prompt_len": 8, "reward_functions": "m.f",
+                       "reward_model": "org/rm", "reference": {"quantization": "int8"}},
+        "score_clip": 5.0, "max_new_tokens": 5, "ref_kl_target": 6.0, "weights_keep": 3,
+        "num_learners": 2, "learner_strategy": "fsdp",
+    })  # fmt: skip
+    assert by_yaml.to_dict() == by_python.to_dict() == flat.to_dict()
+    with pytest.raises(ValueError, match="lr=0.1 is given as well"):
+        PPOPtxConfig().update_from_dict({"lr": 0.1, "training": {"lr": 0.2}})
+    with pytest.raises(ValueError, match="sampling: unknown key 'temprature'. Did you mean 'temp"):
+        PPOPtxConfig().update_from_dict({"sampling": {"temprature": 0.2}})
+
+
+def test_an_environment_that_was_named_stays():
+    config = PPOPtxConfig().environment("rllib_llm/Reviews-v0").prompts(eval_fraction=0.1)
+    assert (config.env, config.env_config) == ("rllib_llm/Reviews-v0", {"eval_fraction": 0.1})
+
+
+def test_a_batch_smaller_than_the_default_mini_batch_needs_nothing_else():
+    config = tiny.ppo(train_batch_size_per_learner=16, minibatch_size=32)
+    config.validate()
+    assert (config.minibatch_size, PPOPtxConfig().minibatch_size) == (16, 32)
+
+
+def test_the_loss_of_whole_completions_is_their_mean():
+    assert RLOOConfig().loss_reduction == "token_mean"
+    assert RLOOConfig().training(policy_loss="rloo").loss_reduction == "sequence_mean"
+    assert RLOOConfig().update_from_dict({"policy_loss": "rloo"}).loss_reduction == "sequence_mean"
+    chosen = RLOOConfig().training(policy_loss="rloo", loss_reduction="dr_grpo")
+    assert chosen.loss_reduction == "dr_grpo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy_loss": "gspo"}, "clip_param=0.2 hardly ever clips .*3e-4.*4e-4"),
+        ({"policy_loss": "cispo"}, "clip_param=0.2 holds weights from below .*clip_param=1.0"),
+    ],
+)
+def test_ppo_s_clip_range_under_losses_with_others_warns(settings, said):
+    with pytest.warns(UserWarning, match=said):
+        tiny.grpo(**settings).validate()
+
+
+def test_a_config_is_copied_frozen_searched_and_pickled_as_rllib_s():
+    config = tiny.ppo(ref_kl_coeff=0.2)
+    frozen = config.copy(copy_frozen=True)
+    with pytest.raises(AttributeError, match="frozen"):
+        frozen.training(lr=1.0)
+    assert frozen.copy(copy_frozen=False).training(lr=1.0).lr == 1.0
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+    again = PPOPtxConfig.from_state(config.get_state())
+    assert again.to_dict() == {**config.to_dict(), "class": PPOPtxConfig}  # as RLlib leaves it
+    assert PPOPtxConfig().update_from_dict(again.to_dict()).ref_kl_coeff == 0.2
+    space = config.training(lr=tune.loguniform(1e-6, 1e-4)).sampling(top_k=tune.choice([0, 5]))
+    assert space.to_dict()["lr"].lower == 1e-6
+
+
+def test_a_subclass_may_add_settings_without_rows_and_with_its_own_method():
+    class MineConfig(CriticFreeConfig):
+        def __init__(self, algo_class=None):
+            super().__init__(algo_class=algo_class)
+            self.power = 2.0
+
+        def training(self, *, power=None, **kwargs):
+            super().training(**kwargs)
+            if power is not None:
+                self.power = power
+            return self
+
+    config = MineConfig().training(power=3.0, lr=1e-4).update_from_dict({"power": 4.0})
+    assert (config.power, config.lr) == (4.0, 1e-4)
+    assert "power" in known_names(MineConfig)
+    with pytest.raises(ValueError, match="unknown key 'powr'. Did you mean 'power'"):
+        MineConfig().update_from_dict({"powr": 1})
+
+
+def test_classes_that_moved_are_found_where_older_checkpoints_look():
+    import rllib_llm.algorithms.critic_free as old
+
+    assert old.GRPOConfig is GRPOConfig and old.RLOOConfig is RLOOConfig
+    with pytest.raises(AttributeError):
+        old.PPO  # noqa: B018
+
+
+def test_generate_is_a_config_like_the_others():
+    config = GenerateConfig().language_model(model=tiny.MODEL).sampling(opening_tokens=4)
+    config.validate()
+    assert (config.max_new_tokens, config.to_dict()["opening_tokens"]) == (128, 4)
+    with pytest.raises(ValueError, match="'temprature'. Did you mean 'temperature'"):
+        GenerateConfig().sampling(temprature=1.0)
+    with pytest.raises(ValueError, match="lr=0.1 must be left at"):
+        GenerateConfig().language_model(model=tiny.MODEL).update_from_dict({"lr": 0.1}).validate()
+
+
+def test_data_of_a_stage_without_samplers():
+    with pytest.raises(ValueError, match="'train_dataset'. It is called 'data' here"):
+        SFTConfig().training(train_dataset="x")
+    assert not {"num_env_runners", "env", "temperature"} & known_names(SFTConfig)
+
+
+def test_a_value_without_a_name_is_the_one_that_everybody_means():
+    def judge(completions):
+        return [0.0 for _ in completions]
+
+    config = GRPOConfig().language_model("org/model").prompts(["1+1="]).rewards(judge)
+    assert config.given_model() == "org/model"
+    assert config.env_config == {"prompts": ["1+1="], "reward_functions": judge}
+    with pytest.raises(TypeError, match=r"one value without a name, which is 'model'"):
+        GRPOConfig().language_model("a", "b")
+    with pytest.raises(TypeError, match=r"which is 'data'"):
+        GRPOConfig().prompts(["a"], data=["b"])
+
+
+def test_an_attribute_that_nobody_reads_is_told():
+    config = tiny.grpo()
+    config.num_generations = 16
+    with pytest.warns(UserWarning, match="unknown key 'num_generations'.*'num_completions'"):
+        config.validate()

@@ -1,0 +1,103 @@
+"""What goes between host and device in one iteration of the main path, and where.
+
+    prompts (ids) ──▶ sampler ──▶ completions ──▶ texts for reward functions ──▶ scores
+    scores, ids, log-probs stay ──▶ learner ──▶ one copy of all means; the store's copy of the rows
+
+The bounds are what is there today; a change that asks the device more often has to say why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.algorithms import tiny_runs as tiny
+from tests.device import pretend
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+ROWS, TOKENS = 12, 5  # of a batch of `tiny.grpo`, and of a completion at most
+# Copies to the host and from there, and waits for sizes, of an iteration with four mini-batches.
+# A pass of the model through packed rows asks for the sizes of what it packs (`modules`); there are
+# five: one with old weights and one for each mini-batch.
+PASSES = 5
+MOST = {
+    "envs": {"to_device": 12, "to_host": 12, "wait": 3},
+    "engines": {"to_device": 12, "to_host": 16, "wait": 1},
+    "rollouts": {"to_device": 3, "to_host": 28},
+    "learners": {"to_device": 8, "to_host": 24, "wait": 3},
+    "modules": {"to_host": 5 * PASSES + 2, "wait": 9 * PASSES},
+    "numerics": {"to_host": 2, "wait": 2},
+    "algorithms": {"to_host": 2, "wait": 1},
+}
+
+
+def transfers(gpu, make=tiny.grpo, **settings):
+    """Of the second iteration; the first one probes the model."""
+    config = make(**settings).learners(num_learners=0, num_gpus_per_learner=1)
+    with tiny.built(config) as algorithm:
+        algorithm.train()
+        gpu.transfers.clear()
+        algorithm.train()
+    return list(gpu.transfers)
+
+
+@pytest.fixture(scope="module")
+def main_path(ray_session):
+    with pretend.gpu() as gpu:
+        return transfers(gpu)
+
+
+def by_room(found) -> dict[str, Counter[str]]:
+    rooms: dict[str, Counter[str]] = {}
+    for transfer in found:
+        rooms.setdefault(transfer.site.split("/")[0], Counter())[transfer.kind] += 1
+    return rooms
+
+
+def test_the_main_path_asks_the_device_no_more_often_than_it_has_to(main_path):
+    rooms = by_room(main_path)
+    assert rooms.keys() <= MOST.keys(), rooms
+    for room, counts in rooms.items():
+        for kind, count in counts.items():
+            assert count <= MOST[room].get(kind, 0), (room, kind, sorted(
+                (t.site, t.num_bytes) for t in main_path
+                if t.kind == kind and t.site.startswith(room)
+            ))  # fmt: skip
+
+
+def test_nothing_larger_than_ids_moves_on_the_main_path(main_path):
+    largest = max(main_path, key=lambda transfer: transfer.num_bytes)
+    metrics_of_an_update = 1024
+    assert largest.num_bytes <= max(metrics_of_an_update, ROWS * (8 + TOKENS) * 8), largest
+
+
+def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
+    """[rows, tokens] int64: for reward functions, which read texts, for the store of rollouts, and
+    for the share of distinct completions."""
+    of_ids = {t.site for t in main_path if t.kind == "to_host" and t.num_bytes >= ROWS * TOKENS * 4}
+    readers = ("envs/bandit.py", "envs/judges/", "rollouts/request.py", "learners/metrics.py",
+               "learners/rlhf_learner.py:prepare")  # fmt: skip
+    assert {site for site in of_ids if not site.startswith(readers)} == set()
+
+
+def test_without_a_store_of_rollouts_the_learner_hands_nothing_back(gpu):
+    found = transfers(gpu, lambda **s: tiny.grpo(**s).rollouts(store_rollouts=False))
+    columns = Counter(t.site for t in found if t.site.startswith("rollouts/request.py:<dictcomp>"))
+    assert not columns
+    of_learners = [t for t in found if t.site.startswith("learners") and t.kind == "to_host"]
+    assert max(t.num_bytes for t in of_learners if "metrics" not in t.site) <= ROWS * 8
+
+
+def test_more_rows_and_more_tokens_are_no_more_transfers_in_the_learner(gpu):
+    """The number of passes decides, not what is in them."""
+
+    def in_learner(**settings):
+        found = transfers(gpu, **settings)
+        rooms = ("learners", "numerics", "modules/packing/dense_packing")
+        return Counter(t.kind for t in found if t.site.startswith(rooms))
+
+    few = in_learner()
+    many = in_learner(train_batch_size_per_learner=36, minibatch_size=18)
+    assert few == many

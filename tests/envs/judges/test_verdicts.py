@@ -1,0 +1,191 @@
+"""What judges reply, in the forms that they were seen to, and the one score that each form states.
+
+The expected scores are what a person reads in the reply; where a person could not tell, no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+
+import pytest
+
+from rllib_llm.envs.judges.judge_server import JudgeServer, stated_score
+from rllib_llm.envs.judges.remote_rewards import RemoteReward
+from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
+from rllib_llm.envs.judges.rubric import ReferenceJudge
+from rllib_llm.shared.openai_client import OpenAIClient, OutageError
+from tests.scripted_server import ScriptedServer, serving
+
+QUICK = {"first_delay_s": 0.01, "max_attempts": 2, "judge_outage_s": 0}
+
+
+def reply(text, finish="stop"):
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return 200, {"choices": [choice]}, {}
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("8", 8), (" 8.5\n", 8.5), ("8.", 8), ("**8**", 8), ("8/10", 8), ("8 / 10", 8),
+        ("8 out of 10", 8), ("I give it 8 out of 10.", 8), ("**8**/10", 8), ("-0.5", -0.5),
+        ("On a scale of 0 to 10: 8", 8), ("On a scale from 0 to 10, I would say 7.", 7),
+        ("0-10: 3", 3), ("Score: 8", 8), ("Score: 10/10", 10), ("Score: 0", 0),
+        ("1. Correct. 2. Polite. Rating: 7", 7), ("It has 3 faults. **Score:** 4", 4),
+        ("Of 5 facts 4 are right.\n\n8", 8), ("Score: 2? No, its score is 6.", 6),
+        ("10", 10), ("0", 0),
+        ("8. It lacks 3 things.", None), ("Either 7 or 8", None), ("As a model", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_score_that_a_reply_states(said, score):
+    assert stated_score(said, 0.0, 10.0) == score
+
+
+@pytest.mark.parametrize(
+    ("said", "finish", "score"),
+    [
+        ("<think>1 point off</think>9", "stop", 9.0),
+        ("<think>It says 3.</think>\n<think>And 4.</think> 5", "stop", 5.0),
+        ("1 point off</think>9", "stop", 9.0),  # the generation prompt opened the thoughts
+        ("<think>1 point off, so 9", "stop", None),
+        ("1", "length", None),  # it may have been 10
+        ("On a scale of 0 to 10: 8", "stop", 8.0),
+    ],
+)
+def test_a_judge_server_reads_the_verdict_and_not_the_thoughts(said, finish, score):
+    with serving(lambda path, body: reply(said, finish)) as server:
+        judge = JudgeServer(server.base_url, "judge", **QUICK)
+        (found,) = asyncio.run(judge(["p"], ["c"]))
+    assert isinstance(found, Invalid) if score is None else found == score
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ('<think>{A set.} {"correct": false}</think>{"reasoning": "r", "correct": true}', 1.0),
+        ('In {braces}: {"reasoning": "a {b} c", "correct": true} and so on }', 1.0),
+        ('```json\n{"reasoning": "r", "correct": false}\n```', 0.0),
+        ('{"reasoning": "first", "correct": false} {"reasoning": "r", "correct": true}', 1.0),
+        ('{"reasoning": "r", "correct"', None),
+        ('<think>{"reasoning": "r", "correct": true}', None),
+        ('[' * 5000 + '{"reasoning": "r", "correct": true}', 1.0),
+        ('{"a":' * 5000, None),
+    ],
+)  # fmt: skip
+def test_a_schema_judge_finds_its_object_among_other_words(said, score):
+    with serving(lambda path, body: reply(said)) as server:
+        judge = ReferenceJudge(server.base_url, "judge", **QUICK)
+        (found,) = asyncio.run(judge(["p"], ["c"], answer=["x"]))
+    assert isinstance(found, Invalid) if score is None else found == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("Paris", "Paris", 1.0), ("paris.", "Paris", 1.0), (r"\boxed{Paris}", "Paris", 1.0),
+        (r"So \boxed{\text{Paris}}", "Paris", 1.0), ("The answer is Paris.", "Paris", 1.0),
+        ("#### Paris", "It is so. #### Paris", 1.0), ("London", "Paris", 0.0),
+        (r"Paris? No: \boxed{London}", "Paris", 0.0), ("not Paris", "Paris", 0.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0), (r"\boxed{3}", "4", 0.0),
+    ],
+)  # fmt: skip
+def test_answers_of_words_are_compared_as_words(completion, answer, score):
+    pytest.importorskip("math_verify")
+    from rllib_llm.envs.judges.math_check import check
+
+    assert check(completion, answer) == score
+
+
+# --- a service that is away ----------------------------------------------------------------------
+
+
+class _Later:
+    """A server that begins to listen on its port after some seconds."""
+
+    def __init__(self, answer):
+        first = ScriptedServer(answer)
+        self.port = first.server_address[1]
+        first.server_close()
+        self.answer, self.server = answer, None
+
+    def start(self):
+        from tests import scripted_server
+
+        class AtPort(ScriptedServer):
+            def __init__(self, answer, port):
+                scripted_server.ThreadingHTTPServer.__init__(
+                    self, ("127.0.0.1", port), scripted_server._Handler
+                )
+                self.answer, self.troubles, self.lock = answer, [], threading.Lock()
+                self.requests, self.num_now, self.most_at_once = [], 0, 0
+
+        self.server = AtPort(self.answer, self.port)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def test_an_outage_is_waited_for_and_no_row_is_lost(caplog, monkeypatch):
+    later = _Later(lambda path, body: reply("9"))
+    timer = threading.Timer(1.0, later.start)
+    timer.start()
+    settings = {"first_delay_s": 0.05, "max_delay_s": 0.1, "max_attempts": 2}
+    judge = JudgeServer(f"http://127.0.0.1:{later.port}/v1", "judge", **settings)
+    assert asyncio.run(judge(["p"] * 3, ["a", "b", "c"])) == [9.0] * 3
+    assert judge._judge._client.num_retries > 3 * 2
+    later.server.shutdown()
+
+
+def test_what_ends_the_run_says_that_it_was_an_outage():
+    later = _Later(None)  # never started
+    client = {"first_delay_s": 0.01, "max_delay_s": 0.05, "max_attempts": 2}
+    judge = RemoteReward(f"http://127.0.0.1:{later.port}/r", judge_outage_s=0.3, **client)
+    with pytest.raises(RewardError, match=r"must come back within outage_s=0\.3(.|\n)*outage"):
+        RewardSum(judge)(batch(["a", "b"]))
+
+
+def test_a_single_request_that_fails_is_no_outage():
+    with serving(lambda path, body: (500, {}, {})) as server:
+        client = OpenAIClient(server.base_url, first_delay_s=0.01, max_attempts=2, outage_s=60)
+        with pytest.raises(RuntimeError, match="within max_attempts=2") as raised:
+            client.post("x", {}, dict)
+    assert not isinstance(raised.value, OutageError)
+    assert len(server.requests) == 2
+
+
+def test_judges_and_remote_rewards_can_be_pickled():
+    """A conversation's environment takes them to its sampler."""
+    with serving(lambda path, body: (200, {"scores": [2.0]}, {})) as server:
+        remote = pickle.loads(pickle.dumps(RemoteReward(server.base_url + "/r", **QUICK)))
+        assert asyncio.run(remote(["p"], ["c"])) == [2.0]
+    with serving(lambda path, body: reply("9")) as server:
+        judge = pickle.loads(pickle.dumps(JudgeServer(server.base_url, "judge", **QUICK)))
+        assert asyncio.run(judge(["p"], ["c"])) == [9.0]
+
+
+# --- functions that judge nothing -----------------------------------------------------------------
+
+
+def batch(completions, prompts=None):
+    import torch
+
+    prompts = prompts or ["p"] * len(completions)
+    ids = torch.tensor([[hash(prompt) % 1000] for prompt in prompts])
+    return RewardBatch(ids, ids >= 0, ids, ids >= 0, prompts, list(completions))
+
+
+def test_functions_that_never_judge_end_the_run():
+    never = RewardSum(lambda completions, **_: [None] * len(completions))
+    for start in range(3):  # prompts may be left out, as long as some are judged
+        assert not never(
+            batch(["x"] * 8, [f"prompt {2 * start + i // 4}" for i in range(8)])
+        ).valid.any()
+    with pytest.raises(RewardError, match="returned None for all 40 so far"):
+        never(batch(["x"] * 16, [f"prompt {i}" for i in range(16)]))
+
+
+def test_prompts_that_are_left_out_end_nothing_where_others_are_judged():
+    some = RewardSum(lambda prompts, completions, **_: [1.0 if p == "a" else None for p in prompts])
+    assert some(batch(["x"], ["a"])).valid.all()
+    for _ in range(200):
+        assert not some(batch(["x"] * 8, list("bcdefghi"))).valid.any()

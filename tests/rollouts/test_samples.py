@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from rllib_llm.rollouts.samples import SampleLog
+from rllib_llm.runs.trial_logs import read_json_lines
+from rllib_llm.shared import columns
+
+
+def batch(completion: str):
+    """What is read of a `JudgedBatch` of one row."""
+    return SimpleNamespace(
+        num_rows=1, texts={"prompt": ["Say"], "completion": [completion]}, components={},
+        columns={columns.PROMPT_INDEX: torch.tensor([3]), columns.SCORES: torch.tensor([0.5])},
+        metrics={"gold": torch.tensor([1.0]), "absent": torch.tensor([torch.nan])},
+    )  # fmt: skip
+
+
+def test_a_process_that_goes_on_replaces_what_it_samples_again(tmp_path):
+    log = SampleLog(tmp_path / "trial")
+    for iteration, split in ((0, "eval"), (1, "train"), (5, "eval"), (6, "train")):
+        log.write(batch("first"), iteration=iteration, split=split, limit=8)
+    with log.path.open("a", encoding="utf-8") as file:
+        file.write('{"iteration": 7, "sp')  # killed
+    log = SampleLog(tmp_path / "trial")
+    for split in ("train", "eval"):
+        log.write(batch("again"), iteration=5, split=split, limit=8)
+    rows = read_json_lines(log.path)
+    assert [(row["iteration"], row["split"], row["completion"]) for row in rows] == [
+        (0, "eval", "first"), (1, "train", "first"), (5, "train", "again"), (5, "eval", "again"),
+    ]  # fmt: skip
+    assert rows[0] == {"iteration": 0, "split": "eval", "prompt_index": 3, "prompt": "Say",
+                       "completion": "first", "score": 0.5, "gold": 1.0}  # fmt: skip

@@ -1,0 +1,228 @@
+"""Broken set-ups, each with the finding that names it, and sound ones without any."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rllib_llm.runs.doctor.examine import before_a_run, examine
+from rllib_llm.runs.doctor.finding import exit_code
+from rllib_llm.runs.doctor.machine import GIB, Machine
+from tests.runs.doctor import set_ups
+from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
+from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
+
+CHAT = [{"role": "user", "content": "1"}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Model folders, most of them broken."""
+    root = tmp_path_factory.mktemp("models")
+    sound = save(root / "sound", llama(), byte_tokenizer())
+    save(root / "judge", llama_classifier(), byte_tokenizer())
+    for name in ("truncated", "no_weights", "no_shard", "other_end"):
+        shutil.copytree(sound, root / name)
+    weights = root / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (root / "no_weights" / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (root / "no_shard" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (root / "other_end" / "generation_config.json").write_text('{"eos_token_id": 77}')
+    without_end = {"unk": "<unk>", "bos": "<s>"}
+    network = llama(eos_token_id=None)
+    network.generation_config.eos_token_id = None
+    save(root / "no_end", network, byte_tokenizer(without_end))
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+def found(experiment, machine: Machine = MACHINE) -> list:
+    return [f for f in examine([experiment], machine) if f.severity != "note"]
+
+
+SETTINGS = {
+    "settings.unknown": lambda: grpo(temprature=1.0),
+    "settings.temperature": lambda: grpo(temperature=0.0),
+    "settings.top_p": lambda: grpo(top_p=1.5),
+    "settings.lr": lambda: grpo(lr="fast"),
+    "settings.train_batch_size_per_learner": lambda: grpo(train_batch_size_per_learner=18),
+    "settings.micro_batch_size": lambda: grpo(micro_batch_size=2, micro_batch_tokens=64),
+    "settings.min_new_tokens": lambda: grpo(min_new_tokens=9),
+    "settings.overlong_buffer": lambda: grpo(overlong_buffer=9),
+    "settings.loss_reduction": lambda: grpo(policy_loss="rloo", loss_reduction="token_mean"),
+    "settings.quantization": lambda: grpo(quantization="int8"),
+    "settings.reference_in": lambda: grpo(reference_in="policy"),
+    "settings.kl_twice": lambda: grpo(ref_kl_coeff=0.1, env={"kl_coeff": 0.1}),
+    "settings.evaluation_interval": lambda: grpo(evaluation_interval=5, env={"eval_prompts": None}),
+    "settings.lr_num_updates": lambda: grpo(lr_schedule="linear", lr_num_updates=5),
+    "settings.lr_num_warmup_updates": lambda: grpo(lr_num_warmup_updates=500),
+    "settings.minibatch_size": lambda: grpo(minibatch_size=6),
+    "no_effect.lr_num_updates": lambda: grpo(lr_num_updates=50),
+    "experiment.no_end": lambda: grpo(stop={}),
+    "experiment.open_end": lambda: grpo(stop={"objective/scores": 1}),
+    "experiment.result": lambda: grpo().replace(pass_criteria={"objectiv/scores": 1}),
+    "experiment.metric": lambda: grpo().replace(scheduler="asha"),
+    "environment": lambda: grpo().replace(env="rllib_llm/Reviws-v0"),
+}
+DATA = {
+    "data.prompts": lambda: grpo(env={"prompts": "./nothing.jsonl"}),
+    "data.prompt": lambda: grpo(env={"prompts": [{"prompt": CHAT}]}),
+    "data.duplicates": lambda: grpo(env={"prompts": SUMS * 2}),
+    "data.leak": lambda: grpo(env={"eval_prompts": SUMS[:2]}),
+    "data.few_prompts": lambda: grpo(env={"prompts": SUMS[:2]}),
+    "data.cut": lambda: grpo(env={"max_prompt_len": 3}),
+    "data.empty": lambda: supervised(
+        "SFT", data=[*set_ups.TEXTS, {"prompt": "1", "completion": " "}]
+    ),
+    "data.same_pair": lambda: supervised(
+        "DPO", data=[*set_ups.PAIRS, {"prompt": "1", "chosen": "2", "rejected": "2"}]
+    ),
+    "data.data": lambda: supervised("SFT", data=[{"question": "?"}]),
+    "rewards.fails": lambda: grpo(env={"reward_functions": f"{HERE}.raises"}),
+    "rewards.unmade": lambda: grpo(
+        env={"reward_functions": {"function": f"{HERE}.Unmade", "name": "unmade"}}
+    ),
+    "rewards.infinite": lambda: grpo(env={"reward_functions": f"{HERE}.infinite"}),
+    "rewards.constant": lambda: grpo(env={"reward_functions": f"{HERE}.constant"}),
+    "rewards.count": lambda: grpo(env={"reward_functions": f"{HERE}.one_number"}),
+    "rewards.slow": lambda: grpo(
+        train_batch_size_per_learner=2048, env={"reward_functions": f"{HERE}.slow",
+                                               "prompts": SUMS * 40},
+    ),
+    "rewards.unfit": lambda: grpo(env={"prompts": [{"prompt": f"{a}="} for a in range(25)]}),
+    "model.max_prompt_len": lambda: grpo(env={"max_prompt_len": 4000}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *DATA])
+def test_a_broken_set_up_is_named(name: str):
+    make: Callable = {**SETTINGS, **DATA}[name]
+    ids = [finding.id for finding in found(make())]
+    assert any(one == name or one.startswith(f"{name}.") for one in _with_area(ids)), ids
+
+
+def _with_area(ids: list[str]) -> list[str]:
+    """An environment's name is a setting: its complaint has no more to say of the area."""
+    return [*ids, *(["environment"] if "settings.env" in ids else [])]
+
+
+@pytest.mark.parametrize(("folder", "name"), [
+    ("truncated", "model.truncated"),
+    ("no_weights", "model.weights"),
+    ("no_shard", "model.shards"),
+    ("other_end", "model.eos_differs"),
+    ("no_end", "model.eos"),
+    ("judge", "model.kind"),
+])  # fmt: skip
+def test_a_broken_model_folder_is_named_before_its_weights_are_loaded(folders, folder, name):
+    assert name in [finding.id for finding in found(grpo(model=folders[folder]))]
+
+
+def test_a_policy_is_no_judge(folders):
+    experiment = grpo(model=folders["sound"], env={"reward_model": folders["sound"]})
+    assert "model.kind" in [finding.id for finding in found(experiment)]
+
+
+def test_a_missing_model_is_told_of_the_experiment_that_names_it():
+    first = supervised("SFT", model="./nosuch").replace(name="first")
+    found = examine([first, grpo(model="${first.model}")], MACHINE)
+    assert {f.where for f in found if f.severity == "error"} == {"first"}
+
+
+def test_a_judge_that_is_made_before_is_no_policy(folders):
+    judge = supervised("RewardModel", model=folders["sound"], data=set_ups.PAIRS)
+    judge = judge.replace(name="judge")
+    # Until it is made, the model that it starts from stands in for it.
+    policy = grpo(model=folders["sound"], env={"reward_model": "${judge.model}"})
+    assert [f.id for f in examine([judge, policy], MACHINE) if f.severity == "error"] == []
+    before_a_run([judge, policy])
+
+
+@pytest.mark.parametrize(("config", "changes", "name"), [
+    ({"mixed_precision": "bf16"}, {"features": frozenset()}, "devices.bfloat16"),
+    ({"num_gpus_per_learner": 1}, {}, "devices.gpus"),
+    ({"lora": {}, "quantization": "nf4"}, {}, "devices.four_bit"),
+    ({"num_env_runners": 6}, {"cpus": 2.0}, "ray.processes"),
+    ({"num_env_runners": 1}, {"shm_bytes": 100_000}, "ray.object_store"),
+    ({}, {"memory": GIB // 4}, "memory.total"),
+])  # fmt: skip
+def test_what_a_machine_lacks_is_named(folders, config, changes, name):
+    machine = dataclasses.replace(MACHINE, **changes)
+    experiment = grpo(model=folders["sound"], **config)
+    assert name in [finding.id for finding in found(experiment, machine)]
+
+
+def test_a_full_disk_is_named(folders, tmp_path):
+    machine = dataclasses.replace(MACHINE, disk_bytes=1000)
+    ids = [f.id for f in examine([grpo(model=folders["sound"])], machine, folder=tmp_path)]
+    assert "disk.storage_path" in ids
+
+
+def test_a_server_that_does_not_answer_is_named():
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        judge = {
+            "function": "rllib_llm.envs.judges.judge_server.JudgeServer",
+            "kwargs": {"base_url": url, "model": "judge"},
+        }
+        ids = [f.id for f in found(grpo(env={"reward_functions": judge}))]
+    assert "ports.server" in ids
+
+
+def test_all_of_it_is_told_at_once():
+    experiment = grpo(temprature=1.0, top_p=1.5, max_new_tokens=0, quantization="int8")
+    ids = {finding.id for finding in found(experiment)}
+    assert {"settings.unknown", "settings.top_p", "settings.max_new_tokens",
+            "settings.quantization"} <= ids  # fmt: skip
+
+
+SOUND = {
+    "grpo": lambda folders: grpo(),
+    "grpo with samplers": lambda folders: grpo(num_env_runners=2, model=folders["sound"]),
+    "adapters": lambda folders: grpo(lora={"r": 4}, model=folders["sound"]),
+    "bfloat16": lambda folders: grpo(mixed_precision="bf16"),
+    "a schedule": lambda folders: grpo(lr_schedule="linear", lr_num_updates=20),
+    "evaluation": lambda folders: grpo(evaluation_interval=5),
+    "tools": lambda folders: conversations("rllib_llm/Calculator-v0", max_turns=3),
+    "a conversation": lambda folders: conversations(
+        "rllib_llm/Conversation-v0", prompts=SUMS, reward_functions=f"{HERE}.says_something"
+    ),
+    "sft": lambda folders: supervised("SFT"),
+    "sft of a folder": lambda folders: supervised("SFT", model=folders["sound"]),
+    "reward model": lambda folders: supervised("RewardModel"),
+    "dpo": lambda folders: supervised("DPO"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_stands_against_a_sound_set_up(name: str, folders):
+    findings = found(SOUND[name](folders))
+    assert findings == []
+    assert exit_code(findings) == 0
+
+
+def test_there_are_enough_of_both():
+    assert len(SETTINGS) + len(DATA) + 6 + 1 + 6 + 2 >= 40
+    assert len(SOUND) >= 10
+
+
+def test_findings_of_errors_have_all_parts():
+    (finding,) = found(grpo(top_p=1.5))
+    assert (finding.id, finding.severity, finding.where) == ("settings.top_p", "error", "run")
+    assert finding.found == "top_p=1.5"
+    assert finding.rule.startswith("must be") and finding.remedy
+    assert exit_code([finding]) == 2
+
+
+def test_a_file_is_examined_in_seconds(tmp_path: Path):
+    begin = time.process_time()
+    found(grpo())
+    assert time.process_time() - begin < 20

@@ -1,0 +1,98 @@
+"""What is wrong with data under the settings is told without Ray."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rllib_llm.algorithms.reward_model import RewardModelConfig
+from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.runs.check_data import check_data
+from tests.algorithms import tiny_runs as tiny
+
+CHATS = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def needs_an_answer(completions, answer):
+    return [float(text == one) for text, one in zip(completions, answer, strict=True)]
+
+
+def takes_no_completions(prompts):
+    return [0.0 for _ in prompts]
+
+
+def sft(data, **training):
+    return SFTConfig().language_model(model=tiny.MODEL).training(data=data, **training)
+
+
+def grpo(max_new_tokens=5, **env):
+    config = tiny.grpo().sampling(max_new_tokens=max_new_tokens)
+    config.env_config.update(env)
+    return config
+
+
+def test_what_is_right_passes():
+    check_data(sft(tiny.TEXTS, eval_data=f"{tiny.HERE}.build_texts"), "sft.config")
+    check_data(tiny.reward_model(), "rm.config")
+    check_data(grpo(), "grpo.config")
+    # Not there yet, or not at hand.
+    check_data(sft("${texts.data}"), "sft.config")
+    check_data(sft(tiny.TEXTS).language_model(model="${sft.model}"), "sft.config")
+
+
+@pytest.mark.parametrize("config, message", [
+    (sft([{"question": "?"}]), r"^sft.config.data: row 0 of .* must have 'text'"),
+    (sft(tiny.TEXTS, eval_data=[]), r"^sft.config.eval_data: .* it is empty"),
+    (sft(CHATS), r"data: row 0 of .*the tokenizer has none. Set chat_template"),
+    (RewardModelConfig().language_model(model=tiny.MODEL).training(data=tiny.TEXTS),
+     "must have 'chosen' and 'rejected'"),
+    (grpo(max_prompt_len=4000), "max_prompt_len=4000 must be at most 27 with max_new_tokens=5"),
+    (grpo(max_new_tokens=1000), "max_new_tokens=1000 must be below 32: .*none is left for the"),
+    (grpo(prompts=None), "prompts.*=None must be a data source: there is nothing to complete"),
+    (grpo(reward_functions=None), "nothing judges the completions"),
+    (grpo(reward_functions=needs_an_answer, prompts=["1+1="]),
+     r"'needs_an_answer' must find its arguments \['answer'\] among the columns"),
+    (grpo(reward_functions=takes_no_completions), "takes_no_completions.*completions"),
+    (grpo(eval_fraction=0.99, eval_prompts=None), "must leave prompts to train on"),
+    (grpo(prompts=[{"prompt": CHATS[0]["messages"]}]), "the tokenizer has no chat template"),
+    (grpo(max_prompt_len=3, prompt_overflow="error"), "prompt in row 0 must have at most"),
+    (grpo(reference="tests.tiny_models.build_llama"), "must have the vocabulary of the policy"),
+])  # fmt: skip
+def test_what_is_wrong_is_told(config, message):
+    where = "sft.config" if isinstance(config, SFTConfig) else "run.config"
+    with pytest.raises(ValueError, match=message):
+        check_data(config, where)
+
+
+def test_only_prompts_that_there_are_need_room():
+    config = grpo(max_new_tokens=26)  # of 32 positions; the longest prompt has 5 tokens
+    del config.env_config["max_prompt_len"]
+    check_data(config, "run.config")
+    with pytest.raises(ValueError, match="the longest prompt has 5 tokens"):
+        check_data(config.copy(copy_frozen=False).sampling(max_new_tokens=28), "run.config")
+
+
+def test_a_chat_template_makes_conversations_readable(tmp_path):
+    config = sft(CHATS)
+    check_data(config.language_model(chat_template=TEMPLATE), "sft.config")
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE)
+    config.language_model(chat_template=str(file)).validate()
+    assert config.chat_template == TEMPLATE  # workers and later runs need not find the file
+    chats = [{"prompt": CHATS[0]["messages"]}]
+    check_data(grpo(prompts=chats, chat_template=TEMPLATE, eval_prompts=None), "run.config")
+
+
+def test_large_files_are_left_to_the_run(tmp_path, monkeypatch):
+    from rllib_llm.data import sources
+
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"question": "?"}))
+    assert sources.is_quick_to_read(str(file))
+    with file.open("a") as stream:
+        stream.truncate(65 * 1024**2)
+    assert not sources.is_quick_to_read(str(file))
+    assert not sources.is_quick_to_read({"path": "org/dataset"})
+    check_data(sft(str(file)), "sft.config")

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+from pyarrow.fs import LocalFileSystem
+from rich.console import Console
+
+from rllib_llm.overseer.messages import MessageLog
+from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow
+from rllib_llm.shared.listening import Message
+
+
+def trial(name: str, **params: object) -> SimpleNamespace:
+    return SimpleNamespace(trial_id=name, evaluated_params=params, config=dict(params))
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=110)
+
+
+def result(iteration: int, **values: float) -> dict:
+    return {"training_iteration": iteration, "episode": 10 * iteration, **values}
+
+
+def rendered(table: LiveTable) -> str:
+    out = Console(file=io.StringIO(), width=110)
+    out.print(table.view())
+    return out.file.getvalue()
+
+
+def test_one_row_per_trial_with_the_settings_that_vary():
+    table = LiveTable("ppo · PPOPtx", {"training_iteration": 4}, console(terminal=True))
+    slow, fast = trial("a", lr=1e-5), trial("b", lr=1e-3)
+    table.on_trial_start(0, [], slow)
+    table.on_trial_result(1, [], fast, result(2, objective={"scores": 1.5, "kl": 0.25}))
+    text = rendered(table)
+    assert "lr=1e-05" in text and "lr=0.001" in text and "starting" in text
+    row = next(line for line in text.splitlines() if "lr=0.001" in line)
+    assert "2/4" in row and "20" in row and "1.500" in row and "0.250" in row
+
+
+def test_a_single_trial_carries_the_name_of_its_stage():
+    table = LiveTable("sft · SFT", {}, console(terminal=True))
+    assert "sft" in rendered(table)  # also before the trial starts
+    table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}))
+    assert "2.000" in rendered(table)
+    table.on_trial_error(2, [], trial("a"))
+    assert "failed" in rendered(table)
+
+
+def test_a_full_row_fits_a_terminal_of_80_columns():
+    table = LiveTable("ppo · PPOPtx", {"training_iteration": 100}, console(terminal=True))
+    scores = {"objective": {"scores": -1.5, "kl": 12.25}, "env": {"gold_score": -2.5}}
+    throughput = {"throughput": {"tokens_per_s": 12345.0}}
+    table.on_trial_result(1, [], trial("a"), result(50, **scores, **throughput))
+    out = Console(file=io.StringIO(), width=80)
+    out.print(table.table())
+    text = out.file.getvalue()
+    assert "12,345" in text and "…" not in text.replace(" … ", "")  # … alone is an unknown ETA
+
+
+def test_without_a_terminal_there_are_plain_lines_not_too_many():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 9}, out) as table:
+        for iteration in range(1, 10):
+            table.on_trial_result(iteration, [], trial("a"), result(iteration, loss={"sft": 2.0}))
+        table.on_trial_complete(9, [], trial("a"))
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 2  # the first and the last; those between came within ten seconds
+    assert lines[0].startswith("sft  iteration 1/9  episodes 10  loss 2.000")
+    assert lines[-1].endswith("done")
+
+
+def test_the_end_of_a_trial_is_one_line():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 1}, out) as table:
+        table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}, done=True))
+        table.on_trial_complete(1, [], trial("a"))
+    (line,) = out.file.getvalue().splitlines()
+    assert line.endswith("loss 2.000  done")
+
+
+def test_a_trial_that_a_scheduler_ended_early_is_stopped_not_done():
+    out = console(terminal=False)
+    with LiveTable("sft · SFT", {"training_iteration": 6}, out) as table:
+        table.on_trial_result(1, [], trial("a"), result(4, loss={"sft": 2.0}, done=True))
+        table.on_trial_complete(1, [], trial("a"))
+    (line,) = out.file.getvalue().splitlines()
+    assert "iteration 4/6" in line and line.endswith("stopped")
+
+
+def test_a_trial_is_named_by_the_settings_it_was_started_with_last():
+    table = LiveTable("pbt · PPOPtx", {}, console(terminal=True))
+    mutated, other = trial("a", lr=1e-5, **{"env_config/x": 1}), trial("b", lr=1e-3)
+    for one in (mutated, other):
+        table.on_trial_start(0, [], one)
+    mutated.config = {"lr": 2e-5, "env_config": {"x": 2}}
+    assert "lr=1e-05, x=1" in rendered(table)
+    table.on_trial_start(1, [], mutated)
+    assert "lr=2e-05, x=2" in rendered(table) and "lr=1e-05" not in rendered(table)
+
+
+def test_tune_can_pickle_it_while_it_is_live():
+    with LiveTable("sft · SFT", {}, console(terminal=True)) as table:
+        assert isinstance(pickle.loads(pickle.dumps(table)), LiveTable)
+
+
+def test_the_time_left_follows_the_pace_since_the_first_result():
+    row = TrialRow("a", {"training_iteration": 10})
+    row.update({"training_iteration": 2})
+    assert row.eta_s() is None
+    row._first = (row._last_time - 4.0, 0.2)  # as if the first result were 4 s old
+    row.update({"training_iteration": 6})
+    # 0.4 of the way in 4 s, 0.4 to go: 4 s more.
+    assert abs(row.eta_s() - 4.0) < 0.5
+
+
+def stored(name: str, folder: Path) -> SimpleNamespace:
+    """A trial whose folder lies on this disk."""
+    storage = SimpleNamespace(storage_filesystem=LocalFileSystem(), trial_fs_path=str(folder))
+    return SimpleNamespace(trial_id=name, evaluated_params={}, config={}, storage=storage)
+
+
+def test_warnings_of_the_trials_processes_are_printed_once(tmp_path):
+    out = console(terminal=False)
+    trials = [stored(name, tmp_path / name) for name in "ab"]
+    with LiveTable("rl · GRPO", {}, out) as table:
+        table.on_step_end(0, trials)
+        for index, one in enumerate(trials):
+            text = f"{index + 3} of the first 16 prompts are longer than max_prompt_len"
+            MessageLog(tmp_path / one.trial_id).write([Message("trial", text, True)], 1)
+        table._last_poll = 0.0
+        table.on_step_end(1, trials)
+    (line,) = out.file.getvalue().splitlines()
+    assert line.startswith("warning: 3 of the first 16 prompts are longer")
+
+
+def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        table.on_step_end(0, [stored("a", tmp_path)])
+        (row,) = table._rows.values()
+        row._started -= SILENT_S + 1  # as if it had been silent for so long
+        assert "waiting for its process, for 0:05" in rendered(table)  # SILENT_S + 1
+        MessageLog(tmp_path).doing("sampling and judging 16 completions")
+        assert "rl: sampling and judging 16 completions, for 0:00" in rendered(table)
+        table._last_line = table._last_poll = -1000.0
+        table.on_step_end(1, [stored("a", tmp_path)])
+        assert "rl  sampling and judging 16 completions, for 0:0" in out.file.getvalue()
+        table.on_trial_result(2, [], stored("a", tmp_path), result(1))
+        assert "sampling" not in rendered(table)  # it has just been heard of
+
+
+def test_what_a_process_before_this_one_did_is_past(tmp_path):
+    MessageLog(tmp_path).doing("learning")
+    os.utime(tmp_path / "doing_now.txt", (1e9, 1e9))  # killed long ago
+    with LiveTable("rl · GRPO", {}, console(terminal=False)) as table:
+        table.on_trial_start(0, [], stored("a", tmp_path))
+        table.on_step_end(0, [stored("a", tmp_path)])
+        (row,) = table._rows.values()
+        row._started -= SILENT_S + 1
+        assert "waiting for its process, for 0:05" in rendered(table)
+
+
+def test_a_sign_that_something_is_wrong_is_told_once():
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        for iteration in range(1, 7):
+            objective = {"scores": 1.0, "scores_std": 0.0}
+            table.on_trial_result(iteration, [], trial("a"), result(iteration, objective=objective))
+    told = [line for line in out.file.getvalue().splitlines() if line.startswith("look:")]
+    assert len(told) == 1
+    assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
+
+
+def test_of_many_trials_that_wait_the_first_are_told():
+    out = console(terminal=False)
+    with LiveTable("rl · GRPO", {}, out) as table:
+        trials = [trial(f"t{index}", lr=index) for index in range(9)]
+        for one in trials:
+            table.on_trial_start(0, trials, one)
+            table._rows[one.trial_id]._started -= SILENT_S + 6
+        table._last_line = table._last_poll = -1000.0
+        table.on_step_end(1, trials)
+    lines = out.file.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0].startswith("lr=0  waiting for its process, for 0:1")
+    assert lines[3] == "and 6 further trials"
+
+
+def test_a_warning_that_was_told_before_is_not_told_again():
+    out = console(terminal=False)
+    table = LiveTable("rl · GRPO", {}, out)
+    table.know(["The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead."])
+    table.warn("The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead.")
+    table.warn("another")
+    assert out.file.getvalue() == "warning: another\n"

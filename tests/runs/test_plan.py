@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.runs.plan import check_experiments, search_space
+from rllib_llm.runs.room import check_disk, check_resources
+from rllib_llm.runs.stand_ins import with_stand_ins
+from rllib_llm.runs.yaml_experiments import Experiment, load
+from rllib_llm.shared.errors import UserError
+from tests.runs.tiny_trainables import COUNTER
+from tests.tiny_models import byte_tokenizer, llama, save
+
+
+def counter(name: str = "a", **settings: object) -> Experiment:
+    return Experiment(name, COUNTER, **settings)  # type: ignore[arg-type]
+
+
+def test_the_hungriest_trial_says_what_is_needed():
+    experiments = [counter("a"), counter("b", config={"num_cpus": {"grid_search": [2, 5]}})]
+    assert check_experiments(experiments)["CPU"] == 5
+
+
+def test_every_point_of_the_grid_is_validated():
+    with pytest.raises(UserError, match=r"b: lr=-0\.5 must be at least 0"):
+        check_experiments([counter("a"), counter("b", config={"lr": {"grid_search": [1, -0.5]}})])
+
+
+def test_a_later_stage_is_checked_with_the_model_that_the_earlier_one_starts_from():
+    data = {
+        "sft": {"run": COUNTER, "config": {"model": "org/base"}},
+        "rm": {"run": COUNTER, "config": {"model": "${sft.model}"}},
+        "ppo": {"run": COUNTER, "config": {"model": "${rm.model}", "x": "${sft.checkpoint}/t"}},
+    }
+    filled = with_stand_ins(load(data, "x.yaml"))
+    assert [experiment.config["model"] for experiment in filled] == ["org/base"] * 3
+    assert filled[2].config["x"] == "${sft.checkpoint}/t"
+
+
+def test_a_stage_that_others_use_must_save_a_checkpoint():
+    data = {
+        "sft": {"run": COUNTER, "checkpoint_config": {"checkpoint_at_end": False}},
+        "ppo": {"run": COUNTER, "config": {"model": "${sft.model}"}},
+    }
+    with pytest.raises(UserError, match=r"sft\.checkpoint_config\.checkpoint_at_end=False must"):
+        check_experiments(load(data, "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"config": {"lrr": 1}}, r"a\.config: unknown key 'lrr'.*'lr'"),
+        ({"restore": "/nowhere"}, r"a\.restore='/nowhere' must be a checkpoint folder"),
+        ({"scheduler": "ashha"}, r"a\.scheduler='ashha'.*Did you mean 'asha'"),
+        ({"scheduler": "asha"}, r"a\.metric is missing"),
+        ({"scheduler_config": {"max_t": 3}}, r"a\.scheduler_config must come with scheduler"),
+        (
+            {
+                "scheduler": "pbt",
+                "metric": "x",
+                "scheduler_config": {"hyperparam_mutations": {"lrr": {"uniform": [0, 1]}}},
+            },
+            r"a\.config: unknown key 'lrr'.*'lr'",
+        ),
+        (
+            {
+                "scheduler": "pbt",
+                "metric": "x",
+                "scheduler_config": {"hyperparam_mutations": {"lr": {"uniform": [-2, -1]}}},
+            },
+            r"a: lr=-1\.\d+ must be at least 0",
+        ),
+        (
+            {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_tt": 3}},
+            r"a\.scheduler_config: unknown key 'max_tt'.*'max_t'",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(settings: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        check_experiments([counter(**settings)])
+
+
+@pytest.mark.parametrize(
+    ("run", "env", "config", "message"),
+    [
+        ("PPO", "CartPole-v9", {}, "Did you mean 'CartPole-v1'"),
+        ("PPOPtx", "rllib_llm/Revews-v0", {"model": "m"}, "rllib_llm/Reviews-v0"),
+        ("PPOPtxx", None, {}, "PPOPtx"),
+        (
+            "PPOPtx",
+            "rllib_llm/Arithmetic-v0",
+            {"model": "m", "env_config": {"digit": 2}},
+            "Did you mean 'digits'",
+        ),
+    ],
+)
+def test_names_are_checked_with_the_nearest(run: str, env: str, config: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        check_experiments([Experiment("a", run, env, config)])
+
+
+def test_a_trial_that_can_never_start_is_refused():
+    check_resources({"CPU": 2, "GPU": 0}, {"CPU": 2})
+    with pytest.raises(UserError, match="one trial reserves 3 CPUs and must fit into Ray's 2"):
+        check_resources({"CPU": 3}, {"CPU": 2})
+    with pytest.raises(UserError, match="--ray-num-gpus"):
+        check_resources({"GPU": 1}, {"CPU": 2})
+
+
+def test_too_little_disk_is_told_before_the_run(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(2**42)  # 4 TiB of holes
+    large = counter(config={"model": str(model)}, stop={"training_iteration": 9})
+    check_disk([counter()], tmp_path / "run")
+    with pytest.raises(UserError, match=r"must have about 16384\.\d+ GiB free"):
+        check_disk([large], tmp_path / "run")
+
+
+def reviews(**changes: object) -> Experiment:
+    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    return Experiment("ppo", "PPOPtx", "rllib_llm/RLHF-v0", **{
+        "config": {
+            "model": model,
+            "env_config": {
+                "prompts": "${texts.checkpoint}/train.jsonl",
+                "reward_functions": ["tests.envs.tiny_envs.num_words"],
+                **changes,
+            },
+        },
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompts": "./nothing.jsonl"},
+            r"ppo\.config\.env_config\.prompts='./nothing.jsonl' must",
+        ),
+        ({"prompts": {"pth": "x"}}, "unknown key. Did you mean 'path'"),
+        ({"reward_model": "./no/judge"}, r"reward_model='./no/judge' must be a local folder"),
+        (
+            {"reward_model": {"model": "./no/judge"}},
+            r"env_config\.reward_model\.model='./no/judge'",
+        ),
+        ({"reference": {"model": "a.b"}}, r"reference\.model='a\.b' must name a module"),
+        ({"reward_functions": "tests.envs.tiny_envs.num_word"}, "Did you mean 'num_words'"),
+        ({"reward_functions": [{"function": "no.such"}]}, "reward_functions='no.such' must name"),
+        ({"reward_model": {"model": "a/b", "quantisation": "int8"}}, "Did you mean 'quantization'"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: str):
+    earlier = [counter("texts"), counter("rm")]
+    later = [reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")]
+    check_experiments([*earlier, *later])
+    with pytest.raises(UserError, match=message):
+        check_experiments([*earlier, reviews(**changes)])
+
+
+def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
+    folder = save(tmp_path / "small", llama(vocab_size=250), byte_tokenizer())
+    with pytest.raises(UserError, match=r"reward_model\.model: .*at most the 250 rows"):
+        check_experiments([counter("texts"), reviews(reward_model={"model": folder})])
+    with pytest.raises(UserError, match="reference.model=.* must have the vocabulary of the pol"):
+        check_experiments([counter("texts"), reviews(reference={"model": folder})])
+    folder = save(tmp_path / "pad", llama(), byte_tokenizer(pad="</s>"))
+    with pytest.warns(UserWarning, match="pad token '</s>' is an end-of-sequence token"):
+        check_experiments([counter("texts"), reviews(model=folder)])
+
+
+def test_settings_of_strangers_are_their_own():
+    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    config = {"model": model, "env_config": {"prompts": "./x"}}
+    check_experiments([Experiment("a", "PPOPtx", "tests.envs.tiny_envs:make_word_env", config)])
+    check_experiments([counter(config={"model": "./no/such/folder"})])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop": {"traning_iteration": 1}}, "Did you mean 'training_iteration'"),
+        ({"stop": {"episodes": 1}}, "Did you mean 'episode'"),
+        ({"stop": {"timesteps_total": 9}}, "no trial reports it. Count by training_iteration"),
+        ({"checkpoint_config": {"num_to_keep": 0}}, "num_to_keep"),
+    ],
+)
+def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message: str):
+    config = {"model": "rllib_llm.envs.toys.reviews_model.build_model", "data": ["text"]}
+    with pytest.raises(UserError, match=message):
+        check_experiments([Experiment("sft", "SFT", config=config, **settings)])
+
+
+def test_sections_of_a_file_become_the_algorithm_s_settings():
+    config = {
+        "language_model": {"model": "rllib_llm.envs.toys.reviews_model.build_model"},
+        "prompts": {"data": [{"prompt": "A"}]},
+        "rewards": {"functions": "tests.envs.tiny_envs.num_words"},
+        "sampling": {"temperature": {"grid_search": [0.5, 1.0]}},
+    }
+    experiment = Experiment("a", "PPOPtx", config=config)
+    check_experiments([experiment])
+    space = search_space(experiment)
+    assert space["env"] == "rllib_llm/RLHF-v0"
+    assert space["temperature"] == {"grid_search": [0.5, 1.0]}
+    assert space["env_config"]["reward_functions"] == "tests.envs.tiny_envs.num_words"
+    with pytest.raises(UserError, match="a: sampling: unknown key 'tempera'"):
+        check_experiments([experiment.replace(config=config | {"sampling": {"tempera": 1}})])
+
+
+def test_types_of_settings_are_told_before_anything_runs():
+    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    for wrong in ({"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"num_epochs": True}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(UserError, match=f"ppo: {name}={value} must be a whole number"):
+            check_experiments([Experiment("ppo", "PPOPtx", config={"model": model, **wrong})])
+    with pytest.raises(UserError, match="'rank' is none of them. Did you mean 'r'?"):
+        check_experiments(
+            [Experiment("a", "SFT", config={"model": model, "lora": {"rank": 4}, "data": ["x"]})]
+        )
+
+
+@pytest.mark.parametrize(
+    ("stop", "config", "planned"),
+    [
+        ({"training_iteration": 7}, {}, 7),
+        ({"episode": 100}, {"train_batch_size_per_learner": 16}, 7),  # 100 / 16, rounded up
+        ({"episode": 100}, {"train_batch_size_per_learner": 16, "num_learners": 2}, 4),
+        ({"episode": 100}, {"train_batch_size_per_learner": {"choice": [16, 32]}}, None),
+        ({"training_iteration": 3, "episode": 10_000}, {}, 3),
+        ({"objective/scores": 2.0}, {}, None),
+        ({"training_iteration": 7}, {"planned_iterations": 9}, 9),
+    ],
+)
+def test_reward_functions_are_told_how_long_a_run_is_to_be(stop, config, planned):
+    experiment = Experiment("rl", "GRPO", stop=stop, config=config)
+    assert search_space(experiment).get("planned_iterations") == planned
+    assert "planned_iterations" not in search_space(Experiment("sft", "SFT", stop=stop))

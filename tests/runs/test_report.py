@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rllib_llm.runs.report import report
+from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.yaml_experiments import Experiment
+from tests.cli.said import said
+
+
+def finished_stage(folder: Path, scores: list[float], model_class: str) -> StageResult:
+    """A stage of one trial, as if it had run and reported these scores."""
+    trial = folder / "rl" / "PPOPtx_0"
+    (trial / "model").mkdir(parents=True)
+    (trial / "model" / "config.json").write_text(json.dumps({"architectures": [model_class]}))
+    rows = [
+        {
+            "training_iteration": i + 1,
+            "episode": 10 * (i + 1),
+            "time_total_s": 2.0 * (i + 1),
+            "objective": {"scores": score, "kl": 0.1 * i},
+        }
+        for i, score in enumerate(scores)
+    ]
+    (trial / "result.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return StageResult(
+        name="rl",
+        algorithm="PPOPtx",
+        folder=folder / "rl",
+        trial_folders=[trial],
+        labels=["trial 1"],
+        best=0,
+        model=trial / "model",
+        checkpoint=trial / "checkpoint_000000",
+        metrics={"objective/scores": scores[-1]},
+    )
+
+
+def reported(result: StageResult, folder: Path, **criteria: float) -> tuple[bool, str]:
+    console = Console(file=io.StringIO(), width=120)
+    experiment = Experiment("rl", "PPOPtx", pass_criteria=criteria)
+    passed = report([result], [experiment], folder, console)
+    return passed, said(console.file.getvalue())
+
+
+def test_the_report_says_what_changed_and_where_everything_is(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0, 2.25], "LlamaForCausalLM")
+    passed, text = reported(result, tmp_path)
+    assert passed
+    assert "rl · PPOPtx, 6 s of training" in text
+    assert "reward 0.500 2.250" in text and "episodes 10 30" in text
+    assert "model (Hugging Face) rl/PPOPtx_0/model" in text
+    assert "curves rl/curves.png" in text and (tmp_path / "rl" / "curves.png").is_file()
+    assert f"rllib generate {result.model}" in text
+    assert f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_only_what_was_evaluated_is_to_be_evaluated_again(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    assert "rllib evaluate" not in reported(result, tmp_path)[1]
+    result.metrics["eval/scores"] = 1.0
+    assert f"rllib evaluate {result.checkpoint}" in reported(result, tmp_path)[1]
+
+
+def test_a_reward_model_is_not_offered_for_conversation(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForSequenceClassification")
+    assert "rllib generate" not in reported(result, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("criteria", "passed", "message"),
+    [
+        ({"objective/scores": 2.0}, True, "passed rl: objective/scores = 2.25, at least 2 wanted"),
+        ({"objective/scores": 2.5}, False, "not passed rl: objective/scores = 2.25"),
+        ({"absent": 0.0}, False, "not passed rl: absent = missing"),
+        ({"objective/scores": 2.0, "absent": 0.0}, False, "absent = missing"),
+    ],
+)
+def test_pass_criteria_decide(tmp_path, criteria: dict, passed: bool, message: str):
+    result = finished_stage(tmp_path, [0.5, 2.25], "LlamaForCausalLM")
+    verdict, text = reported(result, tmp_path, **criteria)
+    assert verdict is passed
+    assert message in text
+
+
+def test_the_report_says_what_to_look_at(tmp_path):
+    result = finished_stage(tmp_path, [1.0, 1.0, 1.0], "LlamaForCausalLM")
+    file = result.best_trial_folder / "result.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["objective"]["scores_std"] = 0.0
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, text = reported(result, tmp_path)
+    assert "look: iteration 3: every completion gets the same reward, 1," in text
+
+
+def test_a_kl_that_nobody_measured_is_not_shown(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    file = result.best_trial_folder / "result.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        del row["objective"]["kl"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "KL" not in reported(result, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("made_at", "row"),
+    [((0, 0, 0), "1.000 –"), ((0, 0, 2), "1.000 3.000"), ((None, 2, 2), "– 2.000")],
+)
+def test_a_held_out_result_stands_at_the_end_at_which_it_was_made(tmp_path, made_at, row):
+    """One from before training is not what training led to."""
+    result = finished_stage(tmp_path, [0.5, 1.0, 2.0], "LlamaForCausalLM")
+    file = result.best_trial_folder / "result.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, made in zip(rows, made_at, strict=True):
+        if made is not None:
+            scores = 1.0 + made_at.index(made) if made else 1.0
+            line["eval"] = {"scores": scores, "iteration": made}
+    file.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    assert f"held out {row}" in reported(result, tmp_path)[1]
+
+
+def test_paths_are_whole_in_a_narrow_terminal(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    result.checkpoint = result.best_trial_folder / "a_folder" / "checkpoint_000000"
+    console = Console(file=io.StringIO(), width=40)
+    report([result], [Experiment("rl", "PPOPtx")], tmp_path, console)
+    lines = console.file.getvalue().splitlines()
+    assert any(line.endswith("  rl/PPOPtx_0/a_folder/checkpoint_000000") for line in lines)

@@ -1,0 +1,214 @@
+"""The report page: what is in it, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from rllib_llm.cli.main import app
+from rllib_llm.envs.toys.calculator import build_tokenizer
+from rllib_llm.runs.environment import describe_environment, read_environment, write_environment
+from rllib_llm.runs.page_rows import page_rows
+from rllib_llm.runs.report_page import find_trials, panels, write_page
+from rllib_llm.shared.errors import UserError
+
+NASTY = "</script><script>document.title='stolen'</script><!-- & \u2028 \"'"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+def make_trial(
+    stage: Path, name: str = "PPO_a", num: int = 5, lr: float = 1e-3, begun: float = 100
+) -> Path:
+    """A trial's folder with results, settings and samples."""
+    trial = stage / name
+    trial.mkdir(parents=True)
+    rows = [
+        {
+            "training_iteration": i, "episode": 8 * i, "time_total_s": 2.0 * i,
+            "timestamp": begun + i,
+            "objective": {"scores": 0.5 * i, "kl": math.nan if i == 2 else 0.1 * i},
+            "train": {"correct_rewards": 0.1 * i, "format_rewards": 1.0,
+                      "staleness": 1.0, "num_invalid": 0.0},
+            "eval": {"scores": 0.25, "iteration": 0}, "grad_norm": 1.0, "lr": 1e-3,
+        }
+        for i in range(1, num + 1)
+    ]  # fmt: skip
+    (trial / "result.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (trial / "params.json").write_text(json.dumps({"lr": lr, "env_config": {"prompts": NASTY}}))
+    samples = [
+        {"iteration": i, "split": "eval", "prompt_index": 0, "prompt": "1+1=", "score": float(i),
+         "completion": NASTY if i else "3", "correct": 1.0}
+        for i in (0, 5)
+    ]  # fmt: skip
+    (trial / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    write_environment(stage)
+    return trial
+
+
+def store(trial: Path, iteration: int, num: int) -> None:
+    """Rollouts as the rollout store has them, as far as the page reads them."""
+    schema = pa.schema([
+        ("status", pa.string()), ("prompt", pa.string()), ("completion", pa.string()),
+        ("score", pa.float32()), ("rewards", pa.map_(pa.string(), pa.float32())),
+        ("valid", pa.bool_()), ("completion_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())), ("ref_logprobs", pa.list_(pa.float32())),
+        ("advantages", pa.list_(pa.float32())), ("seed", pa.int64()),
+    ])  # fmt: skip
+    rows = [
+        {"status": "trained", "prompt": "1+1=", "completion": f"{i}", "score": float(i),
+         "rewards": [("correct", 1.0)], "valid": i != 1, "completion_ids": [7, 8],
+         "logprobs": [-0.5, -1.5], "ref_logprobs": [-0.75, -1.0], "advantages": [2.0, -2.0]}
+        for i in range(num)
+    ]  # fmt: skip
+    folder = trial / "rollouts" / f"iteration={iteration}"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "part-00000000.parquet")
+
+
+def data_of(page: Path) -> dict:
+    text = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert text is not None
+    return json.loads(text[1])
+
+
+def test_a_page_holds_everything_and_asks_nobody(tmp_path):
+    make_trial(tmp_path / "run" / "ppo")
+    page = write_page({"run": find_trials(tmp_path / "run")}, tmp_path / "report.html")
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest", text)
+    assert "http" not in re.sub(r'id="data">.*?</script>', "", text, flags=re.DOTALL).replace(
+        "http-equiv", "").replace("http://www.w3.org/2000/svg", "")  # fmt: skip
+    (trial,) = data_of(page)["trials"]
+    assert trial["label"] == "ppo"
+    assert trial["settings"]["lr"] == "0.001"
+    assert trial["environment"]["torch"]
+    assert ["reward", "0.500", "2.500"] in trial["summary"]
+    assert trial["rows"][1]["completion"] == NASTY
+    assert trial["pairs"][0]["before"] == "3"
+    curves = {panel["title"]: panel["curves"] for panel in trial["panels"]}
+    assert curves["Reward"][0] == {"name": "training", "x": [8, 16, 24, 32, 40],
+                                   "y": [0.5, 1.0, 1.5, 2.0, 2.5]}  # fmt: skip
+    assert curves["Reward"][1] == {"name": "held out", "x": [0.0], "y": [0.25]}
+    assert curves["KL to the reference"][0]["x"] == [8, 24, 32, 40]  # not a number: left out
+    assert {"Reward: correct", "Reward: format", "Staleness", "Gradient norm"} <= set(curves)
+    assert "Completions without a score" not in curves  # there are none
+    # One evaluation, before training: it is no last one.
+    assert ["  held out", "0.250", "–"] in trial["summary"]
+
+
+def test_tokens_come_from_the_rollout_store(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    store(trial, 1, 3)
+    store(trial, 10, 3)
+    rows = page_rows(trial)
+    assert [row["iteration"] for row in rows] == [1, 1, 1, 10, 10, 10]
+    # [token, log-prob, advantage, log-prob less the reference's]
+    assert rows[0]["tokens"] == [["#7", -0.5, 2.0, 0.25], ["#8", -1.5, -2.0, -0.5]]
+    assert rows[0]["parts"] == {"correct": 1.0}
+    assert (rows[0]["score"], rows[1]["score"]) == (0.0, None)  # nobody judged it
+    assert len(page_rows(trial, limit=4)) == 4
+
+
+def test_tokens_are_words_before_there_is_a_checkpoint(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    store(trial, 1, 1)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "policy")
+    (trial / "params.json").write_text(json.dumps({"model": str(tmp_path / "policy")}))
+    words = [token[0] for token in page_rows(trial)[0]["tokens"]]
+    assert words == [tokenizer.decode([7]), tokenizer.decode([8])] != ["#7", "#8"]
+
+
+def test_trials_are_found_from_any_folder_in_the_order_in_which_they_began(tmp_path):
+    run = tmp_path / "run"
+    trial = make_trial(run / "sft", begun=1)
+    make_trial(run / "ppo", "b", begun=2)
+    make_trial(run / "ppo", "a", begun=3)
+    assert [one.label for one in find_trials(run)] == ["sft", "ppo · b", "ppo · a"]
+    assert [one.folder for one in find_trials(trial)] == [trial]
+    with pytest.raises(UserError, match=r"must be the folder of a run with results"):
+        find_trials(tmp_path / "nowhere")
+
+
+def test_two_runs_stand_side_by_side(tmp_path):
+    for name, lr in (("one", 1e-3), ("two", 1e-4)):
+        make_trial(tmp_path / name / "ppo", lr=lr)
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert result.exit_code == 0, result.output
+    data = data_of(tmp_path / "one" / "report.html")
+    assert [trial["run"] for trial in data["trials"]] == ["one", "two"]
+    assert data["several"]
+
+
+def test_a_run_that_has_not_reported_is_told(tmp_path):
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+
+
+def test_the_environment_is_noted_once(tmp_path):
+    write_environment(tmp_path)
+    first = read_environment(tmp_path)
+    assert first["Python"] and first["processor"]
+    write_environment(tmp_path)
+    assert read_environment(tmp_path) == first
+    assert describe_environment(tmp_path).get("commit") is None  # no repository there
+    assert read_environment(tmp_path / "nowhere") == {}
+
+
+def test_results_of_rllib_s_own_algorithms_have_curves():
+    results = [
+        {"num_env_steps_sampled_lifetime": 10.0 * i, "env_runners/episode_return_mean": float(i)}
+        for i in (1, 2)
+    ]
+    assert [panel["title"] for panel in panels(results)] == ["Return"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+@pytest.mark.parametrize(("view", "expected"), [
+    ("Curves", ["<svg", "Reward", "Staleness"]),
+    ("Summary", ["first", "last", "2.500"]),
+    ("Completions", ["2 of 2", "1+1="]),
+    ("Settings", ["lr", "0.001"]),
+    ("Environment", ["processor"]),
+])  # fmt: skip
+def test_a_browser_shows_every_view_and_runs_no_stranger_s_script(tmp_path, view, expected):
+    make_trial(tmp_path / "run" / "ppo")
+    page = write_page({"run": find_trials(tmp_path / "run")}, tmp_path / "report.html")
+    shown = dom(page, view, tmp_path)
+    assert "<title>run</title>" in shown
+    main = shown.partition("<main")[2].partition("</main>")[0]
+    for text in expected:
+        assert text in html.unescape(main), main[:2000]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+def test_a_browser_colours_tokens(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    store(trial, 1, 3)
+    page = write_page({"run": find_trials(tmp_path / "run")}, tmp_path / "report.html")
+    main = dom(page, "Completions", tmp_path)
+    # Log-probs of -0.5 and -1.5; the 95th percentile of sizes is 1.5, which is full strength.
+    strengths = re.findall(r'class="token" style="background: rgba\(205, 60, 40, ([\d.]+)', main)
+    assert [float(one) for one in strengths[:2]] == pytest.approx([0.65 / 3, 0.65], abs=0.002)
+
+
+def dom(page: Path, view: str, folder: Path) -> str:
+    """What the page is once its script has run."""
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
+        f"--user-data-dir={folder / 'profile'}", "--dump-dom", f"file://{page}#{view}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

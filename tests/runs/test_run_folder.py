@@ -1,0 +1,96 @@
+"""Folders of runs: each start has one of its own, and a resumed run is the one that was started."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rllib_llm.runs.experiment import Experiment
+from rllib_llm.runs.run_folder import RECORD, check_continues, new_folder, resumed_folder
+from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.shared.errors import UserError
+
+FILE, OTHER = "/a/x.yaml", "/b/x.yaml"
+
+
+def sft(**changes) -> Experiment:
+    given = {"run": "SFT", "config": {"lr": 1e-3, "optimiser": {"grad_clip": 1.0}}}
+    return Experiment("sft", **{**given, "stop": {"training_iteration": 5}, **changes})
+
+
+def ppo(**changes) -> Experiment:
+    return Experiment("ppo", **{"run": "PPOPtx", "config": {"model": "${sft.model}"}, **changes})
+
+
+def test_two_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "2026-01-01_00-00-00")
+
+    def start(_):
+        return new_folder(tmp_path, "x", None, FILE, [sft()])
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(start, range(8)))
+    assert sorted(folder.name for folder in folders) == sorted(
+        ["x_2026-01-01_00-00-00", *(f"x_2026-01-01_00-00-00_{n}" for n in range(2, 9))]
+    )
+    assert all(json.loads((folder / RECORD).read_text())["source"] == FILE for folder in folders)
+
+
+def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(tmp_path):
+    for name, source in (
+        ("x_2026-01-01_00-00-00", FILE),
+        ("x_2026-01-02_00-00-00", FILE),
+        ("x_2026-01-03_00-00-00", OTHER),
+        ("x_2_2026-01-04_00-00-00", FILE),
+    ):
+        new_folder(tmp_path, "x", name, source, [sft()])  # fmt: skip
+    found = resumed_folder(tmp_path, "x", None, FILE, [sft()])
+    assert found.name == "x_2026-01-02_00-00-00"
+    with pytest.raises(UserError, match=r"no run of /c/x.yaml lies in .* is of /b/x.yaml"):
+        resumed_folder(tmp_path, "x", None, "/c/x.yaml", [sft()])
+    with pytest.raises(UserError, match="no run of 'y' lies in"):
+        resumed_folder(tmp_path, "y", None, FILE, [sft()])
+    # The user's word counts: the file may have been moved.
+    named = resumed_folder(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
+    assert json.loads((named / RECORD).read_text())["source"] == OTHER
+
+
+def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):
+    folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
+    (folder / "sft").mkdir()
+    changed = sft(config={"lr": 2e-3, "optimiser": {"grad_clip": 2.0}}, num_samples=3)
+    with pytest.raises(UserError) as caught:
+        resumed_folder(tmp_path, "x", "run", FILE, [changed, ppo()])
+    text = str(caught.value)
+    assert "sft.config.lr=0.002 must be 0.001, with which it began" in text
+    assert "sft.config.optimiser.grad_clip=2.0 must be 1.0" in text
+    assert "sft.num_samples=3 must be 1" in text
+    with pytest.raises(UserError, match="sft is not among the experiments: it has begun"):
+        resumed_folder(tmp_path, "x", "run", FILE, [ppo(config={})])
+
+
+def test_what_has_not_begun_and_what_a_resumed_run_takes_anew_may_change(tmp_path):
+    folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
+    (folder / "sft").mkdir()
+    more = sft(stop={"training_iteration": 9}, max_failures=2, pass_criteria={"eval/loss": 0})
+    resumed_folder(tmp_path, "x", "run", FILE, [more, ppo(config={"lr": 1.0})])
+    # What was asked for last is what the next start is compared with.
+    recorded = json.loads((folder / RECORD).read_text())["experiments"]
+    assert recorded[0]["stop"] == {"training_iteration": 9}
+    assert recorded[1]["config"] == {"lr": 1.0}
+
+
+def test_an_ended_stage_goes_no_further_once_a_later_one_has_begun(tmp_path):
+    folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
+    (folder / "sft").mkdir()
+    stop = {"training_iteration": 5}
+    StageResult(
+        "sft", "SFT", folder / "sft", [], [], 0, None, None, {"training_iteration": 5.0}, stop
+    ).save()
+    longer = [sft(stop={"training_iteration": 9}), ppo()]
+    check_continues(folder, longer)  # it goes on
+    (folder / "ppo").mkdir()
+    with pytest.raises(UserError, match=r"sft.stop=.*9.* must be .*5.*: ppo has begun"):
+        check_continues(folder, longer)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rllib_llm.runs.stages import _product, last_saved
+from rllib_llm.shared.errors import UserError
+
+
+def test_who_stops_a_stage_is_told_what_it_goes_on_from():
+    def trial(*iterations: int) -> SimpleNamespace:
+        saved = [(object(), {"training_iteration": iteration}) for iteration in iterations]
+        return SimpleNamespace(best_checkpoints=saved)
+
+    assert last_saved([trial()]) == "the beginning, since there is no checkpoint"
+    none = last_saved([trial()], of=" of a")
+    assert none == "the beginning of a, since there is no checkpoint"
+    assert last_saved([trial(10)], of=" of a") == "iteration 10 of a"
+    assert last_saved([trial(5, 10)]) == "iteration 10"
+    assert last_saved([trial(5, 10), trial(8, 4), trial()]) == "iterations 10, 8, none"
+
+
+def test_what_an_algorithm_does_not_make_is_no_text_none():
+    products = {"a.model": None, "b.model": Path("/x")}
+    assert _product(products, "b.model", "c.config.model") == "/x"
+    with pytest.raises(UserError, match=r"c.config.model: \$\{a.model\} must .* leaves no model"):
+        _product(products, "a.model", "c.config.model")

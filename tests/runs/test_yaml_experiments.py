@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rllib_llm.runs.yaml_experiments import fill, load, references
+from rllib_llm.runs.yaml_loader import parse
+from rllib_llm.shared.errors import UserError
+
+TWO_STAGES = """
+sft:
+  run: SFT
+  stop: {training_iteration: 3}
+  config: {model: some/model}
+ppo:
+  run: PPOPtx
+  env: rllib_llm/Reviews-v0
+  config: {model: "${sft.model}", env_config: {path: "${sft.checkpoint}/x"}}
+"""
+
+
+def experiments(text: str, **kwargs: Any):
+    return load(parse(text, "x.yaml"), "x.yaml", **kwargs)
+
+
+def test_experiments_come_in_file_order_with_references_left_open():
+    sft, ppo = experiments(TWO_STAGES)
+    assert (sft.name, sft.run, sft.stop) == ("sft", "SFT", {"training_iteration": 3})
+    assert (ppo.name, ppo.env, ppo.num_samples) == ("ppo", "rllib_llm/Reviews-v0", 1)
+    assert ppo.config["model"] == "${sft.model}"
+    assert references(vars(ppo)) == {("sft", "model"), ("sft", "checkpoint")}
+
+
+def test_references_are_filled_inside_and_as_whole_values():
+    _, ppo = experiments(TWO_STAGES)
+    filled = fill(ppo, lambda ref, where: {"sft.model": "/m", "sft.checkpoint": "/c"}[ref])
+    assert filled.config == {"model": "/m", "env_config": {"path": "/c/x"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {run: SFT, confg: {}}", "a: unknown key 'confg'. Did you mean 'config'?"),
+        ("a: {run: SFT, checkpoint_freq: 1}", "It is 'checkpoint_config.checkpoint_frequency'"),
+        ("a: {run: SFT, checkpoint_config: {num_too_keep: 1}}", "Did you mean 'num_to_keep'"),
+        ("a: {config: {}}", "a.run is missing"),
+        ("a: {run: SFT, stop: 3}", "a.stop=3 must be a mapping"),
+        ("a: {run: SFT, stop: {episode: many}}", "a.stop.episode='many' must be a number"),
+        ("a: {run: SFT, num_samples: 0}", "a.num_samples=0 must be at least 1"),
+        ("a: {run: SFT, num_samples: 1.5}", "a.num_samples=1.5 must be a whole number"),
+        ("a: {run: SFT, metric: x, mode: up}", "a.mode='up' must be 'max' or 'min'"),
+        (
+            "a: {run: SFT, checkpoint_config: {checkpoint_frequency: often}}",
+            "a.checkpoint_config.checkpoint_frequency='often' must be a whole number",
+        ),
+        ("a: {run: SFT, checkpoint_config: {checkpoint_frequency: -2}}", "must be at least 0"),
+        ("a: {run: SFT, checkpoint_config: 3}", "a.checkpoint_config=3 must be a mapping"),
+        ("a: {run: SFT, num_samples: true}", "a.num_samples=True must be a whole number"),
+        ("a: {run: SFT, storage_path: 3}", "a.storage_path=3 must be text"),
+        ("a: {run: 3, confg: {}, metric: 4}", "a.run=3 must be text"),
+        ("a: {run: 3, confg: {}, metric: 4}", "a.metric=4 must be text"),
+        ("a: {run: 3, confg: {}, metric: 4}", "a: unknown key 'confg'"),
+        ("vars: [1]\na: {run: SFT}", "x.yaml: vars=[1] must be a mapping"),
+        ("vars: {x: 1}", "x.yaml must hold experiments: it has nothing but `vars`"),
+        ("include: 3", "x.yaml: include=3 must be a file or a list of files"),
+        ("include: nowhere.yaml", "must be a YAML file: there is none"),
+        ("a: SFT", "a='SFT' must be a mapping"),
+        ("1a: {run: SFT}", "'1a' must be letters"),
+        ("[1, 2]", "x.yaml must hold experiments: it is list"),
+        ("", "x.yaml must hold experiments: it is NoneType"),
+    ],
+)
+def test_what_cannot_be_an_experiment_is_refused(text: str, message: str):
+    with pytest.raises(UserError) as error:
+        experiments(text)
+    assert message in str(error.value)
+    assert "Traceback" not in str(error.value) and "pydantic" not in str(error.value)
+
+
+def test_stages_in_the_wrong_order_are_refused_before_anything_runs():
+    text = "ppo: {run: PPOPtx, config: {model: '${sft.model}'}}\nsft: {run: SFT}"
+    with pytest.raises(UserError, match=r"ppo\.config\.model.*a later experiment.*Move 'sft'"):
+        experiments(text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("b.model", "refers to itself"),
+        ("sfd.model", r"refers to nothing in this file\. Known here: a\.model"),
+        ("a.weights", r"must be \$\{a\.model\}, \$\{a\.checkpoint\} or \$\{a\.rollouts\}"),
+        ("vars.x", r"refers to nothing in this file"),
+    ],
+)
+def test_references_to_nothing_are_refused(reference: str, message: str):
+    text = f"a: {{run: SFT}}\nb: {{run: SFT, config: {{model: '${{{reference}}}'}}}}"
+    with pytest.raises(UserError, match=message):
+        experiments(text)
+
+
+def test_variables_keep_their_type_and_must_have_a_value():
+    text = """
+vars: {data: null, n: 3}
+a: {run: SFT, config: {data: '${vars.data}', max_length: '${vars.n}', seed: 'x${vars.n}'}}
+"""
+    (a,) = experiments(text, overrides=("vars.data=d.jsonl",))
+    assert a.config == {"data": "d.jsonl", "max_length": 3, "seed": "x3"}
+    with pytest.raises(UserError, match=r"a\.config\.data.*has no value yet.*--set vars\.data="):
+        experiments(text)
+
+
+def test_here_is_the_folder_of_the_file():
+    (a,) = experiments("a: {run: SFT, config: {data: '${here}/d.jsonl'}}", here=Path("/some/where"))
+    assert a.config["data"] == "/some/where/d.jsonl"
+
+
+def test_variables_may_stand_for_numbers_of_the_experiment():
+    text = "vars: {n: 3}\na: {run: SFT, num_samples: '${vars.n}', stop: {episode: '${vars.n}'}}"
+    (a,) = experiments(text)
+    assert (a.num_samples, a.stop) == (3, {"episode": 3})
+
+
+def test_an_experiment_that_is_changed_is_checked_anew():
+    (a,) = experiments("a: {run: SFT, stop: {episode: 3}}")
+    assert a.replace(num_samples=2).stop == {"episode": 3}
+    with pytest.raises(UserError, match=r"a\.num_samples=0 must be at least 1"):
+        a.replace(num_samples=0)
+
+
+SHARED = """
+vars: {n: 3}
+sft: {run: SFT, config: {data: "${here}/d.jsonl", lr: {grid_search: [1, 2]}, max_length: 8}}
+rm: {run: RewardModel}
+"""
+
+
+def included(tmp_path: Path, text: str, **files: str):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "shared.yaml").write_text(SHARED, encoding="utf-8")
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(content, encoding="utf-8")
+    return experiments(text, here=tmp_path)
+
+
+def test_what_another_file_says_comes_first_and_is_laid_under(tmp_path):
+    sft, ppo = included(
+        tmp_path,
+        """
+include: parts/shared.yaml
+vars: {n: 4}
+rm: null
+sft: {config: {lr: {loguniform: [1, 2]}}, stop: {episode: "${vars.n}"}}
+ppo: {run: PPOPtx, config: {model: "${sft.model}"}}
+""",
+    )
+    assert (sft.name, sft.run, sft.stop, ppo.name) == ("sft", "SFT", {"episode": 4}, "ppo")
+    # The included file's own folder; a search space is replaced as a whole.
+    assert sft.config == {"data": f"{tmp_path}/parts/d.jsonl", "max_length": 8,
+                          "lr": {"loguniform": [1, 2]}}  # fmt: skip
+
+
+def test_files_that_include_each_other_are_refused(tmp_path):
+    with pytest.raises(UserError, match="must not lead back to a.yaml"):
+        included(tmp_path, "include: a.yaml", a="include: b.yaml", b="include: a.yaml")
+
+
+def test_an_example_can_be_included_from_anywhere(tmp_path):
+    names = [e.name for e in included(tmp_path, "include: arithmetic_grpo.yaml")]
+    assert names == ["sft", "grpo"]
+
+
+def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
+    data = {
+        "vars": {
+            "data": "${vars.root}/x.jsonl",
+            "root": "${here}/data",
+            "num": 3,
+            "n": "${vars.num}",
+        },
+        "a": {"run": "SFT", "config": {"data": "${vars.data}", "lr": "${vars.n}"}},
+    }
+    (experiment,) = load(data, "f", here=tmp_path)
+    assert experiment.config == {"data": f"{tmp_path}/data/x.jsonl", "lr": 3}
+    for wrong, message in (
+        ({"a": "${vars.b}", "b": "${vars.a}"}, r"refers to itself: vars.a -> vars.b -> vars.a"),
+        ({"a": "${vars.c}"}, r"vars.a: \$\{vars.c\} refers to nothing in this file. Known"),
+        ({"a": "${sft.model}"}, r"refers to nothing"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load({**data, "vars": wrong}, "f")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.runs.yaml_loader import parse, parse_mapping, read
+from rllib_llm.shared.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),  # text in YAML 1.1, which wants a dot
+        ("1E5", 1e5),
+        ("-2.5e+3", -2500.0),
+        (".5", 0.5),
+        ("3.", 3.0),
+        ("7", 7),
+        ("1e", "1e"),
+        ("1.2.3", "1.2.3"),
+        ("e-5", "e-5"),
+        ("0x1F", 31),
+        ("true", True),
+        ("null", None),
+        ("'1e-5'", "1e-5"),
+    ],
+)
+def test_numbers_are_numbers(text: str, value: object):
+    parsed = parse(f"key: {text}", "test")["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_a_key_written_twice_is_an_error():
+    with pytest.raises(UserError, match="'lr' is written twice"):
+        parse("lr: 1\nother: 2\nlr: 3", "x.yaml")
+
+
+def test_anchors_and_merges_still_work():
+    text = "base: &b {lr: 1, seed: 2}\nnext: {<<: *b, lr: 3}"
+    assert parse(text, "test")["next"] == {"lr": 3, "seed": 2}
+
+
+def test_broken_yaml_names_file_and_line():
+    with pytest.raises(UserError, match=r"x\.yaml is not valid YAML(.|\n)*line 2"):
+        parse("a: 1\n  b: [", "x.yaml")
+
+
+def test_yaml_cannot_make_python_objects():
+    with pytest.raises(UserError, match="not valid YAML"):
+        parse("!!python/object/apply:os.getcwd []", "x.yaml")
+
+
+def test_a_missing_file_names_those_that_are_there(tmp_path):
+    (tmp_path / "there.yaml").write_text("a: 1")
+    with pytest.raises(UserError, match=r"must be a YAML file: there is none.*there\.yaml"):
+        read(tmp_path / "absent.yaml")
+
+
+def test_options_take_json_yaml_or_a_file(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("lr: 1e-3")
+    assert parse_mapping('{"lr": 0.001}', "--config") == {"lr": 0.001}
+    assert parse_mapping("lr: 1e-3", "--config") == {"lr": 0.001}
+    assert parse_mapping(str(file), "--config") == {"lr": 0.001}
+    assert parse_mapping("", "--config") == {}
+    with pytest.raises(UserError, match="--config='3' must be a mapping: it is int"):
+        parse_mapping("3", "--config")
+
+
+def test_a_mapping_that_merges_may_itself_be_merged():
+    text = "b: &b {x: 1, y: 1}\nm: {c: &c {<<: *b, y: 2}}\nl: {<<: *c, y: 3}\n"
+    assert parse(text, "f") == {
+        "b": {"x": 1, "y": 1}, "m": {"c": {"x": 1, "y": 2}}, "l": {"x": 1, "y": 3},
+    }  # fmt: skip
+    with pytest.raises(UserError, match="the key 'y' is written twice"):
+        parse("b: &b {x: 1}\nm: {<<: *b, y: 2, y: 3}\n", "f")

@@ -1,0 +1,285 @@
+"""What other people's clients send, and read of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from rllib_llm.serving.http_server import HttpServer
+from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.shared.errors import UserError
+from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, service, tokenizer
+
+CHAT = [{"role": "user", "content": "1 + 1?"}]
+ASKED = {"model": NAME, "messages": CHAT, "seed": 1, "max_tokens": 200}
+PROPERTIES = {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "op": {"enum": ["+", "-"]}}
+PARAMETERS = {
+    "type": "object", "properties": PROPERTIES, "required": ["a", "op"],
+    "additionalProperties": False,
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "look", "parameters": {
+        "type": "object", "properties": {}, "additionalProperties": False}}},
+]  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def client(tiny):
+    with openai.OpenAI(base_url=f"{tiny[0]}/v1", api_key="none", timeout=DEADLINE_S) as client:
+        yield client
+
+
+def post(tiny, path: str, **body) -> httpx.Response:
+    return httpx.post(f"{tiny[0]}{path}", json=body, timeout=DEADLINE_S)
+
+
+# --- calls that have to be made ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_named_tool_is_called_by_its_schema(client, seed):
+    asked = {**ASKED, "seed": seed, "tools": TOOLS, "tool_choice": NAMED}
+    choice = client.chat.completions.create(**asked).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "add")
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"a", "op"} and arguments["op"] in "+-" and 0 <= arguments["a"] <= 9
+
+
+def test_required_calls_one_of_the_tools(client):
+    for seed in range(6):
+        asked = {**ASKED, "seed": seed, "tools": TOOLS, "tool_choice": "required"}
+        choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+        (call,) = choice.message.tool_calls
+        assert call.function.name in ("add", "look") and choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "syntax",
+    ["<|python_tag|>", "[TOOL_CALLS]", "<function=", ""],
+    ids=["llama3", "mistral", "xml", "none"],
+)
+def test_calls_are_forced_in_each_syntax(syntax):
+    template = (
+        "{% if tools %}SYNTAX{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    ).replace("SYNTAX", syntax)
+
+    async def ask() -> None:
+        async with asgi_client(service(the_tokenizer=tokenizer(template))) as http:
+            for stream in (False, True):
+                body = {**ASKED, "tools": TOOLS, "tool_choice": NAMED, "stream": stream}
+                answer = await http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                if stream:
+                    lines = answer.text.split("\n\n")
+                    told = [json.loads(each[6:]) for each in lines if each.startswith("data: {")]
+                    choice = told[-1]["choices"][0]
+                    message = choice["delta"]
+                else:
+                    choice = answer.json()["choices"][0]
+                    message = choice["message"]
+                (call,) = message["tool_calls"]
+                assert choice["finish_reason"] == "tool_calls"
+                assert set(json.loads(call["function"]["arguments"])) == {"a", "op"}
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_a_tool_that_is_not_there_is_refused(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        other = {"type": "function", "function": {"name": "other"}}
+        client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=other)
+    assert refused.value.param == "tool_choice"
+
+
+def test_no_two_calls_have_the_same_id(client):
+    asked = {**ASKED, "tools": TOOLS, "tool_choice": NAMED, "n": 3}
+    ids = [
+        choice.message.tool_calls[0].id
+        for _ in range(2)
+        for choice in client.chat.completions.create(**asked).choices
+    ]
+    assert len(set(ids)) == 6
+    assert all(len(each) == 9 and each.isalnum() for each in ids), "as Mistral's templates want"
+
+
+# --- vLLM's fields -------------------------------------------------------------------------------
+
+
+def test_what_changes_nothing_of_tokens_is_taken(tiny):
+    """As verifiers' TrainClient sends it."""
+    plain = {"token_ids": [1, 40, 41], "sampling_params": {"max_tokens": 4, "seed": 1}}
+    sent = {
+        "token_ids": [1, 40, 41], "reasoning_effort": "low", "routed_experts_prompt_start": 0,
+        "sampling_params": {**plain["sampling_params"], "skip_special_tokens": False,
+                            "spaces_between_special_tokens": False, "logprobs": 1},
+    }  # fmt: skip
+    answer = post(tiny, "/inference/v1/generate", **sent)
+    assert answer.status_code == 200, answer.text
+    expected = post(tiny, "/inference/v1/generate", **plain).json()["choices"][0]["token_ids"]
+    assert answer.json()["choices"][0]["token_ids"] == expected
+
+
+def test_a_token_s_logprob_is_its_entry_among_the_likeliest(client):
+    made = client.chat.completions.create(**{**ASKED, "max_tokens": 40, "temperature": 0},
+                                          logprobs=True, top_logprobs=3)  # fmt: skip
+    for each in made.choices[0].logprobs.content:
+        assert each.logprob == each.top_logprobs[0].logprob
+
+
+def test_penalties_bias_and_min_p_reach_the_sampler(tiny):
+    def tokens(**changes) -> list[int]:
+        body = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 12, "seed": 3,
+                "ignore_eos": True, "return_token_ids": True, **changes}  # fmt: skip
+        answer = post(tiny, "/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    assert set(tokens(logit_bias={"70": 100})) == {70}
+    assert len(set(tokens(logit_bias={"70": 100, "71": 99}, frequency_penalty=2))) == 2
+    greedy = tokens(temperature=0)
+    assert tokens(min_p=1.0) == greedy
+    assert tokens(temperature=0, repetition_penalty=50.0) != greedy
+    assert 70 not in tokens(logit_bias={"70": -100}, presence_penalty=1.0)
+
+
+def test_prompts_are_scored_and_echoed_whole_and_in_streams(tiny):
+    body = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 3, "seed": 1, "logprobs": 2}
+    whole = post(tiny, "/v1/completions", **body, echo=True, prompt_logprobs=1).json()["choices"][0]
+    places = whole["prompt_logprobs"]
+    assert places[0] is None and "40" in places[1] and places[2]["41"]["rank"] >= 1
+    assert places[1]["40"]["logprob"] == whole["logprobs"]["token_logprobs"][1]
+    streamed = post(tiny, "/v1/completions", **body, echo=True, stream=True)
+    chunks = [json.loads(each[6:]) for each in streamed.text.split("\n\n")
+              if each.startswith("data: {")]  # fmt: skip
+    assert "".join(each["choices"][0]["text"] for each in chunks) == whole["text"]
+    logprobs = [value for each in chunks
+                for value in each["choices"][0]["logprobs"]["token_logprobs"]]  # fmt: skip
+    assert logprobs == whole["logprobs"]["token_logprobs"]
+    chat = post(tiny, "/v1/chat/completions", **{**ASKED, "max_tokens": 1}, prompt_logprobs=0)
+    assert chat.json()["prompt_logprobs"][0] is None
+    tokens = {"token_ids": [1, 40], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+    assert len(post(tiny, "/inference/v1/generate", **tokens).json()["prompt_logprobs"]) == 2
+
+
+def test_usage_is_told_with_every_chunk_where_it_is_asked_for(tiny):
+    """As guidellm asks, which looks at /health first."""
+    assert httpx.get(f"{tiny[0]}/health").status_code == 200
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    streamed = post(tiny, "/v1/completions", model=NAME, prompt="a", max_tokens=4, seed=1,
+                    ignore_eos=True, stream=True, stream_options=options)  # fmt: skip
+    chunks = [json.loads(each[6:]) for each in streamed.text.split("\n\n")
+              if each.startswith("data: {")]  # fmt: skip
+    counts = [each["usage"]["completion_tokens"] for each in chunks]
+    assert counts == sorted(counts) and counts[-1] == 4 and not chunks[-1]["choices"]
+
+
+# --- /v1/responses -------------------------------------------------------------------------------
+
+
+def test_a_response_is_the_chat_s_answer_in_other_words(client):
+    knobs = {"model": NAME, "temperature": 0}
+    made = client.responses.create(**knobs, input="1 + 1?", instructions="Be short.",
+                                   max_output_tokens=12)  # fmt: skip
+    messages = [{"role": "system", "content": "Be short."}, *CHAT]
+    chat = client.chat.completions.create(**knobs, messages=messages, max_tokens=12)
+    assert made.output_text == chat.choices[0].message.content
+    assert made.status == "incomplete" and made.incomplete_details.reason == "max_output_tokens"
+    assert made.usage.output_tokens == chat.usage.completion_tokens == 12
+    items = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [
+        {"type": "input_text", "text": "1 + 1?"}]}]  # fmt: skip
+    events = list(client.responses.create(**knobs, input=items, max_output_tokens=12, stream=True))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == (
+        made.output_text
+    )
+    assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    assert events[-1].response.output_text == made.output_text
+
+
+def test_responses_call_tools_and_read_what_they_gave(client):
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    asked = {"model": NAME, "input": "1 + 1?", "tools": tools, "max_output_tokens": 200}
+    made = client.responses.create(**asked, tool_choice={"type": "function", "name": "add"})
+    (call,) = made.output
+    assert (call.type, call.name) == ("function_call", "add")
+    streamed = client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False,
+                                       stream=True)  # fmt: skip
+    (done,) = [e.arguments for e in streamed if e.type == "response.function_call_arguments.done"]
+    assert set(json.loads(done)) == {"a", "op"}
+    told = [{"role": "user", "content": "1 + 1?"}, call.model_dump(),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]  # fmt: skip
+    again = client.responses.create(**{**asked, "input": told, "max_output_tokens": 3})
+    assert again.usage.output_tokens == 3
+    schema = {"type": "json_schema", "name": "x", "schema": PARAMETERS}
+    guided = client.responses.create(**{**asked, "tools": []}, text={"format": schema})
+    assert set(json.loads(guided.output_text)) == {"a", "op"}
+
+
+def test_a_response_to_nothing_is_refused(tiny):
+    for nothing in ([], [{"type": "reasoning"}]):
+        answer = post(tiny, "/v1/responses", model=NAME, input=nothing)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+# --- the server itself ---------------------------------------------------------------------------
+
+
+def test_the_description_names_errors_and_keys(tiny):
+    described = httpx.get(f"{tiny[0]}/openapi.json").json()
+    chat = described["paths"]["/v1/chat/completions"]["post"]
+    assert {"200", "400", "401", "404", "429", "503"} <= set(chat["responses"])
+    assert all("422" not in operation["responses"] for operations in described["paths"].values()
+               for operation in operations.values())  # fmt: skip
+    schema = chat["responses"]["429"]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/ErrorBody"}
+    assert chat["security"] == [{"key": []}]
+    pause = described["paths"]["/pause"]["post"]
+    assert pause["security"] == [{"admin_key": []}] and "403" in pause["responses"]
+    assert "security" not in described["paths"]["/readyz"]["get"]
+    assert {"key", "admin_key"} <= set(described["components"]["securitySchemes"])
+
+
+def test_a_server_whose_engine_ends_ends_too():
+    made = service()
+    server = HttpServer(made, ends_with_engine=True)
+    server.config.port = 0
+    server.on_start = made.host.loop.close
+    server.serve_here()
+    assert server.engine_has_ended
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"admin_key": "root"}, {"requests_per_minute": 3}, {"tokens_per_minute": 3}],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("replicas", [{"replicas": 2}, {"max_replicas": 2}])
+def test_what_would_hold_for_one_replica_of_several_is_refused(changes, replicas):
+    with pytest.raises(ValueError, match="must come with one replica"):
+        ServeSettings(model="m", **changes, **replicas)
+    ServeSettings(model="m", **changes)
+
+
+def test_sessions_and_limits_of_a_file_are_of_one_replica(tmp_path):
+    from rllib_llm.serving.security import read_clients
+
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {key: k, tokens_per_minute: 3}\n")
+    with pytest.raises(UserError, match="tokens_per_minute of api_keys_file"):
+        read_clients(ServeSettings(model="m", api_keys_file=keys, replicas=2))
+
+    async def ask() -> None:
+        async with asgi_client(service(replicas=2)) as http:
+            body = {"messages": CHAT}
+            answer = await http.post("/sessions/s/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "sessions_off")
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))

@@ -1,0 +1,544 @@
+"""What a stranger may send, and what must come of it: nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from rllib_llm.serving.app import make_app
+from rllib_llm.serving.guides import BusyError, Grammars, LlGuide
+from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, ResponseRequest
+from rllib_llm.serving.security import Clients, read_clients
+from rllib_llm.shared.errors import UserError
+from tests.serving.tiny_server import (
+    DEADLINE_S,
+    EOS,
+    NAME,
+    asgi_client,
+    model,
+    service,
+    settings,
+    tokenizer,
+)
+
+CHAT = [{"role": "user", "content": "Say something."}]
+ASKED = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 4, "seed": 1}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def asked(test, **changes):
+    """Runs `test(http, service)` against the application."""
+
+    async def run() -> None:
+        made = service(**changes)
+        async with asgi_client(made) as http:
+            await test(http, made)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["k,", ",k", "k,,l", " ", "", "k, "])
+def test_an_empty_key_is_refused(keys):
+    with pytest.raises(UserError, match="api_keys must hold keys"):
+        read_clients(settings(api_keys=keys))
+
+
+def test_empty_keys_of_other_places_are_refused_too(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {name: ann, key: ' '}\n")
+    with pytest.raises(UserError, match="api_keys_file must hold"):
+        read_clients(settings(api_keys_file=file))
+    with pytest.raises(UserError, match="at least one character"):
+        read_clients(settings(admin_key=" "))
+
+
+ADMINISTRATION = [
+    ("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/abort_requests"),
+    ("POST", "/inference/v1/abort_requests"), ("GET", "/weight_info"), ("POST", "/update_weights"),
+    ("POST", "/drain"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm", "/a/b"])
+def test_no_form_of_a_path_passes_the_administration_s_key_by(prefix, tmp_path):
+    """As Ray Serve does with a route_prefix: the application is mounted below it."""
+
+    async def ask() -> None:
+        made = service(update_weights_folder=tmp_path)
+        await made.start()
+        gate = make_app(made, Clients(read_clients(settings(api_keys="k")).clients, b"root"))
+        app = Starlette(routes=[Mount(prefix or "/", gate)])
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as http:
+            for method, path in ADMINISTRATION:
+                for key in ("k", "", "wrong"):
+                    for form in (path, f"{path}/", f"/{path}", path.replace("_", "%5f")):
+                        answer = await http.request(
+                            method, f"{prefix}{form}", headers=bearer(key), json={"path": "x"}
+                        )
+                        is_page = answer.text.startswith("<!doctype html>")  # of "//pause"
+                        assert is_page or answer.status_code in (401, 404, 405, 307), form
+            assert not made.host.is_paused and not made.is_draining
+            answer = await http.get(f"{prefix}/is_paused", headers=bearer("root"))
+            assert answer.json() == {"is_paused": False}
+            for path in ("/v1/models", "/sessions/s"):
+                assert (await http.get(f"{prefix}{path}")).status_code == 401
+            assert (await http.post(f"{prefix}/v1/completions", json=ASKED)).status_code == 401
+            for path in ("/healthz", "/health", "/readyz", "/openapi.json"):
+                assert (await http.get(f"{prefix}{path}")).status_code == 200
+        made.close()
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_a_body_without_a_known_key_is_not_read():
+    read = []
+
+    async def body():
+        for _ in range(3):
+            read.append(1)
+            yield b"x" * 1000
+
+    async def ask(http, made) -> None:
+        for key in ("", "wrong"):
+            answer = await http.post("/v1/completions", content=body(), headers=bearer(key))
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert not made.jobs
+
+    asked(ask, api_keys="k")
+
+
+def test_weights_are_loaded_from_below_one_folder_alone(tmp_path):
+    root, other = tmp_path / "weights", tmp_path / "other"
+    model(1).save_pretrained(root / "good")
+    model(1).save_pretrained(other)
+    (root / "link").symlink_to(other)
+
+    async def ask(http, made) -> None:
+        async def status(path) -> int:
+            answer = await http.post("/update_weights", json={"path": path}, headers=bearer("root"))
+            return answer.status_code
+
+        for path in (str(other), "../other", f"{root}/../other", str(root / "link"), "/", "/etc",
+                     "tests.serving.tiny_server.build", "some/hub-model", "s3://bucket/model",
+                     "~", ""):  # fmt: skip
+            assert await status(path) == 400, path
+        assert made.weights.newest.serial == 0
+        assert await status(str(root / "good")) == await status("good") == 200
+
+    asked(ask, admin_key="root", update_weights_folder=root)
+
+    async def off(http, made) -> None:
+        answer = await http.post(
+            "/update_weights", json={"path": str(other)}, headers=bearer("root")
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+
+    asked(off, admin_key="root")
+
+
+def test_a_session_belongs_to_the_key_that_began_it():
+    async def ask(http, made) -> None:
+        body = {"messages": CHAT, "max_tokens": 2}
+        chat = "/sessions/s/v1/chat/completions"
+        assert (await http.post(chat, json=body, headers=bearer("a"))).status_code == 200
+        for method, path, given in (
+            ("GET", "/sessions/s", None), ("DELETE", "/sessions/s", None),
+            ("POST", "/sessions/s/reward", {"reward": 1}), ("POST", chat, body),
+        ):  # fmt: skip
+            answer = await http.request(method, path, json=given, headers=bearer("b"))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                404, "session_not_found",
+            ), path  # fmt: skip
+        assert len((await http.get("/sessions/s", headers=bearer("a"))).json()["rows"]) == 1
+
+    asked(ask, api_keys="a,b")
+
+
+# --- what is hostile in a request ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tools", "tokenize", "return_dict", "documents", "conversation",
+             "tokenizer_kwargs", "add_generation_prompt", "continue_final_message", "padding"],
+)  # fmt: skip
+def test_a_request_brings_no_template_and_no_other_argument(name):
+    async def ask(http, made) -> None:
+        kwargs = {name: "{% for i in range(10**9) %}{% endfor %}"}
+        for path in ("/v1/chat/completions", "/sessions/s/v1/chat/completions"):
+            answer = await http.post(path, json={"messages": CHAT, "chat_template_kwargs": kwargs})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+        good = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+        assert (await http.post("/v1/chat/completions", json=good)).status_code == 200
+
+    asked(ask)
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def with_call(call) -> list[dict]:
+    return [*CHAT, {"role": "assistant", "tool_calls": [call]}, *CHAT]
+
+
+HOSTILE = [
+    {"messages": with_call({"function": None})},
+    {"messages": with_call({"function": "x"})},
+    {"messages": with_call({})},
+    {"messages": with_call({"function": {"name": "f", "arguments": nested(900)}})},
+    {"messages": with_call({"function": {"name": "f", "arguments": nested(100_000)}})},
+    {"messages": with_call({"function": {"name": "f", "arguments": json.loads(nested(400))}})},
+    {"messages": CHAT, "tools": [{"type": "function", "function": {
+        "name": "f", "parameters": json.loads(nested(400))}}]},
+    {"messages": CHAT, "chat_template_kwargs": json.loads(nested(400))},
+    {"messages": CHAT, "metadata": json.loads(nested(400))},
+    {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {
+        "name": "x", "schema": json.loads(nested(400))}}},
+    {"messages": CHAT, "n": 100, "max_tokens": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions/s/v1/chat/completions"])
+def test_what_cannot_be_answered_is_a_client_s_mistake(body, path):
+    async def ask(http, made) -> None:
+        answer = await http.post(path, json={"max_tokens": 2, **body})
+        assert answer.status_code in (200, 400), answer.text
+        assert (await http.post(path, json={"messages": CHAT, "max_tokens": 2})).status_code == 200
+
+    asked(ask, max_rows=8, max_waiting=8)
+
+
+def test_a_template_that_raises_anything_is_a_client_s_mistake():
+    broken = tokenizer(
+        "{% if messages|length > 2 %}{{ 1 // 0 }}{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    )
+
+    async def ask() -> None:
+        made = service(the_tokenizer=broken)
+        async with asgi_client(made) as http:
+            answer = await http.post("/v1/chat/completions", json={"messages": CHAT * 3})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_what_never_finds_a_place_is_refused_for_good():
+    async def ask(http, made) -> None:
+        body = {**ASKED, "prompt": [[1, 40]] * 4, "n": 5}
+        answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            400, "too_many_completions",
+        )  # fmt: skip
+
+    asked(ask, max_rows=8, max_waiting=8)
+
+
+def test_long_texts_are_refused_before_they_are_tokenised_and_hold_nobody_up():
+    text = "word " * 700_000  # 3.5 MB
+
+    async def ask(http, made) -> None:
+        latest = 0.0
+
+        async def watch() -> None:
+            nonlocal latest
+            while True:
+                begun = time.perf_counter()
+                assert (await http.get("/healthz")).status_code == 200
+                latest = max(latest, time.perf_counter() - begun)
+                await asyncio.sleep(0.01)
+
+        watching = asyncio.create_task(watch())
+        for path, body in (
+            ("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):  # fmt: skip
+            answer = await http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                400, "context_length_exceeded",
+            ), path  # fmt: skip
+        # As many as are taken are tokenised beside the loop.
+        asking = {"prompt": text[:1_000_000]}
+        many = await http.post("/tokenize", json=asking)
+        assert many.status_code == 400
+        watching.cancel()
+        assert latest < 5, "tokenising 4 MB here took 8 to 11 s"
+
+    asked(ask)
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_scored_prompts_count_as_tokens_and_places():
+    long = [1, *[40] * 99]
+
+    async def ask(http, made) -> None:
+        scored = {"prompt": [long] * 4, "max_tokens": 0, "echo": True, "logprobs": 0}
+        made.host.pause()
+        held = asyncio.create_task(http.post("/v1/completions", json=scored, headers=bearer("k")))
+        while not made.jobs:
+            await asyncio.sleep(0.001)
+        assert made.num_rows == 4
+        full = await http.post("/v1/completions", json=scored, headers=bearer("k"))
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "server_overloaded")
+        made.host.resume()
+        assert (await held).status_code == 200
+        late = await http.post("/v1/completions", json=scored, headers=bearer("k"))
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+    asked(ask, api_keys="k", tokens_per_minute=300, max_rows=2, max_waiting=4)
+
+
+def test_scoring_ends_at_the_deadline():
+    async def ask(http, made) -> None:
+        made.host.pause()
+        scored = {"prompt": [1, 40], "max_tokens": 0, "echo": True, "logprobs": 0}
+        answer = await http.post("/v1/completions", json=scored)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+    asked(ask, deadline_s=0.2)
+
+
+def test_echo_and_completion_are_of_one_version_under_swaps():
+    """Scores are compared with one forward pass of the version that the answer names."""
+    import torch
+
+    models = [model(seed) for seed in range(3)]
+    prompt = [1, *range(40, 90)]
+
+    def expected(version: int, ids: list[int]) -> list[float]:
+        with torch.no_grad():
+            logits = models[version % 3](torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logits.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
+
+    async def ask(http, made) -> None:
+        stop = False
+
+        async def swap() -> None:
+            version = 0
+            while not stop:
+                version += 1
+                weights = models[version % 3].state_dict()
+                await asyncio.to_thread(made.load, weights, epoch=0, version=version, source="test")
+
+        async def score(i: int) -> None:
+            for max_tokens in (0, 3):
+                body = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 0,
+                        "seed": i, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+                answer = await http.post("/v1/completions", json=body)
+                told = answer.json()
+                assert answer.status_code == 200, told
+                versions = told["metadata"]["weight_versions"].split(",")
+                assert len(versions) == 1
+                found = told["choices"][0]["logprobs"]["token_logprobs"][1:]
+                ids = [*prompt, *told["choices"][0]["token_ids"]]
+                version = int(versions[0].partition(".")[2])
+                assert found == pytest.approx(expected(version, ids), abs=1e-4)
+
+        swapping = asyncio.create_task(swap())
+        for i in range(6):
+            await asyncio.gather(*(score(i * 4 + k) for k in range(4)))
+        stop = True
+        await swapping
+        assert made.weights.newest.version > 2
+
+    asked(ask)
+
+
+# --- grammars ------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_compiled_once_however_many_rows_keep_to_it():
+    class Counted(Grammars):
+        count = 0
+
+        def _compile(self, grammar):
+            self.count += 1
+            return super()._compile(grammar)
+
+    grammars = Counted(tokenizer(), EOS)
+
+    async def ask(http, made) -> None:
+        made.host._grammars = grammars
+        body = {**ASKED, "n": 8, "max_tokens": 9,
+                "response_format": {"type": "regex", "regex": "[0-9]{3}"}}  # fmt: skip
+        for _ in range(2):
+            choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+            assert len(choices) == 8 and all(each["text"].isdecimal() for each in choices)
+
+    asked(ask)
+    assert grammars.count == 1
+
+
+def lark(number: int) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": f'start: "{number}"'}]})
+
+
+def test_many_grammars_cost_nobody_his_own_and_the_queue_has_an_end():
+    """Those that wait were forgotten first, and compiled anew where requests are taken in."""
+    gate, seen = threading.Event(), []
+
+    class Held(Grammars):
+        def _compile(self, grammar):
+            seen.append(grammar)
+            assert gate.wait(DEADLINE_S)
+            return super()._compile(grammar)
+
+    grammars = Held(tokenizer(), EOS)
+    mine = grammars.compile(lark(0), 0)
+    with pytest.raises(RuntimeError, match="must be compiled before"):
+        grammars.guide(lark(0))
+    gone = [grammars.compile(lark(i), i) for i in range(1, 64)]
+    with pytest.raises(BusyError):
+        grammars.compile(lark(99), 99)
+    shared = grammars.compile(lark(1), 101)
+    for future in gone:  # nobody waits for them any more, but for one
+        future.cancel()
+    gate.set()
+    mine.result(DEADLINE_S)
+    shared.result(DEADLINE_S)
+    for i in range(200, 300):
+        grammars.compile(lark(i), i).result(DEADLINE_S)
+        grammars.release(i)
+    assert grammars.guide(lark(0)) and grammars.guide(lark(1))  # pinned
+    assert seen[:2] == [lark(0), lark(1)] and len(seen) == 102
+    assert len(grammars._entries) == 64
+    for pin in (0, 1, 101):
+        grammars.release(pin)
+    for i in range(300, 370):
+        grammars.compile(lark(i), i).result(DEADLINE_S)
+        grammars.release(i)
+    assert len(grammars._entries) == 64 and lark(0) not in grammars._entries
+    assert all(not entry.pins for entry in grammars._entries.values())
+
+
+def test_a_grammar_that_has_to_wait_is_no_mistake_of_the_client(monkeypatch):
+    monkeypatch.setattr("rllib_llm.serving.service._GRAMMAR_SECONDS", 0.1)
+    gate = threading.Event()
+
+    class Held(Grammars):
+        def _compile(self, grammar):
+            gate.wait(DEADLINE_S)
+            return super()._compile(grammar)
+
+    async def ask(http, made) -> None:
+        grammars = made.host._grammars = Held(tokenizer(), EOS)
+        body = {**ASKED, "response_format": {"type": "regex", "regex": "[0-9]{3}"}}
+        answers = [await http.post("/v1/completions", json=body) for _ in range(2)]
+        assert [each.status_code for each in answers] == [503, 503]
+        assert answers[0].json()["error"]["code"] == "grammar_timeout"
+        monkeypatch.setattr("rllib_llm.serving.guides._MAX_WAITING", 1)
+        other = {**body, "response_format": {"type": "regex", "regex": "[0-9]{4}"}}
+        assert (await http.post("/v1/completions", json=other)).status_code == 429
+        gate.set()
+        monkeypatch.setattr("rllib_llm.serving.service._GRAMMAR_SECONDS", 20.0)
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert not grammars._pins
+
+    asked(ask)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("chat/completions", {"messages": [1] * 400_000}, "messages"),
+        ("chat/completions", {"messages": CHAT, "tools": [1] * 400_000}, "tools"),
+        ("chat/completions", {"messages": CHAT * 20_000}, "messages"),
+        ("chat/completions", {"messages": CHAT, "logit_bias": {f"x{i}": 1 for i in range(200_000)}},
+         "logit_bias"),
+        ("chat/completions", {"messages": CHAT, **{f"x{i}": 1 for i in range(200_000)}}, "fields"),
+        ("completions", {"prompt": [-1] * 400_000}, "prompt"),
+        ("completions", {"prompt": [1], "stop_token_ids": [-1] * 400_000}, "stop_token_ids"),
+        ("responses", {"input": [1] * 400_000}, "input"),
+    ],
+)  # fmt: skip
+def test_many_mistakes_cost_as_much_as_one(path, body, named):
+    """Each had an error of its own, made in the event loop."""
+    told = {"chat/completions": ChatRequest, "completions": CompletionRequest,
+            "responses": ResponseRequest}[path]  # fmt: skip
+    with pytest.raises(ValidationError) as found:
+        told.model_validate({"model": NAME, **body})
+    assert found.value.error_count() <= 5
+
+    async def ask(http, made) -> None:
+        answer = await http.post(f"/v1/{path}", json={"model": NAME, **body})
+        assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+
+    asked(ask, max_body_bytes=2**25)
+
+
+def test_a_schema_beyond_the_limit_is_refused_and_holds_nobody_up():
+    properties = {f"property_{i}": {"type": "string"} for i in range(4000)}
+
+    async def ask(http, made) -> None:
+        schema = {"name": "x", "schema": {"type": "object", "properties": properties}}
+        wanted = {"type": "json_schema", "json_schema": schema}
+        body = {"messages": CHAT, "n": 8, "response_format": wanted}
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400, "response_format.json_schema.schema",
+        )  # fmt: skip
+
+    asked(ask)
+
+
+def test_an_answer_whose_matcher_broke_is_an_error_and_no_answer():
+    grammars = Grammars(tokenizer(), EOS)
+    grammar = json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]{3}/"}]})
+    grammars.compile(grammar, 0).result(DEADLINE_S)
+    guide = grammars.guide(grammar)
+    assert guide.problem == ""
+    guide.take(ord("x") + 3)
+    assert guide.problem
+
+    class Breaking(LlGuide):
+        """Breaks at its first token, as a matcher that runs into a limit does."""
+
+        def take(self, token_id: int) -> None:
+            super().take(ord("x") + 3)
+
+    class BreakingGrammars(Grammars):
+        def guide(self, grammar):
+            return Breaking(super().guide(grammar)._matcher)
+
+    async def ask(http, made) -> None:
+        made.host._grammars = BreakingGrammars(tokenizer(), EOS)
+        body = {**ASKED, "max_tokens": 9, "response_format": {"type": "regex", "regex": "[0-9]{3}"}}
+        answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_failed")
+        streamed = await http.post("/v1/completions", json={**body, "stream": True})
+        assert "grammar_failed" in streamed.text and "[DONE]" in streamed.text
+
+    asked(ask)
+
+
+def test_readiness_asks_the_engine(monkeypatch):
+    from concurrent.futures import Future
+
+    monkeypatch.setattr("rllib_llm.serving.service._ALIVE_SECONDS", 0.05)
+
+    async def ask(http, made) -> None:
+        assert (await http.get("/readyz")).status_code == 200
+        made.host.count = Future  # an engine that never answers
+        answer = await http.get("/readyz")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_silent")
+
+    asked(ask)

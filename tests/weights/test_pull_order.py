@@ -1,0 +1,74 @@
+"""Who may pull: as many nodes at a time as there are copies, nobody for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.receiver import (
+    MAX_WAIT_SECONDS,
+    POLL_SECONDS,
+    Transfer,
+    may_pull,
+    wait_for_turn,
+)
+
+NODES = tuple("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    "source, turns",
+    [
+        ("learner", ["a", "bc", "defg", "h"]),  # 1, 2 and 4 copies
+        ("c", ["a", "bd", "efgh"]),  # one of them has it already
+    ],
+)
+def test_each_copy_feeds_one_node_at_a_time(source, turns):
+    holders = {source}
+    for turn in turns:
+        let_go = [n for n in NODES if n not in holders and may_pull(n, NODES, holders)]
+        assert let_go == list(turn)
+        holders |= set(let_go)
+    assert set(NODES) <= holders
+
+
+def test_holders_and_strangers_need_not_wait_and_the_first_goes_before_there_is_a_copy():
+    assert may_pull("c", NODES, {"c"}) and may_pull("x", NODES, set())
+    assert [n for n in NODES if may_pull(n, NODES, set())] == ["a"]
+
+
+class Time:
+    """Copies appear while somebody waits; it takes no real time."""
+
+    def __init__(self, holders):
+        self.now, self.holders = 0.0, holders
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def look(self, ref):
+        return next(holders for since, holders in self.holders if self.now >= since)
+
+    def wait(self, node):
+        published = PublishedWeights(1, ref=("ref",), nodes=NODES)
+        wait_for_turn(
+            published, node=node, holders=self.look, sleep=self.sleep, clock=lambda: self.now
+        )
+        return self.now
+
+
+def test_a_node_waits_for_copies_but_not_for_ever():
+    holders = [(0.3, {"learner", "a"}), (0.0, {"learner"})]
+    assert Time(holders).wait("a") == 0
+    assert Time(holders).wait("c") == pytest.approx(0.3, abs=2 * POLL_SECONDS)
+    assert Time(holders).wait("d") == pytest.approx(MAX_WAIT_SECONDS, abs=0.02)
+
+
+@pytest.mark.parametrize("nodes, waits", [((), 0), (("a",), 0), (("a", "b"), 1)])
+def test_a_transfer_takes_turns_where_there_are_several_nodes(nodes, waits):
+    asked = []
+    transfer = Transfer(get=lambda ref, timeout: pack({}), wait_for_turn=asked.append)
+    published = PublishedWeights(1, ref=("ref",), nodes=nodes)
+    transfer.fetch(lambda: published)
+    assert asked == [published] * waits
