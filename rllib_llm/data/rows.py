@@ -15,7 +15,8 @@ class Rows(Sequence):
     """Rows of a data set: `rows[i]` is a dict, `rows.columns` the names, `len(rows)` the count.
 
     `backing` is a list of dicts, a `pyarrow.Table` or a `datasets.Dataset`; the latter two are
-    read row by row and stay where they are, in Arrow's memory or in a mapped file. A row that lacks one of `columns` has None there.
+    read row by row and stay where they are, in Arrow's memory or in a mapped file. A row that
+    lacks one of `columns` has None there.
     """
 
     def __init__(self, backing: Any, description: str) -> None:
