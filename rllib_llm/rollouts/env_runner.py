@@ -46,7 +46,12 @@ from rllib_llm.rollouts.environment import SamplingEnvironment, environment_sett
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.foreign_policies import EnginePolicy, ServerPolicy
 from rllib_llm.rollouts.own_generation import FunctionPolicy
-from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, SamplingPolicy
+from rllib_llm.rollouts.policy import (
+    EVALUATION_SEED,
+    ModulePolicy,
+    SamplingPolicy,
+    sampling_params,
+)
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Generated, Sampler
 from rllib_llm.rollouts.self_play import PlayersPolicy, SelfPlaySampler
@@ -192,18 +197,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return spec.build().to(self._device)
 
     def _sampling_params(self, explore: bool) -> SamplingParams:
-        config = self.config
-        stops = config.stop_token_ids
-        return SamplingParams(
-            pad_token_id=self.policy.pad_token_id,
-            stop_token_ids=tuple(self.policy.stop_token_ids if stops is None else stops),
-            max_new_tokens=config.max_new_tokens,
-            min_new_tokens=config.min_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            greedy=not explore,
-        )
+        return sampling_params(self.config, self.policy, explore)
 
     def make_module(self) -> None:
         """RLlib's; the policy makes its module itself."""

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.data.order import permutation
+from rllib_llm.data.order import permuted
 
 END = "<|end|>"
 CHAT_SPECIAL = ("<pad>", END, "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -90,7 +91,8 @@ def sft_conversations(
 ) -> list[dict[str, Any]]:
     """Conversations {"messages", "tools"}, of which `call_share`, drawn with `seed`, call the tool
     of this schema; the others say at once what is right."""
-    tool, order = schema["function"]["name"], permutation(num_rows, seed, 1).tolist()
+    tool = schema["function"]["name"]
+    order = permuted(np.arange(num_rows), num_rows, seed, 1).tolist()
     rows = []
     for place, turn in zip(order, turns, strict=True):
         question, answer = _said("user", turn.asked), _said("assistant", turn.said)
