@@ -107,7 +107,7 @@ def test_a_forked_conversation_is_counted_once(make):
     assert by_name(judged, "num_turns") == [3] and by_name(judged, "num_forks") == [2]
     assert judged.columns[columns.SCORES].tolist() == [11.5] * 3
     said = [json.loads(messages) for messages in judged.texts["messages"]]
-    assert [len(messages) for messages in said] == [2, 4, 7]  # a path each; the last one with the last words
+    assert [len(messages) for messages in said] == [2, 4, 7]  # the last words, too
     # Each row's texts are those of its tokens: what its prompt and its own turn say.
     for row, prompt in enumerate(judged.texts["prompt"]):
         ids = judged.columns[columns.PROMPT_IDS][row]
