@@ -29,7 +29,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
-from rllib_llm.data.rollouts import IN_ORDER, open_rollouts, query, rollout_folders
+from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row
@@ -46,7 +46,7 @@ from rllib_llm.shared.storage import Place
 ROUND_OFF = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-2, torch.float16: 2.0**-2}
 NO_TOKEN = -1  # where what is sampled anew has ended
 INITIAL_VERSION = 0  # of the weights that the setting `model` names
-_KEY = (*IN_ORDER, "status")  # names a completion
+_KEY = ("iteration", "position", "sample", "status")  # names a completion, of one row or more
 
 
 @dataclass(frozen=True)
