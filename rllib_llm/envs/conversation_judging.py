@@ -61,7 +61,7 @@ def judge(
         AllFailedError: all rollouts failed.
         EnvConfigError: nothing says what they are worth.
     """
-    # A player who was never asked has said nothing that could be judged.
+    # Where the policy was never asked there is nothing that could be judged.
     sound = [a for a in attempts if not a.invalid and a.conversation.num_turns]
     _report(env, attempts, sound)
     components, judged = _components(env, sound)

@@ -26,7 +26,6 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
     "rllib_llm/Chat-v0": "rllib_llm.envs.adapters.chat:create",
     "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:create",
-    "rllib_llm/Guessing-v0": "rllib_llm.envs.toys.guessing:create",
     "rllib_llm/Lookup-v0": "rllib_llm.envs.toys.lookup:create",
     "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",
     "rllib_llm/TwentyQuestions-v0": "rllib_llm.envs.toys.twenty_questions:create",

@@ -36,7 +36,6 @@ from rllib_llm.engines.protocol import Ended, Noise, Row
 from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
-from rllib_llm.envs.self_play import SelfPlayEnv
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, sampling_params
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
@@ -317,7 +316,7 @@ def _check_sampled_here(config: Any) -> None:
     rules = {
         "engine": (config.engine, config.engine == "torch"),
         "generate_function": (config.generate_function, config.generate_function is None),
-        "env": (config.env, not issubclass(kind, AgentEnv | SelfPlayEnv)),
+        "env": (config.env, not issubclass(kind, AgentEnv)),
     }
     for name, (value, holds) in rules.items():
         if not holds:
