@@ -31,7 +31,7 @@ def calculator():
     return (
         GRPOConfig()
         .environment("rllib_llm/Calculator-v0", env_config={"max_turns": 2, "num_problems": 40})
-        .language_model(model="rllib_llm.envs.toys.calculator.build_model")
+        .language_model(model="rllib_llm.examples.calculator.build_model")
         .sampling(num_completions=3, max_new_tokens=8, log_samples_every=0)
         .training(train_batch_size_per_learner=6, minibatch_size=6, lr=LR)
     )

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.envs.toys.calculator import build_tokenizer
+from rllib_llm.examples.calculator import build_tokenizer
 from rllib_llm.runs.environment import describe_environment, read_environment, write_environment
 from rllib_llm.runs.page_rows import page_rows
 from rllib_llm.runs.report_page import find_trials, panels, write_page
