@@ -4,7 +4,7 @@
     python benchmarks/arithmetic.py --examples arithmetic_grpo arithmetic_ppo \\
         --precisions float32 bf16 --plot benchmarks/figures/bf16_learning.png
 
-Every `tuned_examples/arithmetic_*.yaml` runs as written, its stages in this process instead of
+Every `rllib_llm/examples/arithmetic_*.yaml` runs as written, its stages in this process instead of
 Tune's, and each seed seeds both stages. With `--precisions` the last stage runs in each of them,
 from the same model. One JSON line for each run, then a table.
 """
@@ -31,7 +31,7 @@ from rllib_llm.runs.yaml_experiments import Experiment, fill, load
 from rllib_llm.runs.yaml_loader import read
 
 PRECISIONS = ("float32", "bf16")
-FOLDER = Path(__file__).parents[1] / "tuned_examples"
+FOLDER = Path(__file__).parents[1] / "rllib_llm" / "examples"
 
 
 def run_stage(experiment: Experiment, model_folder: Path) -> list[dict[str, Any]]:

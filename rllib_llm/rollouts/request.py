@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from rllib_llm.envs.sampled_tokens import NO_VERSION
+from rllib_llm.numerics.rollout_rows import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.listening import Message
 
@@ -98,6 +99,11 @@ class JudgedBatch:
         return columns.sampled_mask(self.columns)
 
     @property
+    def rollouts(self) -> RolloutRows:
+        """Which rows are of one rollout."""
+        return RolloutRows.of_batch(self.columns)
+
+    @property
     def versions(self) -> Column:
         """Versions of the weights that sampled each of the sampled tokens, int32 [tokens]."""
         return self.columns[columns.WEIGHTS_VERSION][self.sampled_mask]
@@ -105,8 +111,8 @@ class JudgedBatch:
     # --- summaries ---------------------------------------------------------------------------
 
     def train_metrics(self) -> dict[str, float]:
-        """`rewards` and one `<component>_rewards` each, means over rows that were judged."""
-        valid = self.columns[columns.VALID]
+        """`rewards` and one `<component>_rewards` each, means over rollouts that were judged."""
+        valid = self.columns[columns.VALID] & self.rollouts.is_first
         means = {"rewards": _mean(self.rewards, valid)}
         for name, column in self.components.items():
             means[f"{name}_rewards"] = _mean(column.nan_to_num(), valid & ~column.isnan())
