@@ -27,7 +27,7 @@ import psutil
 BATCH = 256
 NUM_BATCHES = 100
 CHUNK = 1_000_000
-WORDS = "the sea a bicycle bread rain one garden winter glass letter train bird stone light".split()
+WORDS = ("sea", "bicycle", "bread", "rain", "garden", "winter", "glass", "letter", "train", "stone")
 
 
 def text(number: int) -> str:
