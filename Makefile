@@ -25,7 +25,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-slow test-shaken test-vllm test-nixl check lint types docs bench bench-gpu clean install
 
 demo: $(STAMP)
-	$(BIN)/rllib train file rllib_llm/examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
+	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow'

@@ -3,9 +3,26 @@
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
+EXAMPLES = ("*.yaml", "*.md")
+
+
+class BuildWithExamples(build_py):
+    """Put the examples, which live at the top of the repository, inside the built package."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "rllib_llm", "tuned_examples")
+        self.mkpath(str(target))
+        for pattern in EXAMPLES:
+            for file in sorted((HERE / "tuned_examples").glob(pattern)):
+                self.copy_file(str(file), str(target / file.name))
+
 
 setup(
     name="rllib-llm",
@@ -18,10 +35,10 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["rllib_llm", "rllib_llm.*"]),
     package_data={
-        "rllib_llm.examples": ["*.yaml", "*.md"],
         "rllib_llm.runs": ["page/*"],
         "rllib_llm.serving": ["page.html", "dashboard.json"],
     },
+    cmdclass={"build_py": BuildWithExamples},
     install_requires=[
         "ray[rllib]>=2.60,<2.61",
         "torch>=2.6",

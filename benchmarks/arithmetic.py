@@ -4,7 +4,7 @@
     python benchmarks/arithmetic.py --examples arithmetic_grpo arithmetic_ppo \\
         --precisions float32 bf16 --plot benchmarks/figures/bf16_learning.png
 
-Every `rllib_llm/examples/arithmetic_*.yaml` runs as written, its stages in this process instead of
+Every `tuned_examples/arithmetic_*.yaml` runs as written, its stages in this process instead of
 Tune's, and each seed seeds both stages. With `--precisions` the last stage runs in each of them,
 from the same model. One JSON line for each run, then a table.
 """

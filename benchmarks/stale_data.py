@@ -46,7 +46,7 @@ TOYS = "rllib_llm.examples.arithmetic"
 
 
 def supervised(folder: Path) -> Path:
-    """A model that gets some of the sums right, as in rllib_llm/examples/shared_arithmetic.yaml."""
+    """A model that gets some of the sums right, as in tuned_examples/shared_arithmetic.yaml."""
     algorithm = (
         SFTConfig()
         .language_model(model=f"{TOYS}.build_model")

@@ -1,5 +1,5 @@
 """Draw what pretraining loss (ptx) is for: held-out score and held-out pretraining loss of the
-trials of `rllib_llm/examples/stories_sentiment.yaml`, side by side.
+trials of `tuned_examples/stories_sentiment.yaml`, side by side.
 
     python benchmarks/stories_ptx_plot.py RUN_FOLDER --out benchmarks/figures/stories_ptx.png
 

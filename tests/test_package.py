@@ -49,8 +49,8 @@ def test_a_wheel_has_the_examples_and_their_environments(tmp_path):
     command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=PACKAGE.parent, check=True, capture_output=True)
     built = tmp_path / "rllib_llm"
-    for pattern in ("examples/*.py", "examples/*.yaml", "examples/README.md"):
-        expected = {path.name for path in PACKAGE.glob(pattern)}
+    for folder, pattern in ((PACKAGE, "examples/*.py"), (PACKAGE.parent, "tuned_examples/*.yaml")):
+        expected = {path.name for path in folder.glob(pattern)}
         assert expected == {path.name for path in built.glob(pattern)} != set()
 
 

@@ -1,1 +1,1 @@
-"""Ready experiments as YAML files, and the small environments, models and data that they use."""
+"""The small environments, models and data that the runs in `tuned_examples/` and the tests use."""

@@ -19,8 +19,10 @@ HERE = "${here}"
 
 
 def examples_folder() -> Path:
-    """Return the folder of the examples, a package."""
-    return Path(rllib_llm.__file__).resolve().parent / "examples"
+    """Return the examples' folder: inside an installed package, beside it in a checkout."""
+    package = Path(rllib_llm.__file__).resolve().parent
+    inside = package / "tuned_examples"
+    return inside if inside.is_dir() else package.parent / "tuned_examples"
 
 
 def with_includes(
