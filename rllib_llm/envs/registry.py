@@ -20,16 +20,15 @@ from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/Agent-v0": "rllib_llm.envs.adapters.agent:create",
-    "rllib_llm/Reviews-v0": "rllib_llm.envs.toys.reviews:create",
+    "rllib_llm/Reviews-v0": "rllib_llm.examples.reviews:create",
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
-    "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
-    "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
+    "rllib_llm/Arithmetic-v0": "rllib_llm.examples.arithmetic:create",
+    "rllib_llm/Calculator-v0": "rllib_llm.examples.calculator:create",
     "rllib_llm/Chat-v0": "rllib_llm.envs.adapters.chat:create",
     "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:create",
-    "rllib_llm/Guessing-v0": "rllib_llm.envs.toys.guessing:create",
-    "rllib_llm/Lookup-v0": "rllib_llm.envs.toys.lookup:create",
+    "rllib_llm/Lookup-v0": "rllib_llm.examples.lookup:create",
     "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",
-    "rllib_llm/TwentyQuestions-v0": "rllib_llm.envs.toys.twenty_questions:create",
+    "rllib_llm/TwentyQuestions-v0": "rllib_llm.examples.twenty_questions:create",
     "rllib_llm/TRL-v0": "rllib_llm.envs.adapters.trl:create",
     "rllib_llm/Verifiers-v0": "rllib_llm.envs.adapters.verifiers:create",
 }

@@ -29,14 +29,13 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
-from rllib_llm.data.rollouts import IN_ORDER, open_rollouts, query, rollout_folders
+from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row
 from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
-from rllib_llm.envs.self_play import SelfPlayEnv
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, sampling_params
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
@@ -46,7 +45,7 @@ from rllib_llm.shared.storage import Place
 ROUND_OFF = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-2, torch.float16: 2.0**-2}
 NO_TOKEN = -1  # where what is sampled anew has ended
 INITIAL_VERSION = 0  # of the weights that the setting `model` names
-_KEY = (*IN_ORDER, "status")  # names a completion
+_KEY = ("iteration", "position", "sample", "status")  # names a completion, of one row or more
 
 
 @dataclass(frozen=True)
@@ -316,7 +315,7 @@ def _check_sampled_here(config: Any) -> None:
     rules = {
         "engine": (config.engine, config.engine == "torch"),
         "generate_function": (config.generate_function, config.generate_function is None),
-        "env": (config.env, not issubclass(kind, AgentEnv | SelfPlayEnv)),
+        "env": (config.env, not issubclass(kind, AgentEnv)),
     }
     for name, (value, holds) in rules.items():
         if not holds:

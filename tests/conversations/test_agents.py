@@ -17,7 +17,7 @@ from rllib_llm.envs.checks.check_env import check_env
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import EngineFailed
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.toys.calculator import MODEL, build_model
+from rllib_llm.examples.calculator import MODEL, build_model
 from rllib_llm.rollouts.agents import sampling_fields
 from rllib_llm.serving.agent_server import open_agent_server
 from rllib_llm.shared import columns

@@ -44,8 +44,10 @@ def run(kept, tmp_path):
 
 def changed(run, iteration: int, column: str, change) -> None:
     """Has `change` make other values of a column of all rows of an iteration."""
-    for file in run.glob(f"rollouts/iteration={iteration}/*.parquet"):
-        table = pq.ParquetFile(file).read()
+    for file in run.glob("rollouts/*.parquet"):
+        table = pq.read_table(file)
+        if set(table.column("iteration").to_pylist()) != {iteration}:
+            continue
         place = table.schema.get_field_index(column)
         values = [change(value) for value in table.column(column).to_pylist()]
         field = table.schema.field(place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
-from rllib_llm.envs.self_play import SelfPlayEnv, run_games
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
 
@@ -107,10 +105,7 @@ class ConversationChecker:
             ids = [*generator.choices(plain, k=min(room - 1, _WORDS)), *end]
             return _Said(ids, [-1.0] * len(ids), [0] * len(ids))
 
-        rows = env.tasks.rows(1, self.num_prompts)
-        asked: dict[str, Any] = {
-            "first_position": 1, "num_completions": self.num_completions, "max_new_tokens": _WORDS,
-        }  # fmt: skip
-        if isinstance(env, SelfPlayEnv):
-            return run_games(env, rows, completes=(complete, complete), **asked)
-        return run_rollouts(env, rows, complete=complete, **asked)
+        return run_rollouts(
+            env, env.tasks.rows(1, self.num_prompts), first_position=1,
+            num_completions=self.num_completions, complete=complete, max_new_tokens=_WORDS,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rllib_llm.envs.toys.reviews_grammar import pretraining_texts
+from rllib_llm.examples.reviews_grammar import pretraining_texts
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 ALPHABET = [*string.ascii_letters, *string.digits, *".,!?'"]  # so that plain English has no <unk>

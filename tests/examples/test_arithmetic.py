@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.toys import arithmetic
-from rllib_llm.envs.toys.arithmetic import Problems, answer_format, correct, sft_texts
+from rllib_llm.examples import arithmetic
+from rllib_llm.examples.arithmetic import Problems, answer_format, correct, sft_texts
 from tests.envs.tiny_envs import answer
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.toys import reviews
-from rllib_llm.envs.toys.reviews_grammar import UNGRAMMATICAL_SCORE
+from rllib_llm.examples import reviews
+from rllib_llm.examples.reviews_grammar import UNGRAMMATICAL_SCORE
 from tests.envs.tiny_envs import answer
 
 GOOD = " It is lovely and light. I adore the {part}. Five stars."
@@ -24,7 +24,7 @@ def finished_openings(env):
 
 
 def part_of(text):
-    from rllib_llm.envs.toys.reviews_lexicon import KINDS
+    from rllib_llm.examples.reviews_lexicon import KINDS
 
     return next(kind.parts[0] for kind in KINDS if f"this {kind.name}" in text.lower())
 

@@ -20,7 +20,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.toolbox import FunctionTool
-from rllib_llm.envs.toys.characters import (
+from rllib_llm.examples.characters import (
     SftTurn,
     chat_tokenizer,
     says_answer,
@@ -28,7 +28,7 @@ from rllib_llm.envs.toys.characters import (
     small_llama,
 )
 
-MODEL = "rllib_llm.envs.toys.calculator.build_model"
+MODEL = "rllib_llm.examples.calculator.build_model"
 _PIECES = ("calculator", '{"expression": "')
 _CHARACTERS = "0123456789+-*=. "
 _STREAM = 41  # key of the problems' random numbers

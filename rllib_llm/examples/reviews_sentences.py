@@ -19,8 +19,8 @@ import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rllib_llm.envs.toys import reviews_lexicon as words
-from rllib_llm.envs.toys.reviews_lexicon import KINDS, Kind
+from rllib_llm.examples import reviews_lexicon as words
+from rllib_llm.examples.reviews_lexicon import KINDS, Kind
 
 SIGNS = (+1, -1)
 FORM_WEIGHTS = (3, 5, 2, 2)  # of the forms of body, in the order of `tables`

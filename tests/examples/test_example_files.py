@@ -12,6 +12,7 @@ import pytest
 from rllib_llm.config.schema import allowed_keys, build_config
 from rllib_llm.runs.algorithms import algorithm_class
 from rllib_llm.runs.flat_results import flatten
+from rllib_llm.runs.include import examples_folder
 from rllib_llm.runs.plan import check_experiments, search_space
 from rllib_llm.runs.search_space import examples
 from rllib_llm.runs.stage_result import export_model
@@ -19,7 +20,7 @@ from rllib_llm.runs.yaml_experiments import Experiment, fill, load
 from rllib_llm.runs.yaml_loader import read
 from rllib_llm.shared.errors import UserError
 
-FOLDER = Path(__file__).parents[1] / "tuned_examples"
+FOLDER = examples_folder()
 FILES = sorted(FOLDER.glob("*.yaml"))
 # A stage made small, by the settings that its algorithm knows.
 SMALL = {

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from rllib_llm.envs.toys import reviews_grammar as grammar
-from rllib_llm.envs.toys import reviews_lexicon as words
-from rllib_llm.envs.toys.reviews_grammar import Judgement, judge
-from rllib_llm.envs.toys.reviews_lexicon import KINDS
-from rllib_llm.envs.toys.reviews_sentences import tables
+from rllib_llm.examples import reviews_grammar as grammar
+from rllib_llm.examples import reviews_lexicon as words
+from rllib_llm.examples.reviews_grammar import Judgement, judge
+from rllib_llm.examples.reviews_lexicon import KINDS
+from rllib_llm.examples.reviews_sentences import tables
 
 
 def whole(row, completion="completion"):
@@ -209,7 +209,7 @@ def test_data_is_a_function_of_its_arguments():
 
 def test_data_is_the_same_in_every_process():
     program = (
-        "from rllib_llm.envs.toys.reviews_grammar import *; "
+        "from rllib_llm.examples.reviews_grammar import *; "
         "print(repr((sft_texts(20), pretraining_texts(20), preference_pairs(20), prompts()[:20])))"
     )
     here = (

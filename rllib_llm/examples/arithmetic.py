@@ -25,11 +25,11 @@ from rllib_llm.envs.rlhf import (
     policy_tokenizer,
     with_defaults,
 )
-from rllib_llm.envs.toys.characters import character_tokenizer, small_llama
+from rllib_llm.examples.characters import character_tokenizer, small_llama
 from rllib_llm.modules.pretrained import eos_token_ids
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-MODEL = "rllib_llm.envs.toys.arithmetic.build_model"
+MODEL = "rllib_llm.examples.arithmetic.build_model"
 DEFAULTS: dict[str, Any] = {
     **COMMON_DEFAULTS,
     "model": MODEL,

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rllib_llm.envs.toys import reviews_lexicon as words
-from rllib_llm.envs.toys.reviews_lexicon import KINDS, Kind
-from rllib_llm.envs.toys.reviews_sentences import FORM_WEIGHTS, Table, heads_of, tables
+from rllib_llm.examples import reviews_lexicon as words
+from rllib_llm.examples.reviews_lexicon import KINDS, Kind
+from rllib_llm.examples.reviews_sentences import FORM_WEIGHTS, Table, heads_of, tables
 
 UNGRAMMATICAL_SCORE = -3.0
 MOODS = (0.05, 0.5, 0.95)  # a writer's chance of a good opinion, one mood for a whole review

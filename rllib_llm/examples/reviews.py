@@ -12,9 +12,9 @@ from typing import Any
 
 from rllib_llm.envs import rlhf
 from rllib_llm.envs.bandit import BanditEnv
-from rllib_llm.envs.toys.reviews_grammar import judge, prompts
+from rllib_llm.examples.reviews_grammar import judge, prompts
 
-MODEL = "rllib_llm.envs.toys.reviews_model.build_model"
+MODEL = "rllib_llm.examples.reviews_model.build_model"
 DEFAULTS: dict[str, Any] = {
     # Held-out openings are the grammar's: there is no share of them to choose.
     **{key: value for key, value in rlhf.COMMON_DEFAULTS.items() if key != "eval_fraction"},

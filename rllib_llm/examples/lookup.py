@@ -18,7 +18,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.tools.search import SearchTool
-from rllib_llm.envs.toys.characters import (
+from rllib_llm.examples.characters import (
     SftTurn,
     chat_tokenizer,
     says_answer,
@@ -26,7 +26,7 @@ from rllib_llm.envs.toys.characters import (
     small_llama,
 )
 
-MODEL = "rllib_llm.envs.toys.lookup.build_model"
+MODEL = "rllib_llm.examples.lookup.build_model"
 _PIECES = ("search", '{"query": "', "Nothing found.")
 _CHARACTERS = f"{string.ascii_lowercase}0123456789?: "
 _STREAM = 43  # key of the facts' random numbers

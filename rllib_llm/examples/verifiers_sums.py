@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 from rllib_llm.envs.tools.calculator import calculator as work_out
-from rllib_llm.envs.toys.calculator import problems
+from rllib_llm.examples.calculator import problems
 
 
 class SumData(vf.TaskData):

@@ -6,7 +6,7 @@ import string
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rllib_llm.envs.toys.characters import character_tokenizer, small_llama
+from rllib_llm.examples.characters import character_tokenizer, small_llama
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = f"{string.digits}{string.ascii_letters}{string.punctuation} "

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.toys.reviews_grammar import prompts, sft_texts
-from rllib_llm.envs.toys.reviews_model import build_model, build_tokenizer
+from rllib_llm.examples.reviews_grammar import prompts, sft_texts
+from rllib_llm.examples.reviews_model import build_model, build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_prompt_and_completion_are_cut_where_the_whole_text_is(tokenizer):
 
 
 def test_prompts_and_completions_fit_the_environments_defaults(tokenizer):
-    from rllib_llm.envs.toys.reviews import DEFAULTS
+    from rllib_llm.examples.reviews import DEFAULTS
 
     every_prompt = [row["prompt"] for split in ("train", "eval") for row in prompts(split)]
     longest = max(len(ids) for ids in tokenizer(every_prompt)["input_ids"])

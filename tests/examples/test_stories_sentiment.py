@@ -1,4 +1,4 @@
-"""All stages of `tuned_examples/stories_sentiment.yaml`, very small: from a file to the report."""
+"""All stages of the example `stories_sentiment`, very small: from a file to the report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.runs.include import examples_folder
 from rllib_llm.runs.trial_logs import before_and_after, read_json_lines, read_results
 
-YAML = Path(__file__).resolve().parents[1] / "tuned_examples" / "stories_sentiment.yaml"
+YAML = examples_folder() / "stories_sentiment.yaml"
 # 12 texts, 8 pairs, 2 iterations of 4 completions of 4 tokens.
 SMALL = {
     "texts.stop.episode": 12,
