@@ -21,7 +21,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.data.encoding import pad_left
 from rllib_llm.envs.bandit_settings import (
     check_bandit_settings,
     check_positive_integers,
@@ -36,6 +35,7 @@ from rllib_llm.envs.checked_completions import (
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_left
 
 
 class BanditEnv(VectorEnv):

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_right
 
 
 class BanditEnvError(ValueError):
@@ -44,13 +45,8 @@ def pad_completions(
     completions: Sequence[Sequence[int]], pad_token_id: int
 ) -> dict[str, torch.Tensor]:
     """Actions {completion_ids, completion_mask} of lists of token ids."""
-    longest = max((len(ids) for ids in completions), default=0)
-    padded = [[*map(int, ids), *[pad_token_id] * (longest - len(ids))] for ids in completions]
-    lengths = torch.tensor([len(ids) for ids in completions]).unsqueeze(1)
-    return {
-        columns.COMPLETION_IDS: torch.tensor(padded, dtype=torch.int64),
-        columns.COMPLETION_MASK: torch.arange(longest) < lengths,
-    }
+    ids, mask = pad_right(completions, pad_token_id)
+    return {columns.COMPLETION_IDS: ids, columns.COMPLETION_MASK: mask}
 
 
 def check_actions(

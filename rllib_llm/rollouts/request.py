@@ -12,6 +12,7 @@ from rllib_llm.envs.sampled_tokens import NO_VERSION
 from rllib_llm.numerics.rollout_rows import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.listening import Message
+from rllib_llm.shared.padding import widen
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -243,12 +244,8 @@ def _stack(parts: list[Column], name: str, filler: int) -> Column:
         return torch.cat(parts)
     longest = max(part.shape[1] for part in parts)
 
-    def widen(part: Column) -> Column:
-        missing = longest - part.shape[1]
-        sides = (missing, 0) if name in _LEFT_PADDED else (0, missing)
-        return torch.nn.functional.pad(part, sides, value=filler)
-
-    return torch.cat([widen(part) for part in parts])
+    left = name in _LEFT_PADDED
+    return torch.cat([widen(part, longest, filler, left=left) for part in parts])
 
 
 def _mean(column: Column, valid: Column) -> float:

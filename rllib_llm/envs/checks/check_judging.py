@@ -11,6 +11,7 @@ from rllib_llm.envs.checked_completions import BanditEnvError
 from rllib_llm.envs.checks.check_findings import Findings
 from rllib_llm.envs.sampled_tokens import told_columns
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import widen
 
 # Of an environment that gives scores; one that does not is learnt from by its rewards.
 _REQUIRED_INFOS = (
@@ -46,8 +47,8 @@ class JudgingChecker:
         vocab_size = int(space.child_space.n)
         ids = torch.randint(vocab_size, (batch_size, length), generator=self.generator)
         mask = torch.arange(length)[None, :] < 1 + torch.arange(batch_size)[:, None] % length
-        ids = torch.nn.functional.pad(torch.where(mask, ids, 0), (0, extra))
-        mask = torch.nn.functional.pad(mask, (0, extra))
+        ids = widen(torch.where(mask, ids, 0), length + extra)
+        mask = widen(mask, length + extra)
         logprobs = torch.where(mask, -1.0, 0.0)
         device = self.env.device if hasattr(self.env, "device") else "cpu"
         actions = {

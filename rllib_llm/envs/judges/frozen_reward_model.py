@@ -20,6 +20,7 @@ from rllib_llm.modules.packing.token_batches import pack_right, token_batches
 from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
 from rllib_llm.modules.quantization import load_quantized, model_bytes
 from rllib_llm.modules.score_normalization import check_normalization, read_score_normalization
+from rllib_llm.shared.padding import pad_right, widen
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class RewardModelScorer:
         ids, mask = pack_right(prompt_ids, prompt_mask, completion_ids, completion_mask)
         if ids.shape[1] > self.max_length:
             rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-            ids, mask = _pad_rows([self._encoder.shorten(row) for row in rows], ids.device)
+            ids, mask = self._padded([self._encoder.shorten(row) for row in rows])
         return self._normalized_scores(ids, mask)
 
     def score_texts(
@@ -147,8 +148,12 @@ class RewardModelScorer:
     ) -> Tensor:
         """Scores [B] float32 of texts, see `RewardTextEncoder.encode`."""
         rows = self._encoder.encode(prompts, completions, messages=messages, finished=finished)
-        ids, mask = _pad_rows(rows, self._device)
-        return self._normalized_scores(ids, mask)
+        return self._normalized_scores(*self._padded(rows))
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and mask [N, L], L at least 1."""
+        ids, mask = (widen(part, max(1, part.shape[1])) for part in pad_right(rows, 0))
+        return ids.to(self._device), mask.to(self._device)
 
     def metrics(self) -> dict[str, float]:
         """{"drift/rank_corr", "drift/max_abs"} once measured, and "num_truncated" texts so far."""
@@ -226,11 +231,3 @@ def _max_length(given: int | None, config: Any, tokenizer: PreTrainedTokenizerBa
             "no more tokens. Lower it, or leave it out."
         )
     return given
-
-
-def _pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids [N, L] int64 right-padded with 0, and mask [N, L] bool."""
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    longest = max(1, int(lengths.max()))
-    ids = torch.tensor([list(row) + [0] * (longest - len(row)) for row in rows], device=device)
-    return ids, torch.arange(longest, device=device) < lengths.unsqueeze(1)
