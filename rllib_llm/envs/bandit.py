@@ -21,16 +21,16 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.envs.bandit_settings import (
-    check_bandit_settings,
-    check_positive_integers,
-    checked_options,
-)
-from rllib_llm.envs.checked_completions import (
+from rllib_llm.envs.actions import (
     BanditEnvError,
     check_actions,
     decode_completions,
     pad_completions,
+)
+from rllib_llm.envs.bandit_settings import (
+    check_bandit_settings,
+    check_positive_integers,
+    checked_options,
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rllib_llm.envs.checked_completions import BanditEnvError
+from rllib_llm.envs.actions import BanditEnvError
 
 RESET_OPTIONS = ("position", "num_prompts", "num_completions")
 

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared.dotted import import_dotted
@@ -77,11 +76,3 @@ def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
             )
     reward = numbers.pop("reward", None)
     return None if reward is None else float(reward), {k: float(v) for k, v in numbers.items()}
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **AgentEnv.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> AgentEnv:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return AgentEnv(env_config)

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.adapters.verifiers_messages import (
     new_trace,
     prompt_of,
@@ -315,11 +314,3 @@ class _VerifiersTool(FunctionTool):
 
 def _tools_of(toolsets: Sequence[Any]) -> list[_VerifiersTool]:
     return [_VerifiersTool(toolset, method) for toolset in toolsets for method in _methods(toolset)]
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **VerifiersEnv.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> VerifiersEnv:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return VerifiersEnv(env_config)

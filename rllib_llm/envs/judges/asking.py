@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
-Verdict = TypeVar("Verdict")
+Read = TypeVar("Read")
 Messages = list[dict[str, str]]
 _MOST_REMEMBERED = 100_000  # replies in memory
 _SHOWN = 200  # characters of a reply
@@ -162,9 +162,9 @@ class JudgeModel:
     async def ask(
         self,
         questions: Sequence[Messages],
-        read: Callable[[str], Verdict],
+        read: Callable[[str], Read],
         response_format: Mapping[str, Any] | None = None,
-    ) -> list[Verdict | Invalid]:
+    ) -> list[Read | Invalid]:
         """What the judge says to each question, in their order.
 
         Args:
@@ -198,8 +198,8 @@ class JudgeModel:
         return body if response_format is None else {**body, "response_format": response_format}
 
     async def _verdict(
-        self, key: str, body: dict[str, Any], read: Callable[[str], Verdict]
-    ) -> Verdict | Invalid:
+        self, key: str, body: dict[str, Any], read: Callable[[str], Read]
+    ) -> Read | Invalid:
         reply = self._cache.get(key)
         if reply is not None:
             self.num_cached += 1
@@ -226,7 +226,7 @@ class JudgeModel:
         return verdict
 
 
-def _verdict(reply: str, read: Callable[[str], Verdict]) -> Verdict | Invalid:
+def _verdict(reply: str, read: Callable[[str], Read]) -> Read | Invalid:
     try:
         return read(reply)
     except UnreadableReply as error:

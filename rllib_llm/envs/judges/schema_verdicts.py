@@ -11,8 +11,8 @@ import jsonschema
 from rllib_llm.envs.judges.asking import (
     JudgeModel,
     Messages,
+    Read,
     UnreadableReply,
-    Verdict,
     without_thoughts,
 )
 from rllib_llm.envs.judges.reward_functions import Invalid
@@ -59,8 +59,8 @@ class SchemaJudge:
         self._judge = JudgeModel(base_url, model, **judge)
 
     async def ask(
-        self, questions: Sequence[Messages], read: Callable[[dict[str, Any]], Verdict]
-    ) -> list[Verdict | Invalid]:
+        self, questions: Sequence[Messages], read: Callable[[dict[str, Any]], Read]
+    ) -> list[Read | Invalid]:
         """What `read` makes of the verdict on each question; `Invalid` where there is none."""
         return await self._judge.ask(
             questions, lambda reply: read(self._found(reply)), self._format
