@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -144,17 +144,16 @@ class Verification:
         return _bits(statistics.median(errors)), _bits(max(errors))
 
     def __str__(self) -> str:
-        versions = ", ".join(map(str, self.versions))
         lines = [
             f"{self.trial}: {len(self.completions)} of {self.num_stored} completions sampled anew "
-            f"from the weights of version {versions}"
+            f"from the weights of {_named(self.versions)}"
         ]
         if self.completions:
             lines.append(self._agreement())
         if self.missing:
             lines.append(
                 f"not to be asked: {self.num_stored - self.num_askable} completions; no checkpoint "
-                f"holds version {_ranges(self.missing)}"
+                f"holds {_named(self.missing)}"
             )
         unknown = sum(each.num_unknown for each in self.completions)
         if unknown:
@@ -473,8 +472,9 @@ def _told_bits(bits: float) -> str:
     return "the last bit" if bits == math.inf else f"{max(bits, 0.0):.1f} bits"
 
 
-def _ranges(versions: Sequence[int] | dict[int, int]) -> str:
-    """Numbers in order, those in a row as "3-7"."""
+def _named(versions: Collection[int]) -> str:
+    """Versions in words, those in a row as "3-7"."""
     runs = groupby(enumerate(sorted(versions)), key=lambda pair: pair[1] - pair[0])
     ends = [[version for _, version in run] for _, run in runs]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends]
+    return f"version{'s' * (len(versions) > 1)} {', '.join(names)}"
