@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.agent_rollouts import OpenAgentServer, open_for, run_agents
+from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.envs.agent_rollouts import OpenAgentServer
+from rllib_llm.envs.adapters.agent import OpenAgentServer
 from rllib_llm.envs.checks.check_conversation import ConversationChecker
 from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.envs.checks.check_judging import JudgingChecker
