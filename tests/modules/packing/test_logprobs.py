@@ -142,8 +142,8 @@ def test_gradients_are_those_of_the_models_own_logits(family, logits_chunk_token
         (logprobs.sum() + 0.3 * entropy.square().sum()).backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    # Round-off of tied weights moves gradients of 86 by some 1e-3. A single run of the plain path is
-    # off by anything between 5e-4 and 3e-3, so that run alone is no bound.
+    # Round-off of tied weights moves gradients of 86 by some 1e-3. A single run of the plain path
+    # is off by anything between 5e-4 and 3e-3, so that run alone is no bound.
     moved = [neighbour(model, seed) for seed in range(3)]
     plain, exact, *neighbours = (
         gradients(one, *own_stats(one, rows, temperature=0.7))
