@@ -194,7 +194,7 @@ class Completer:
         return dataclasses.replace(self.params, max_new_tokens=room)
 
     def _text(self, prompt_ids: list[int], sampled: list[int]) -> str:
-        from rllib_llm.envs.checked_completions import decode_completions
+        from rllib_llm.envs.actions import decode_completions
 
         if self.chats:  # a turn of its own
             return str(self.tokenizer.decode(sampled, skip_special_tokens=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from rllib_llm.conversations.batches import Rollout, training_columns
 from rllib_llm.conversations.chat_format import Messages
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
 from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
@@ -23,20 +23,6 @@ TURNS = "turns"  # component: what was earned at turns
 SCORE = "score"  # component: what `ConversationEnv.score` says
 ROLLOUT = "rollout"
 _SHOWN = 300  # characters of a reason
-
-
-@dataclass(frozen=True)
-class JudgedConversations:
-    """Training columns of all rows, and by row what the rollouts were worth.
-
-    components, metrics: [rows] float32 by name; NaN in all rows of a rollout but its first, so that
-    a mean counts each rollout once.
-    """
-
-    columns: dict[str, torch.Tensor]
-    components: dict[str, torch.Tensor]
-    metrics: dict[str, torch.Tensor]
-    texts: dict[str, list[str]]
 
 
 class AllFailedError(EnvConfigError):
@@ -52,9 +38,7 @@ def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str
     return training_columns(rollouts, pad_token_id)
 
 
-def judge(
-    env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int
-) -> JudgedConversations:
+def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) -> Judgement:
     """The columns of rollouts that are over, with their scores.
 
     Raises:
@@ -92,7 +76,8 @@ def judge(
     def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: column.to(env.device) for name, column in held.items()}
 
-    return JudgedConversations(
+    return Judgement(
+        batch[columns.SCORES].to(env.device),
         on_device(batch),
         on_device(earned),
         on_device(_metrics(table, attempts, sound, judged)),

@@ -15,7 +15,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.calculator import calculator
@@ -55,14 +54,6 @@ class Calculator(ConversationEnv):
 
     def score(self, conversation: Conversation) -> float:
         return says_answer(conversation)
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **Calculator.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> Calculator:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return Calculator(env_config)
 
 
 def problems(

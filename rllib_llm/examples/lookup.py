@@ -15,7 +15,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.tools.search import SearchTool
 from rllib_llm.examples.characters import (
@@ -53,14 +52,6 @@ class Lookup(ConversationEnv):
 
     def score(self, conversation: Conversation) -> float:
         return says_answer(conversation)
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **Lookup.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> Lookup:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return Lookup(env_config)
 
 
 def facts(num_facts: int = 500, seed: int = 0) -> dict[str, str]:

@@ -33,7 +33,7 @@ SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ReviewGrade:
     """What the exact judge says of a text."""
 
     grammatical: bool
@@ -106,14 +106,14 @@ def _draw(table: Table, mood: float, rng: random.Random) -> str:
     return rng.choice(form[+1 if rng.random() < mood else -1]).text
 
 
-def judge(text: str) -> Judgement:
+def judge(text: str) -> ReviewGrade:
     """Return whether `text` is a review of the language, and its sentiment.
 
     Every character counts, but for white space before and after the text. Never raises.
     """
     first, *said = _sentences(text.strip())
     opinions = sum(_opinions().get(sentence, 0) for sentence in said)
-    return Judgement(_is_review(first, said), sentiment=max(-3, min(3, opinions)))
+    return ReviewGrade(_is_review(first, said), sentiment=max(-3, min(3, opinions)))
 
 
 def _is_review(first: str, said: list[str]) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv, Response
 
 _NUMBER = re.compile(r"-?\d+")
@@ -42,11 +41,3 @@ class TwentyQuestions(ConversationEnv):
             return Response("Right.", reward=1.0, done=True, metrics={"found": 1.0})
         answer = "Higher." if guess < secret else "Lower."
         return Response(answer, reward=cost, metrics={"found": 0.0})
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **TwentyQuestions.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> TwentyQuestions:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return TwentyQuestions(env_config)

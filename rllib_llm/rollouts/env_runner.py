@@ -35,7 +35,7 @@ from ray.rllib.utils.typing import StateDict
 from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.checks.check_env_lengths import check_env_lengths
+from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.overseer.sampler_watch import SamplerWatch

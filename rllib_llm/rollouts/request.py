@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from rllib_llm.envs.sampled_tokens import NO_VERSION
+from rllib_llm.envs.actions import NO_VERSION
 from rllib_llm.numerics.rollout_rows import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.listening import Message

@@ -12,8 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rllib_llm.envs.checked_completions import decode_completions
-from rllib_llm.envs.sampled_tokens import NO_VERSION
+from rllib_llm.envs.actions import NO_VERSION, decode_completions
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
 

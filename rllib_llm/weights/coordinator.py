@@ -27,7 +27,7 @@ from rllib_llm.weights.published import PublishedWeights
 # --- Which weights are the newest, as one process knows it; `coordinator.py` makes an actor of it
 
 
-class Verdict(str, Enum):
+class Announced(str, Enum):
     """What became of an announcement."""
 
     ACCEPTED = "accepted"  # it is the newest, or was already
@@ -69,25 +69,25 @@ class VersionLog:
         """Whether no publisher has begun, or published in, a later one."""
         return epoch >= max(self._given, self._epoch)
 
-    def announce(self, published: PublishedWeights) -> Verdict:
+    def announce(self, published: PublishedWeights) -> Announced:
         """Takes `published` as the newest, if it is. Saying it twice does no harm."""
         if published.epoch < self._epoch:
-            return Verdict.FENCED
+            return Announced.FENCED
         if published.key in self._lost:
-            return Verdict.LOST
+            return Announced.LOST
         self._epoch = published.epoch  # higher than ours: this log was lost and begun anew
         head = self._kept[-1] if self._kept else None
         if head is not None and head.key == published.key:
-            return Verdict.ACCEPTED
+            return Announced.ACCEPTED
         if head is not None and published.order < head.order:
-            return Verdict.STALE
+            return Announced.STALE
         if head is not None and published.order == head.order:
             if head.key not in self._lost:
-                return Verdict.STALE
+                return Announced.STALE
             self._kept.pop()
         self._kept = [*self._kept, published][-self._keep :]
         self._lost &= {kept.key for kept in self._kept}
-        return Verdict.ACCEPTED
+        return Announced.ACCEPTED
 
     def report_lost(self, key: str) -> None:
         """Notes that the bytes of this publication could not be had."""
@@ -159,7 +159,7 @@ class WeightsCoordinator:
         self._note_call()
         return self._log.is_last_epoch(epoch)
 
-    async def announce(self, published: PublishedWeights) -> Verdict:
+    async def announce(self, published: PublishedWeights) -> Announced:
         """See `VersionLog.announce`; wakes those who wait."""
         self._note_call()
         verdict = self._log.announce(published)
@@ -252,7 +252,7 @@ class CoordinatorClient:
         """See `VersionLog.begin_epoch`."""
         return self._actor.call("begin_epoch")
 
-    def announce(self, published: PublishedWeights) -> Verdict:
+    def announce(self, published: PublishedWeights) -> Announced:
         """Tells of a publication; may be said again at any time."""
         return self._actor.call("announce", published)
 

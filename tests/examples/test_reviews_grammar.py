@@ -10,7 +10,7 @@ import pytest
 
 from rllib_llm.examples import reviews_grammar as grammar
 from rllib_llm.examples import reviews_lexicon as words
-from rllib_llm.examples.reviews_grammar import Judgement, judge
+from rllib_llm.examples.reviews_grammar import ReviewGrade, judge
 from rllib_llm.examples.reviews_lexicon import KINDS
 from rllib_llm.examples.reviews_sentences import tables
 
@@ -75,7 +75,7 @@ NO_REVIEWS = {
 
 @pytest.mark.parametrize(("text", "sentiment"), REVIEWS)
 def test_the_judge_counts_opinions(text, sentiment):
-    assert judge(text) == Judgement(grammatical=True, sentiment=sentiment)
+    assert judge(text) == ReviewGrade(grammatical=True, sentiment=sentiment)
     assert judge(text).score == sentiment
 
 
@@ -99,7 +99,7 @@ def test_the_sentiment_counts_what_is_said_in_whole_sentences(name, sentiment):
 
 def test_white_space_around_a_review_does_not_count():
     text, sentiment = REVIEWS[0]
-    assert judge(f"\n {text} ") == Judgement(grammatical=True, sentiment=sentiment)
+    assert judge(f"\n {text} ") == ReviewGrade(grammatical=True, sentiment=sentiment)
 
 
 def test_every_generated_text_is_a_review():

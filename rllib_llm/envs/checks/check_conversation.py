@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.agent_rollouts import OpenAgentServer, open_for, run_agents
-from rllib_llm.envs.checks.check_findings import Findings
+from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
+from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
@@ -42,7 +41,7 @@ class ConversationChecker:
 
     def __init__(
         self,
-        findings: Findings,
+        findings: Problems,
         *,
         num_prompts: int,
         num_completions: int,

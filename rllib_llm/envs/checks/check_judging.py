@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rllib_llm.envs.checked_completions import BanditEnvError
-from rllib_llm.envs.checks.check_findings import Findings
-from rllib_llm.envs.sampled_tokens import told_columns
+from rllib_llm.envs.actions import BanditEnvError, told_columns
+from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.shared import columns
 from rllib_llm.shared.padding import widen
 
@@ -26,7 +25,7 @@ _REQUIRED_INFOS = (
 class JudgingChecker:
     """Hands out prompts with `options`, answers with random completions, looks at the result."""
 
-    def __init__(self, findings: Findings, options: Mapping[str, int], seed: int) -> None:
+    def __init__(self, findings: Problems, options: Mapping[str, int], seed: int) -> None:
         self.findings = findings
         self.env = findings.env
         self.options = options
@@ -239,7 +238,7 @@ class JudgingChecker:
                 f"step() given {what}",
                 "an error",
                 "wrong batches would be learnt from unnoticed",
-                "Check actions first; rllib_llm.envs.checked_completions.check_actions does",
+                "Check actions first; rllib_llm.envs.actions.check_actions does",
             )
 
 

@@ -1,15 +1,23 @@
-"""Completions as they reach an environment: checked, and turned back into text."""
+"""Completions as an environment's actions, checked and turned back into text; and what it says of
+them, checked.
+
+An environment that answers within a completion, as a tool does, says with `loss_mask` in the infos
+of `step` which tokens the policy sampled. All else about them has defaults.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.shared import columns
 from rllib_llm.shared.padding import pad_right
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class BanditEnvError(ValueError):
@@ -113,3 +121,88 @@ def _check_tensor(
             f"the same for all: one completion for each of the {shape[0]} prompt rows handed out "
             "last. Answer the last observation, and stop at max_completion_len."
         )
+
+
+NO_VERSION = -1  # of a token that no weights sampled
+_DTYPES = {
+    columns.LOSS_MASK: torch.bool,
+    columns.WEIGHTS_VERSION: torch.int32,
+    columns.GROUP: torch.int64,
+}
+
+
+def told_columns(
+    infos: Mapping[str, Any], completion_mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Those of the columns `loss_mask` [B, T] bool, `weights_version` [B, T] int32 and `group` [B]
+    int64 that `infos` hold, for completions whose tokens `completion_mask` [B, T] says.
+
+    Raises:
+        BanditEnvError: one has another type or shape; a row without a sampled token, or a sampled
+            one that does not exist; a version of a token that was not sampled.
+    """
+    told = {name: infos[name] for name in _DTYPES if name in infos}
+    for name, column in told.items():
+        _check_column(name, column, completion_mask)
+    if not told:
+        return told
+    sampled = told.get(columns.LOSS_MASK, completion_mask)
+    where = f"infos[{columns.LOSS_MASK!r}]"
+    if (row := _first_row(sampled & ~completion_mask)) is not None:
+        raise BanditEnvError(
+            f"{where}[{row}]={sampled[row].int().tolist()} must be False where completion_mask is, "
+            f"{completion_mask[row].int().tolist()}: the policy sampled only what exists. Combine "
+            "it with completion_mask."
+        )
+    empty = ~sampled.any(1, keepdim=True)
+    if (row := _first_row(empty)) is not None:
+        raise BanditEnvError(
+            f"{where}[{row}]={sampled[row].int().tolist()} must be True somewhere: the score "
+            "belongs to the last sampled token. Give such a row infos['valid'] False instead."
+        )
+    versions = told.get(columns.WEIGHTS_VERSION)
+    if versions is not None and bool((versions[~sampled] != NO_VERSION).any()):
+        raise BanditEnvError(
+            f"infos[{columns.WEIGHTS_VERSION!r}] must be {NO_VERSION} where nothing was sampled: "
+            "the age of a batch is counted over sampled tokens. Use "
+            f"torch.where(loss_mask, versions, {NO_VERSION})."
+        )
+    return told
+
+
+def _check_column(name: str, column: Any, completion_mask: torch.Tensor) -> None:
+    shape = completion_mask.shape[:1] if name == columns.GROUP else completion_mask.shape
+    dtype = _DTYPES[name]
+    fits = isinstance(column, torch.Tensor) and column.dtype == dtype and column.shape == shape
+    if not fits:
+        arrived = type(column).__name__
+        if isinstance(column, torch.Tensor):
+            arrived = f"{column.dtype}, shape {list(column.shape)}"
+        raise BanditEnvError(
+            f"infos[{name!r}] of {arrived} must be a torch tensor of {dtype}, shape "
+            f"{list(shape)}: it belongs to the completions given to step(). Return such a tensor."
+        )
+
+
+def _first_row(flags: torch.Tensor) -> int | None:
+    """The first row with a True in it, None where there is none."""
+    rows = flags.any(1)
+    return int(rows.int().argmax()) if bool(rows.any()) else None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an environment says of completions, B rows.
+
+    rewards: [B] float32, its own. columns: those of the training batch. components, metrics: [B]
+    float32 by name; of a conversation NaN in all rows of a rollout but its first, so that a mean
+    counts each rollout once. texts: {"prompt", "completion"}, where it gave them, and "messages" of
+    conversations. cause: what was raised where none of them could be judged.
+    """
+
+    rewards: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    components: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    cause: str = ""
