@@ -124,6 +124,10 @@ def test_reference_pages_and_the_drawing_are_those_of_the_code(monkeypatch):
         assert written == page(), "python scripts/reference.py"
     drawn = house.PAGE.read_text("utf-8")
     assert drawn == house.with_drawing(drawn), "python scripts/house.py"
+    import scale
+
+    computed = scale.PAGE.read_text(encoding="utf-8")
+    assert computed == scale.page_with(scale.tables(), computed), "python scripts/scale.py"
 
 
 def test_the_house_has_no_circles(monkeypatch):
