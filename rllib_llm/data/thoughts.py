@@ -72,9 +72,10 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
             end for end in ends if render(tokenizer, messages[:end], tools=tools).startswith(said)
         )
     raise DataSourceError(
-        f"messages[{turn}] must have its thoughts written by the chat template where it is the "
-        f"newest turn: {thoughts[:40]!r} is not in it, and would never be learnt. Give a template "
-        f"that writes {_REASONING}, or put the thoughts into the content."
+        name=f"messages[{turn}]",
+        rule="have its thoughts written by the chat template where it is the newest turn",
+        reason=f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        remedy=f"Give a template that writes {_REASONING}, or put the thoughts into the content",
     )
 
 

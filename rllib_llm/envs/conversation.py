@@ -180,8 +180,11 @@ class ConversationEnv:
         settings, rows = self.settings, self.rows()
         if rows is None and not (settings["eval_prompts"] and settings["split"] == "eval"):
             raise EnvConfigError(
-                "env_config['prompts']=None must be a data source: there is no task to talk about. "
-                "Set it to a file (JSONL, Parquet), a data set, rows or a function."
+                name="env_config['prompts']",
+                value=None,
+                rule="be a data source",
+                reason="there is no task to talk about",
+                remedy="Set it to a file (JSONL, Parquet), a data set, rows or a function",
             )
         is_eval = settings["split"] == "eval"
         return PromptSource(

@@ -482,4 +482,3 @@ def stop_streaming(runner: Any) -> None:
     if runner.streamer is not None:
         runner.streamer.stop()
         runner.streamer = None
-

@@ -256,4 +256,3 @@ def open_schedule(rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> 
     """The schedule that the rules name."""
     kind = Lockstep if rules.schedule == "lockstep" else Free
     return kind(rules, table, outcomes)
-
