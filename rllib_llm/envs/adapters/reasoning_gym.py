@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rllib_llm.data.made_rows import MadeRows
+from rllib_llm.data.rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
