@@ -27,8 +27,7 @@ import torch
 from full_length import full_length
 
 from rllib_llm import GRPOConfig
-from rllib_llm.data.rollout_schema import conform
-from rllib_llm.data.rollout_store import RolloutStore
+from rllib_llm.data.rollout_store import RolloutStore, conform
 from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.stored import StoredRollouts
@@ -77,7 +76,7 @@ def writer(num_rows: int, num_batches: int, folder: Path) -> dict[str, float]:
         )
         for batch in batches
     ]
-    megabytes = sum(conform(table).nbytes for table in made) / 1e6
+    megabytes = sum(conform(table, 1).nbytes for table in made) / 1e6
     store = RolloutStore(folder)
     recorder = StoredRollouts(store, ABOUT)
     start, cpu = time.perf_counter(), time.process_time()

@@ -389,6 +389,10 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             self.rollouts.set_state(own)
             self.recorder.set_state(own.get("recorded", {}))
 
+    def about(self) -> dict[str, Any]:
+        """As of all checkpoints, and which version their weights are."""
+        return super().about() | {"weights_version": self.weights_version}
+
     def restore_from_path(self, path, *args, **kwargs) -> None:
         super().restore_from_path(path, *args, **kwargs)
         # The same version may now mean other weights: every sampler must load them.

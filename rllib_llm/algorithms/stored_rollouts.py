@@ -28,7 +28,7 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRoll
         run=trial_folder.name,
         env=str(config.env),
         num_completions=config.num_completions,
-        num_held_out_completions=config.num_completions if samples_held_out else 1,
+        num_held_out_completions=held_out.num_completions if samples_held_out else 1,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,

@@ -16,6 +16,9 @@ from typing import Any
 from ray import cloudpickle
 from ray.rllib.utils.checkpoints import Checkpointable
 
+from rllib_llm.checkpoints.folder import MANIFEST, read_manifest
+from rllib_llm.checkpoints.started_in import import_also_from, in_its_folder
+
 FILE = Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
 
 
@@ -26,6 +29,19 @@ def read(folder: Path) -> tuple[type[Any], inspect.BoundArguments]:
     cls = importable(made["class"])
     args, kwargs = made["ctor_args_and_kwargs"]
     return cls, inspect.signature(cls).bind(*args, **kwargs)
+
+
+def config(folder: Path) -> Any:
+    """The config that the checkpoint in `folder` was made with, its relative paths as they are to
+    be read here. Modules where the run was started can be imported afterwards."""
+    manifest = folder / MANIFEST
+    if manifest.is_file():  # RLlib's own checkpoints have none
+        started_in = read_manifest(folder).get("started_in")
+        if started_in and Path(started_in).is_dir():
+            import_also_from(Path(started_in))
+    made, arguments = read(folder)
+    found = made.get_default_config().from_state(arguments.arguments["config"])
+    return in_its_folder(found) if hasattr(found, "_started_in") else found
 
 
 def name_class(folder: Path) -> None:

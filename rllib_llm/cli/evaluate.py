@@ -132,14 +132,11 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.checkpoints import made_by
-    from rllib_llm.checkpoints.started_in import in_its_folder
     from rllib_llm.config.schema import check_keys, check_values, resolve_classes
 
-    import_from_where_it_was_made(checkpoint)
-    made, arguments = made_by.read(checkpoint)
-    config = made.get_default_config().from_state(arguments.arguments["config"])
+    config = made_by.config(checkpoint)
     if isinstance(config, LanguageModelConfig):
-        config = without_training_data(in_its_folder(config), checkpoint)
+        config = without_training_data(config, checkpoint)
     check_keys(config, settings, "--config")
     check_values(config, settings, "--config")
     config = config.copy(copy_frozen=False).update_from_dict(resolve_classes(settings, "--config"))
@@ -153,17 +150,6 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
             config.engine, config.engine_settings = "torch", None
     config.validate()
     return config
-
-
-def import_from_where_it_was_made(checkpoint: Path) -> None:
-    """Make modules importable that lie in the folder in which the checkpoint's run was started."""
-    from rllib_llm.checkpoints.folder import MANIFEST, read_manifest
-    from rllib_llm.checkpoints.started_in import import_also_from
-
-    if (checkpoint / MANIFEST).is_file():  # RLlib's own checkpoints have none
-        folder = read_manifest(checkpoint).get("started_in")
-        if folder and Path(folder).is_dir():
-            import_also_from(Path(folder))
 
 
 def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> LanguageModelConfig:

@@ -20,6 +20,7 @@ from rllib_llm.cli import (
     status,
     tell,
     train,
+    verify,
 )
 
 app = typer.Typer(
@@ -60,6 +61,7 @@ app.add_typer(train.app, name="train")
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("rollouts")(rollouts.rollouts)
+app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
 app.command("judge")(judge.judge)
 app.command("reward-server")(judge.reward_server)

@@ -17,6 +17,7 @@ _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
 _TABLES = (".csv", ".tsv")
 _TEXT = (".txt", ".text", ".md")
+_LARGE_BYTES = 64 * 1024**2  # of a Parquet file, which is compressed
 SUFFIXES = _JSON_LINES + _TABLES + _PARQUET + _TEXT
 # Columns of texts, which are not read as numbers: "7" is a prompt as well.
 _ALWAYS_TEXT = (
@@ -159,6 +160,8 @@ def _read_parquet(path: Path, name: str) -> Rows:
     import pyarrow.parquet as pq
 
     try:
+        if path.stat().st_size > _LARGE_BYTES:
+            return Rows(_mapped(path), str(path))
         return Rows(pq.read_table(path), str(path))
     except pa.ArrowInvalid as error:
         raise DataSourceError(
@@ -168,6 +171,20 @@ def _read_parquet(path: Path, name: str) -> Rows:
             reason=error,
             remedy="Write it again as Parquet, or give it the ending of its format",
         ) from error
+
+
+def _mapped(path: Path) -> Any:
+    """The rows of a large Parquet file as a `datasets.Dataset`: unpacked once into its cache on
+    disk (`HF_DATASETS_CACHE`) and mapped from there, so that they take no memory of any process."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_parquet(str(path))
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _json_values(path: Path, name: str) -> Iterator[Any]:

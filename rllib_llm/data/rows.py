@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rllib_llm.shared.errors import SettingError
@@ -17,13 +18,15 @@ class Rows(Sequence):
     """Rows of a data set: `rows[i]` is a dict, `rows.columns` the names, `len(rows)` the count.
 
     `backing` is a list of dicts, a `pyarrow.Table` or a `datasets.Dataset`; the latter two are
-    read row by row and stay in Arrow memory. A row that lacks one of `columns` has None there.
+    read row by row and stay where they are, in Arrow's memory or in a mapped file. A row that
+    lacks one of `columns` has None there.
     """
 
     def __init__(self, backing: Any, description: str) -> None:
         self.description = description
         self._backing = backing
-        if isinstance(backing, list):
+        self._is_list = isinstance(backing, list)
+        if self._is_list:
             self.columns = list(dict.fromkeys(key for row in backing for key in row))
         else:
             self.columns = list(backing.column_names)
@@ -42,19 +45,66 @@ class Rows(Sequence):
         if self._is_arrow_table:
             return _without_fillers(self._backing.slice(index, 1).to_pylist()[0])
         row = {column: self._backing[index].get(column) for column in self.columns}
-        return row if isinstance(self._backing, list) else _without_fillers(row)
+        return row if self._is_list else _without_fillers(row)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
 
+    def first(self, count: int) -> Rows:
+        """The first `count` rows, kept as these are."""
+        if self._is_list:
+            return Rows(self._backing[:count], self.description)
+        if self._is_arrow_table:
+            return Rows(self._backing.slice(0, count), self.description)
+        return Rows(self._backing.select(range(min(count, len(self)))), self.description)
+
+    def renamed(self, columns: Mapping[str, str]) -> Rows:
+        """Columns {new name: old name}, the others as they are; one that already has a new name
+        makes way."""
+        require_columns(self, columns.values())
+        old_to_new = {old: new for new, old in columns.items()}
+        kept = [name for name in self.columns if name in old_to_new or name not in columns]
+        names = [old_to_new.get(name, name) for name in kept]
+        if self._is_list:
+            pairs = list(zip(names, kept, strict=True))
+            rows = [{new: row[old] for new, old in pairs if old in row} for row in self._backing]
+            return Rows(rows, self.description)
+        chosen = self._backing.select(kept) if self._is_arrow_table else (
+            self._backing.select_columns(kept)
+        )  # fmt: skip
+        if self._is_arrow_table:
+            return Rows(chosen.rename_columns(names), self.description)
+        return Rows(chosen.rename_columns(dict(zip(kept, names, strict=True))), self.description)
+
     def column(self, name: str) -> list[Any]:
         """All values of one column, in order."""
         require_columns(self, [name])
-        if isinstance(self._backing, list):
+        if self._is_list:
             return [row.get(name) for row in self._backing]
         if self._is_arrow_table:
             return [_as_chat(value) for value in self._backing.column(name).to_pylist()]
         return [_as_chat(value) for value in self._backing[name]]
+
+
+def concatenated(parts: Sequence[Rows], description: str) -> Rows:
+    """One behind another; parts in Arrow stay there, where all have the same columns."""
+    backings = [part._backing for part in parts]
+    if any(part._is_list for part in parts) or len({tuple(sorted(p.columns)) for p in parts}) > 1:
+        return Rows([row for part in parts for row in part], description)
+    if all(part._is_arrow_table for part in parts):
+        import pyarrow as pa
+
+        try:
+            return Rows(pa.concat_tables(backings, promote_options="permissive"), description)
+        except pa.ArrowInvalid:  # a column of two kinds
+            return Rows([row for part in parts for row in part], description)
+    import datasets
+
+    as_sets = [
+        datasets.Dataset(datasets.table.InMemoryTable(backing)) if part._is_arrow_table else backing
+        for part, backing in zip(parts, backings, strict=True)
+    ]
+    return Rows(datasets.concatenate_datasets(as_sets), description)
 
 
 def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
@@ -96,3 +146,24 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
             reason=f"it has {rows.columns}",
             remedy=f"{hint}Name another column, or rename this one",
         )
+
+
+class MadeRows(Sequence):
+    """A sequence of `size` rows, each a function of its index alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @abstractmethod
+    def make(self, index: int) -> dict[str, Any]:
+        """The row at `index`, which is from 0 up and below the size."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"row {index} of {self._size}")
+        return self.make(int(index) % self._size)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
-from rllib_llm.data.rows import DataSourceError, Rows, require_columns
+from rllib_llm.data.rows import DataSourceError, Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.storage import local_copy
 
@@ -59,9 +59,9 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
         source = options.pop("path")
     rows = _read(source, options, name)
     if options.get("columns"):
-        rows = _rename(rows, options["columns"], name)
+        rows = rows.renamed(options["columns"])
     if options.get("limit") is not None:
-        rows = Rows(rows[: int(options["limit"])], rows.description)
+        rows = rows.first(int(options["limit"]))
     if len(rows) == 0:
         raise DataSourceError(
             name=name,
@@ -134,7 +134,7 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
         make = _bound(source, options.get("kwargs") or {}, described, name)
         return rows_of(make(), f"{described}()", name)
     if isinstance(source, (list, tuple)) and source and all(_is_file(item) for item in source):
-        return _concatenate([read_file(Path(item).expanduser(), name) for item in source], source)
+        return _read_files([Path(item).expanduser() for item in source], source, name)
     if hasattr(source, "column_names") and hasattr(source, "__getitem__"):
         return Rows(source, f"{type(source).__module__}.{type(source).__name__}")
     if isinstance(source, Iterable):
@@ -146,6 +146,11 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
         reason=f"{type(source).__name__} is none of these",
         remedy="Pass a path or a list of rows",
     )
+
+
+def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
+    parts = [read_file(path, name) for path in paths]
+    return parts[0] if len(parts) == 1 else concatenated(parts, f"{len(parts)} files ({source})")
 
 
 def _is_file(item: Any) -> bool:
@@ -166,7 +171,7 @@ def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
                 remedy="Choose its rows beforehand",
             )
     if isinstance(found, list):
-        return _concatenate([read_file(path, name) for path in found], text)
+        return _read_files(found, text, name)
     if isinstance(found, str):
         return _read_hugging_face(found, options, name)
     return rows_of(found(), text, name)
@@ -213,19 +218,6 @@ def _bound(
             remedy="Correct them",
         ) from error
     return functools.partial(function, **kwargs)
-
-
-def _concatenate(parts: Sequence[Rows], source: Any) -> Rows:
-    if len(parts) == 1:
-        return parts[0]
-    return Rows([row for part in parts for row in part], f"{len(parts)} files ({source})")
-
-
-def _rename(rows: Rows, columns: Mapping[str, str], name: str) -> Rows:
-    require_columns(rows, columns.values())
-    old_to_new = {old: new for new, old in columns.items()}
-    renamed = [{old_to_new.get(key, key): value for key, value in row.items()} for row in rows]
-    return Rows(renamed, rows.description)
 
 
 def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:

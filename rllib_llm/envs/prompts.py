@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.encoding import encode_text, keep_end
-from rllib_llm.data.order import EpochOrder, permutation
+from rllib_llm.data.order import EpochOrder, permuted
 from rllib_llm.data.rows import Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared.errors import SettingError
@@ -20,6 +20,7 @@ PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
 
 _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
+_NUM_REMEMBERED = 2**16  # encoded prompts: some 50 MB of short ones
 
 
 class PromptError(SettingError):
@@ -77,17 +78,17 @@ class PromptSource:
         self.shuffle = bool(shuffle)
         self.split = split
         self.prompt_column = _choose_column(self._rows, prompt_column)
-        whole = from_eval_data or eval_fraction == 0.0
-        self._members = (
-            np.arange(len(self._rows), dtype=np.int64)
-            if whole
-            else _split_members(len(self._rows), split, eval_fraction, split_seed)
-        )
-        self._order = EpochOrder(len(self._members), self.seed, shuffle=self.shuffle)
+        fraction = 0.0 if from_eval_data else eval_fraction
+        self._held_out = _held_out(len(self._rows), fraction, split_seed)
+        num_held_out = len(self._held_out)
+        self._others_before = self._held_out - np.arange(num_held_out)
+        self._is_held_out = split == "eval" and fraction > 0.0
+        self._num = num_held_out if self._is_held_out else len(self._rows) - num_held_out
+        self._order = EpochOrder(self._num, self.seed, shuffle=self.shuffle)
 
     def __len__(self) -> int:
         """Number of prompts in one epoch."""
-        return len(self._members)
+        return self._num
 
     @property
     def description(self) -> str:
@@ -101,7 +102,14 @@ class PromptSource:
                 f"position={position!r}, num_prompts={num_prompts!r} must be at least 0 and 1: "
                 "they address prompts from the start of the first epoch. Pass counts."
             )
-        return self._members[self._order.indices(position, num_prompts)]
+        return self._members(self._order.indices(position, num_prompts))
+
+    def _members(self, places: np.ndarray) -> np.ndarray:
+        """Data-set rows [n] int64 at `places` [n] among the rows of this split."""
+        if self._is_held_out:
+            return self._held_out[places]
+        # As many rows are held out before the place-th other one as have fewer others before them.
+        return places + np.searchsorted(self._others_before, places, side="right")
 
     def rows(self, position: int, num_prompts: int) -> list[PromptRow]:
         """The prompts at positions `position, position + 1, ...`, across epochs."""
@@ -109,7 +117,8 @@ class PromptSource:
 
     def all_rows(self) -> Iterator[PromptRow]:
         """Every prompt of one epoch, in the order of the data set."""
-        return (self.row(int(index)) for index in self._members)
+        for place in range(self._num):
+            yield self.row(int(self._members(np.array([place]))[0]))
 
     def row(self, index: int) -> PromptRow:
         """The prompt in row `index` of the data set."""
@@ -126,7 +135,7 @@ class PromptSource:
 
 
 class PromptEncoder:
-    """Turns prompt rows into token ids, each row once (cached by its row in the data set).
+    """Turns prompt rows into token ids; the latest rows are remembered (`_NUM_REMEMBERED`).
 
     Text is encoded as the tokenizer does by itself (a BOS where it adds one, but never an EOS at
     the end); chat messages go through its chat template with the generation prompt added. A prompt
@@ -151,16 +160,13 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.max_prompt_len = max_prompt_len
         self.overflow = overflow
-        self.num_truncated = 0
         self._cache: dict[int, tuple[list[int], str]] = {}
         self._truncated: set[int] = set()
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
         """Token ids and text of each prompt; the text is what the ids say, truncated or not."""
         truncated_before = self.num_truncated
-        for row in rows:
-            if row.index not in self._cache:
-                self._cache[row.index] = self._encode_row(row)
+        encoded = [self._encode_once(row) for row in rows]
         if truncated_before == 0 and self.num_truncated:
             warnings.warn(
                 f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
@@ -168,8 +174,12 @@ class PromptEncoder:
                 "max_prompt_len, or set prompt_overflow='error' to refuse them.",
                 stacklevel=2,
             )
-        encoded = [self._cache[row.index] for row in rows]
         return [ids for ids, _ in encoded], [text for _, text in encoded]
+
+    @property
+    def num_truncated(self) -> int:
+        """Rows read so far that lost their beginning."""
+        return len(self._truncated)
 
     def is_truncated(self, index: int) -> bool:
         """Whether the prompt in row `index` of the data set lost its beginning."""
@@ -185,6 +195,13 @@ class PromptEncoder:
             for row in source.all_rows():
                 self._encode_row(row)
 
+    def _encode_once(self, row: PromptRow) -> tuple[list[int], str]:
+        if row.index not in self._cache:
+            if len(self._cache) == _NUM_REMEMBERED:
+                del self._cache[next(iter(self._cache))]  # the oldest
+            self._cache[row.index] = self._encode_row(row)
+        return self._cache[row.index]
+
     def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
         ids, text = self._tokenize(row)
@@ -198,7 +215,6 @@ class PromptEncoder:
                 reason=f"it has {len(ids)} ({text[:60]!r}...)",
                 remedy="Raise max_prompt_len, shorten it, or set prompt_overflow='truncate_left'",
             )
-        self.num_truncated += 1
         self._truncated.add(row.index)
         ids = keep_end(ids, self.max_prompt_len, (tokenizer.bos_token_id,))
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
@@ -276,7 +292,10 @@ def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> 
         )
 
 
-def _split_members(size: int, split: str, eval_fraction: float, split_seed: int) -> np.ndarray:
+def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
+    """Rows of the data set that are held out, int64, in its order."""
+    if eval_fraction == 0.0:
+        return np.empty(0, dtype=np.int64)
     num_eval = max(1, round(size * eval_fraction))
     if num_eval >= size:
         raise PromptError(
@@ -286,8 +305,7 @@ def _split_members(size: int, split: str, eval_fraction: float, split_seed: int)
             reason=f"of {size} rows {num_eval} would be held out",
             remedy="Lower it or add prompts",
         )
-    order = permutation(size, split_seed, _SPLIT_STREAM)
-    return np.sort(order[:num_eval] if split == "eval" else order[num_eval:])
+    return np.sort(permuted(np.arange(num_eval), size, split_seed, _SPLIT_STREAM))
 
 
 def _choose_column(rows: Rows, prompt_column: str | None) -> str:

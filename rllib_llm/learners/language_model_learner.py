@@ -312,7 +312,7 @@ class LanguageModelLearner(SharedPasses):
         self._accumulated = []
         params = [param for param in self._params.values() if param.requires_grad]
         if self.distributed and self._sharded is None:  # shards are summed as they are made
-            sum_gradients_(params, self.all_reduce)
+            sum_gradients_(params)
         self.all_reduce(loss)
         grads = [param.grad for param in params if param.grad is not None]
         norm = gradient_norm(grads)

@@ -10,7 +10,7 @@ sums over global denominators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from rllib_llm.modules.packing.trunk import reads_dense
 from rllib_llm.modules.shards import local_data, shard_like
 
 STRATEGIES = ("ddp", "fsdp")
+_BUCKET_BYTES = 64 * 1024**2
 
 
 class ShardedModule(nn.Module):
@@ -126,17 +127,45 @@ def shard_optimizer_state(state: dict[int, Any], params: list[nn.Parameter]) -> 
     }
 
 
-def sum_gradients_(
-    params: list[torch.nn.Parameter], all_reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Sums the gradients of `params` over all learners, in place and in one transfer.
+def sum_gradients_(params: list[nn.Parameter], bucket_bytes: int = _BUCKET_BYTES) -> None:
+    """Sums the gradients of `params` over all learners, in place, in transfers of at least
+    `bucket_bytes`: one is under way while the next is gathered, so that two are held at a time.
 
     A parameter without a gradient counts as zero: this learner had no rows, or never uses it.
+    Transfers begin after the backward passes: one that memory ends is tried again in smaller parts,
+    and a transfer that has begun cannot be taken back.
     """
+    last = None
+    for grads in _buckets(params, bucket_bytes):
+        alone = len(grads) == 1 and grads[0].is_contiguous()
+        flat = grads[0].view(-1) if alone else torch.cat([grad.reshape(-1) for grad in grads])
+        work = torch.distributed.all_reduce(flat, async_op=True)
+        if last is not None:
+            _take_back(*last)
+        last = work, flat, grads
+    if last is not None:
+        _take_back(*last)
+
+
+def _buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Gradients of neighbours, of one dtype and at least `bucket_bytes` but for the last."""
+    bucket: list[Tensor] = []
+    size = 0
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-    flat = torch.cat([param.grad.reshape(-1) for param in params])
-    all_reduce(flat)
-    for param, grad in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        param.grad.copy_(grad.view_as(param))
+        if bucket and (size >= bucket_bytes or param.grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(param.grad)
+        size += param.grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def _take_back(work: Any, flat: Tensor, grads: list[Tensor]) -> None:
+    work.wait()
+    if flat.data_ptr() == grads[0].data_ptr():
+        return
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))

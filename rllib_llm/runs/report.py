@@ -144,6 +144,11 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     policies = [result.model for result in results if result.model and _generates(result.model)]
     if policies:
         commands.append(("talk to the model", f"{_rllib()} generate {_shown(policies[-1])}"))
+    stored = [result.folder for result in results if _stores(result)]
+    if stored:
+        commands.append(
+            ("sample stored completions anew", f"{_rllib()} verify {_shown(stored[-1])}")
+        )
     held_out = any(name.startswith("eval/") for name in results[-1].metrics)
     if (checkpoint := results[-1].checkpoint) and held_out:
         commands.append(("evaluate it again", f"{_rllib()} evaluate {_shown(checkpoint)}"))
@@ -169,6 +174,11 @@ def _shown(path: Place) -> Place:
         return path
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _stores(result: StageResult) -> bool:
+    """Whether a stage's rollouts were kept, and weights that sampled some of them."""
+    return bool(result.checkpoint) and (result.best_trial_folder / ROLLOUTS / STORE_FILE).is_file()
 
 
 def _generates(model: Place) -> bool:

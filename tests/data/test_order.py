@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rllib_llm.data.order import EpochOrder, permutation
+from rllib_llm.data.order import EpochOrder, permuted
 
 
 def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
@@ -36,8 +36,42 @@ def test_seeds_differ_and_unshuffled_rows_come_as_they_are():
     assert EpochOrder(4, shuffle=False).indices(2, 4).tolist() == [2, 3, 0, 1]
 
 
-def test_the_permutation_sorts_the_words_of_philox():
-    # Recorded: the first words of Philox4x64-10 with key (0, 0) and a counter of 1 on (Random123).
-    words = np.random.Philox(key=np.zeros(2, dtype=np.uint64)).random_raw(6)
-    assert permutation(6, 0, 0).tolist() == sorted(range(6), key=lambda i: words[i])
-    assert sorted(permutation(1000, 5, 2).tolist()) == list(range(1000))
+def by_the_definition(place: int, size: int, seed: int, stream: int) -> int:
+    """The cipher in Python's own numbers: eight Feistel rounds of SplitMix64 on the bits of a
+    square, again until the value is one of the range."""
+    keys = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(8)
+    bits = 0
+    while 4**bits < size:
+        bits += 1
+    value = place
+    while True:
+        left, right = divmod(value, 2**bits)
+        for key in keys:
+            mixed = right ^ int(key)
+            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+            left, right = right, left ^ (mixed ^ mixed >> 31) % 2**bits
+        value = left * 2**bits + right
+        if value < size:
+            return value
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 64, 100, 1000])
+def test_the_permutation_is_the_cipher(size):
+    ours = permuted(np.arange(size), size, 5, 2)
+    assert ours.tolist() == [by_the_definition(place, size, 5, 2) for place in range(size)]
+    assert sorted(ours.tolist()) == list(range(size))
+
+
+def test_a_place_among_a_hundred_million_costs_no_table():
+    places = np.array([0, 10**8 - 1])
+    ours = permuted(places, 10**8, 3, 1)
+    assert ours.tolist() == [by_the_definition(int(place), 10**8, 3, 1) for place in places]
+
+
+def test_all_orders_of_four_rows_come_about_as_often():
+    orders = [tuple(permuted(np.arange(4), 4, seed, 0)) for seed in range(4800)]
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    chi_square = float(((counts - 200) ** 2 / 200).sum())
+    assert len(counts) == 24
+    assert chi_square < 49.7  # 23 degrees of freedom: one in a thousand is above

@@ -67,6 +67,14 @@ def test_only_what_was_evaluated_is_to_be_evaluated_again(tmp_path):
     assert f"rllib evaluate {result.checkpoint}" in reported(result, tmp_path)[1]
 
 
+def test_what_was_stored_is_to_be_sampled_anew(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    assert "rllib verify" not in reported(result, tmp_path)[1]
+    (result.best_trial_folder / "rollouts").mkdir()
+    (result.best_trial_folder / "rollouts" / "_store.json").write_text("{}")
+    assert f"rllib verify {result.folder}" in reported(result, tmp_path)[1]
+
+
 def test_a_reward_model_is_not_offered_for_conversation(tmp_path):
     result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForSequenceClassification")
     assert "rllib generate" not in reported(result, tmp_path)[1]

@@ -6,13 +6,13 @@ import logging
 import re
 from typing import Any
 
-from rllib_llm.envs.judges.asking import (
+from rllib_llm.envs.judges.judge_model import (
     JudgeModel,
     Messages,
     UnreadableReply,
     without_thoughts,
 )
-from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ TEMPLATE = (
 )
 
 
-class JudgeServer:
+class JudgeServer(Judge):
     """Scores completions with the number that a chat model replies.
 
     In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.judge_server.JudgeServer,

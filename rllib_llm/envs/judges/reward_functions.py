@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError
 
 RewardFunction = Callable[..., Any]
+"""A plain function, or a `Judge`."""
 _SPEC_KEYS = ("function", "weight", "name", "kwargs")
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
@@ -85,6 +86,23 @@ class RewardBatch:
             context_messages=self.context_messages and self.context_messages[i : i + 1],
             columns={key: values[i : i + 1] for key, values in self.columns.items()},
         )
+
+
+class Judge(Protocol):
+    """Something that judges completions, and says how it wants to be called; see `RewardTerm`,
+    which calls plain functions and judges alike."""
+
+    wants_tokens: bool = False
+    wants_texts: bool = False
+    wants_transcripts: bool = False
+
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        """A number for each completion, `Invalid` where it could not be judged, None where it is
+        not this judge's; or these and {metric name: numbers}. It may be async."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers by name, of all calls so far or of the last one."""
+        return {}
 
 
 class RewardTerm:
@@ -214,6 +232,23 @@ class RewardTerm:
                 reason=f"there are {sorted(columns)}",
                 remedy="Add the columns, or give the arguments defaults or 'kwargs'",
             )
+
+
+def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
+    """The data set's column that the `setting` of a judge names.
+
+    Raises:
+        ValueError: the data set has no such column.
+    """
+    if name not in columns:
+        raise SettingError(
+            name=setting,
+            value=name,
+            rule=f"be a column of the data set, one of {sorted(columns)}",
+            reason="the judge compares with it",
+            remedy="Correct the name",
+        )
+    return columns[name]
 
 
 def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:

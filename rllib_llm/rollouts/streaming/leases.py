@@ -31,6 +31,8 @@ class Leases:
         self.num_expired = 0  # that ended without an answer
         self._table, self._limit = table, limit
         self._held: dict[int, list[Entry]] = {}  # what each lease is of, and was not handed in
+        self._leases_of: dict[str, set[int]] = {}  # that are held, by sampler
+        self._none_late_before = float("inf")
         self._num_remembered = num_remembered
         self._of_closed: dict[int, int] = {}  # leases by position
         self._expired: list[tuple[str, str]] = []  # that the driver was not told of
@@ -39,6 +41,7 @@ class Leases:
         """None is held; those given before, or `num_given` others, are refused from now on."""
         self.num_given = max(self.num_given, num_given) + _GENERATION
         self._held, self._of_closed, self._expired = {}, {}, []
+        self._leases_of, self._none_late_before = {}, float("inf")
 
     def give(self, sampler: str, entries: Sequence[Entry], now: float) -> int:
         """Leases groups to a sampler; the lease's id."""
@@ -48,7 +51,9 @@ class Leases:
             entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
             entry.leased_at = now
             entry.deadline = _deadline(entry, limit, now)
+            self._none_late_before = min(self._none_late_before, entry.deadline)
         self._held[self.num_given] = list(entries)
+        self._leases_of.setdefault(sampler, set()).add(self.num_given)
         return self.num_given
 
     def sampler(self, lease: int) -> str:
@@ -65,23 +70,30 @@ class Leases:
     def hand_in(self, entry: Entry, now: float) -> None:
         """A group that was leased is judged."""
         self._limit.record(now - entry.leased_at)
-        rest = [each for each in self._held.pop(entry.lease) if each is not entry]
+        self._keep(entry.lease, [each for each in self._held[entry.lease] if each is not entry])
+
+    def _keep(self, lease: int, rest: list[Entry]) -> None:
+        """A lease is of these alone from now on, and has ended where there are none."""
         if rest:
-            self._held[entry.lease] = rest
+            self._held[lease] = rest
+            return
+        sampler = self._held.pop(lease)[0].sampler
+        self._leases_of[sampler].discard(lease)
+        if not self._leases_of[sampler]:
+            del self._leases_of[sampler]
 
     def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
         """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
-        held = self._held.pop(lease, [])
+        held = self._held.get(lease, [])
         entries = [each for each in held if positions is None or each.position in positions]
-        rest = [each for each in held if each not in entries]
-        if rest:
-            self._held[lease] = rest
+        if entries:
+            self._keep(lease, [each for each in held if each not in entries])
         for entry in entries:
             self._table.wait(entry)
         return entries
 
     def _of_sampler(self, sampler: str) -> list[int]:
-        return [lease for lease, held in self._held.items() if held[0].sampler == sampler]
+        return sorted(self._leases_of.get(sampler, ()))
 
     def end_unknown(self, sampler: str, known: Iterable[int]) -> None:
         """Ends the leases of a sampler that it does not know of."""
@@ -116,11 +128,17 @@ class Leases:
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
-        return any(entry.deadline < now for held in self._held.values() for entry in held)
+        if now <= self._none_late_before:
+            return False
+        deadlines = (entry.deadline for held in self._held.values() for entry in held)
+        self._none_late_before = min(deadlines, default=float("inf"))
+        return self._none_late_before < now
 
     def expire(self, now: float) -> None:
         """Ends the leases whose time is up, and all others of their samplers, which do not answer
         and will be started again: once, however much each holds."""
+        if not self.has_late(now):
+            return
         late = [held for held in self._held.values() if min(e.deadline for e in held) < now]
         for held in late:
             for entry in held:

@@ -1,0 +1,480 @@
+"""Stored completions sampled anew from the weights that a run's checkpoints hold.
+
+A completion is a function of seed, row, turn and token index, and of the weights (see the
+explanation "determinism"). So whoever has the rollouts and a checkpoint can ask whether these
+tokens were sampled by these weights. What is computed together decides the last bits only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import torch
+from gymnasium.spaces import Discrete
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm.checkpoints import made_by
+from rllib_llm.checkpoints.fetching import fetched
+from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
+from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
+from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Ended, Noise, Row
+from rllib_llm.engines.sampling import truncate
+from rllib_llm.envs.adapters.agent import AgentEnv
+from rllib_llm.envs.registry import creator
+from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, sampling_params
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import Place
+
+# Nats by which two computations of one log-prob may differ: about a hundred times what the
+# explanation "determinism" tells of float32, ten times what it tells of half precision.
+ROUND_OFF = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-2, torch.float16: 2.0**-2}
+NO_TOKEN = -1  # where what is sampled anew has ended
+INITIAL_VERSION = 0  # of the weights that the setting `model` names
+_KEY = ("iteration", "position", "sample", "status")  # names a completion, of one row or more
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token, or its log-prob, that is not what the weights sample.
+
+    token: its place in the completion, from 0. miss: by how much of the distribution the noise
+    misses the stored token (in nats where decoding is greedy); 0 where the tokens agree.
+    """
+
+    token: int
+    stored_id: int
+    sampled_id: int
+    stored: str
+    sampled: str
+    stored_logprob: float
+    sampled_logprob: float
+    miss: float
+    is_round_off: bool
+
+    def __str__(self) -> str:
+        why = "within round-off" if self.is_round_off else "more than round-off"
+        if self.stored_id == self.sampled_id:
+            return (
+                f"token {self.token} {self.stored!r}: log-prob {self.stored_logprob:.6g} is "
+                f"stored, {self.sampled_logprob:.6g} computed, {why}"
+            )
+        return (
+            f"token {self.token}: {self.stored!r} ({self.stored_id}) is stored, "
+            f"{self.sampled!r} ({self.sampled_id}) sampled, off by {self.miss:.2g}, {why}"
+        )
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A completion that was sampled anew.
+
+    num_tokens: of those that were compared. num_unknown: sampled tokens whose weights are not kept.
+    logprob_errors: nats, of the compared tokens before the first that differs. differences: the
+        first of each turn, a log-prob's by round-off left out.
+    """
+
+    iteration: int
+    position: int
+    sample: int
+    status: str
+    prompt: str
+    completion: str
+    num_tokens: int
+    num_unknown: int
+    has_same_tokens: bool
+    logprob_errors: list[float]
+    differences: list[Difference]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than round-off."""
+        return all(each.is_round_off for each in self.differences)
+
+    def __str__(self) -> str:
+        name = f"iteration {self.iteration}, prompt {self.position}.{self.sample} ({self.status})"
+        lines = [f"{name}: {self.differences[0] if self.differences else 'agrees'}"]
+        return "\n".join([*lines, f"  prompt: {self.prompt}", f"  completion: {self.completion}"])
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found in one trial.
+
+    versions: of the weights that are kept. num_stored, num_askable: completions in the store, and
+    those of which some tokens were sampled by weights that are kept. missing: completions for each
+    version that is not kept.
+    """
+
+    trial: str
+    versions: list[int]
+    num_stored: int
+    num_askable: int
+    missing: dict[int, int]
+    completions: list[Checked]
+
+    @property
+    def num_same(self) -> int:
+        """Completions that agree token for token."""
+        return sum(each.has_same_tokens for each in self.completions)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether something was compared, and nothing differs by more than round-off."""
+        return bool(self.completions) and all(each.agrees for each in self.completions)
+
+    def bits(self) -> tuple[float, float]:
+        """Bits to which probabilities agree, in the median and at worst: -log2 of the log-probs'
+        difference in nats; inf where they are bit for bit the same."""
+        errors = [error for each in self.completions for error in each.logprob_errors]
+        return _bits(statistics.median(errors)), _bits(max(errors))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.trial}: {len(self.completions)} of {self.num_stored} completions sampled anew "
+            f"from the weights of {_named(self.versions)}"
+        ]
+        if self.completions:
+            lines.append(self._agreement())
+        if self.missing:
+            lines.append(
+                f"not to be asked: {self.num_stored - self.num_askable} completions; no checkpoint "
+                f"holds {_named(self.missing)}"
+            )
+        unknown = sum(each.num_unknown for each in self.completions)
+        if unknown:
+            lines.append(f"left out: {unknown} tokens of these completions, of other weights")
+        lines += [str(each) for each in self.completions if each.differences]
+        return "\n".join(lines)
+
+    def _agreement(self) -> str:
+        same = f"{self.num_same} of {len(self.completions)} completions agree token for token"
+        if not any(each.logprob_errors for each in self.completions):
+            return same
+        median, worst = map(_told_bits, self.bits())
+        return f"{same}; log-probs agree to {median} in the median, {worst} at worst"
+
+
+def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verification]:
+    """What becomes of `num_samples` random completions of each trial of a run when they are
+    sampled anew from the weights of their version.
+
+    Version 0 is what the setting `model` names; others are taken from the trial's checkpoints.
+
+    Args:
+        run: folder or URL of a run, a stage or a trial.
+        num_samples: >= 1, completions of each trial.
+        seed: which ones are drawn.
+
+    Raises:
+        NoRolloutsError: the run kept no rollouts.
+        CheckpointError: a checkpoint is damaged.
+        UserError: a trial without checkpoints, or one whose completions this package did not
+            sample by their seeds.
+    """
+    return [
+        _Trial(folder.parent).verify(open_rollouts([folder]), num_samples, seed)
+        for folder in rollout_folders(run)
+    ]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What was found of a piece; see `Checked`."""
+
+    num_tokens: int
+    has_same_tokens: bool
+    logprob_errors: list[float]
+    difference: Difference | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive tokens `start` .. `end` - 1 of a completion that one version sampled in one turn,
+    which begins at `first`."""
+
+    row: dict[str, Any]
+    version: int
+    turn: int
+    first: int
+    start: int
+    end: int
+
+    def engine_row(self, name: int, noise: Noise, params: SamplingParams) -> Row:
+        tokens = [*self.row["prompt_ids"], *self.row["completion_ids"][: self.start]]
+        length = self.end - self.first
+        params = dataclasses.replace(
+            params, max_new_tokens=length, min_new_tokens=min(params.min_new_tokens, length)
+        )
+        return Row(name, tokens, params, num_sampled=self.start - self.first, noise=noise)
+
+
+def pieces(rows: Sequence[dict[str, Any]], *, keeps_cache: bool) -> Iterator[_Piece]:
+    """The pieces of a completion, or of a conversation, whose paths are several rows.
+
+    Args:
+        rows: of the store, in order.
+        keeps_cache: whether tokens behind a change of weights were sampled with the KV cache of
+            those before: nothing computes them again, and they are left out.
+    """
+    turn = 0
+    for row in rows:
+        turns = [(0, len(row["completion_ids"]))]
+        if row["messages"] is not None:
+            turns = _runs(row["loss_mask"])
+        for first, last in turns:
+            spans = [span for span in row["version_spans"] if first <= span["start"] < last]
+            for number, span in enumerate(spans):
+                if number == 0 or not keeps_cache:
+                    yield _Piece(row, span["version"], turn, first, span["start"], span["end"])
+            turn += 1
+
+
+def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """(first, behind the last) of each run of True."""
+    found, place = [], 0
+    for value, run in groupby(mask):
+        length = len(list(run))
+        if value:
+            found.append((place, place + length))
+        place += length
+    return found
+
+
+class _Trial:
+    """The checkpoints of one trial."""
+
+    def __init__(self, folder: Place) -> None:
+        self.folder = folder
+        self.checkpoints: dict[int, Place] = {}  # by the version of their weights
+        for file in folder.glob(f"checkpoint_*/{MANIFEST}"):
+            version = json.loads(file.read_text(encoding="utf-8")).get("weights_version")
+            if version is not None:
+                self.checkpoints[version] = file.parent
+        if not self.checkpoints:
+            raise UserError(
+                f"run={str(folder)!r} must hold a checkpoint: its settings and weights sample "
+                "again what is stored. Train with --checkpoint-at-end or --checkpoint-freq."
+            )
+        newest = self.checkpoints[max(self.checkpoints)]
+        self.config = made_by.config(fetched(str(newest)))
+        _check_sampled_here(self.config)
+        self.held_out = self.config.get_evaluation_config_object() or self.config
+
+    def verify(self, rollouts: ds.Dataset, num_samples: int, seed: int) -> Verification:
+        kept = {INITIAL_VERSION, *self.checkpoints}
+        columns = [*_KEY, "version_spans"]
+        versions: dict[tuple, set[int]] = {}
+        for row in rollouts.to_table(columns=columns).to_pylist():
+            of_row = versions.setdefault(tuple(row[name] for name in _KEY), set())
+            of_row.update(span["version"] for span in row["version_spans"] or ())
+        askable = sorted(key for key, those in versions.items() if those & kept)
+        missing = Counter(v for those in versions.values() for v in those - kept)
+        drawn = random.Random(seed).sample(askable, min(num_samples, len(askable)))
+        compared = _Sampling(self, kept)
+        for key in sorted(drawn):
+            compared.add(_stored(rollouts, key))
+        return Verification(
+            trial=self.folder.name,
+            versions=sorted(kept & {v for those in versions.values() for v in those}),
+            num_stored=len(versions),
+            num_askable=len(askable),
+            missing=dict(sorted(missing.items())),
+            completions=compared.checked(),
+        )
+
+    def sampling(self, status: str) -> tuple[Any, bool, int, int]:
+        """Of completions of this status: config, whether they were sampled (not greedy), how many
+        of each prompt, and what was added to the seed."""
+        if status != "evaluated":
+            return self.config, True, self.config.num_completions, 0
+        explores = bool(self.held_out.explore)
+        of_prompt = self.held_out.num_completions if explores else 1
+        return self.held_out, explores, of_prompt, EVALUATION_SEED
+
+
+def _check_sampled_here(config: Any) -> None:
+    """Raises UserError where completions are no function of seed, row, turn and token here."""
+    make = creator(config.env)
+    made = make.args[0] if isinstance(make, functools.partial) else make
+    kind = made if isinstance(made, type) else object
+    rules = {
+        "engine": (config.engine, config.engine == "torch"),
+        "generate_function": (config.generate_function, config.generate_function is None),
+        "env": (config.env, not issubclass(kind, AgentEnv)),
+    }
+    for name, (value, holds) in rules.items():
+        if not holds:
+            raise UserError(
+                f"{name}={value!r} must be left alone in a run that is verified: its completions "
+                "are not sampled by the policy alone from noise of this package. Look at them with "
+                "`rllib rollouts`."
+            )
+
+
+def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:
+    """The rows of a completion."""
+    named = zip(_KEY, key, strict=True)
+    conditions = [pc.field(name) == value for name, value in named]
+    chosen = conditions[0]
+    for condition in conditions[1:]:
+        chosen = chosen & condition
+    return query(rollouts.filter(chosen)).to_pylist()
+
+
+class _Sampling:
+    """Completions that are sampled anew, version by version."""
+
+    def __init__(self, trial: _Trial, kept: set[int]) -> None:
+        self._trial, self._kept = trial, kept
+        self._rows: list[list[dict[str, Any]]] = []
+        spaces: Any = (Discrete(2), Discrete(2))  # nothing here depends on them
+        spec = trial.config.get_multi_rl_module_spec(
+            spaces={DEFAULT_MODULE_ID: spaces}, inference_only=True
+        ).rl_module_specs[DEFAULT_MODULE_ID]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._policy = ModulePolicy(lambda: spec.build().to(device), alias=False)
+        dtypes = {parameter.dtype for parameter in self._model.parameters()}
+        self._round_off = max(ROUND_OFF.get(dtype, 0.0) for dtype in dtypes)
+
+    @property
+    def _model(self) -> Any:
+        return self._policy.build().computing_model
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self._rows.append(rows)
+
+    def checked(self) -> list[Checked]:
+        keeps_cache = self._trial.config.streams and self._trial.config.in_flight == "keep"
+        found = [list(pieces(rows, keeps_cache=keeps_cache)) for rows in self._rows]
+        wanted = [(piece, i) for i, own in enumerate(found) for piece in own
+                  if piece.version in self._kept]  # fmt: skip
+        compared: list[list[_Compared]] = [[] for _ in self._rows]
+        wanted.sort(key=lambda each: each[0].version)
+        for version, part in groupby(wanted, key=lambda each: each[0].version):
+            alike = list(part)
+            ended = self._sample(version, [piece for piece, _ in alike])
+            for (piece, i), made in zip(alike, ended, strict=True):
+                compared[i].append(self._compared(piece, made))
+        return [self._one(rows, own) for rows, own in zip(self._rows, compared, strict=True)]
+
+    def _sample(self, version: int, alike: list[_Piece]) -> list[Ended]:
+        """What the weights of a version sample in the place of these pieces."""
+        if version in self._trial.checkpoints:
+            folder = fetched(str(self._trial.checkpoints[version]))
+            check(folder)
+            self._policy.build().load_pretrained(folder / MODEL_IN_CHECKPOINT)
+        engine = self._policy.open_engine(version)
+        engine.add([piece.engine_row(i, *self._asked(piece)) for i, piece in enumerate(alike)])
+        ended: dict[Any, Ended] = {}
+        while engine.num_running:
+            ended |= {each.id: each for each in engine.step()}
+        engine.close()
+        return [ended[i] for i in range(len(alike))]
+
+    def _asked(self, piece: _Piece) -> tuple[Noise, SamplingParams]:
+        row = piece.row
+        config, explores, of_prompt, more = self._trial.sampling(row["status"])
+        params = sampling_params(config, self._policy, explores)
+        if not params.min_new_tokens:  # as long as what is stored, whatever ended it
+            params = dataclasses.replace(params, stop_token_ids=())
+        place = row["position"] * of_prompt + row["sample"]
+        return Noise(row["seed"] + more, place, piece.turn), params
+
+    def _compared(self, piece: _Piece, made: Ended) -> _Compared:
+        stored = piece.row["completion_ids"][piece.start : piece.end]
+        logprobs = piece.row["logprobs"][piece.start : piece.end]
+        pairs = zip(stored, [*made.token_ids, *[NO_TOKEN] * len(stored)], strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(stored))
+        errors = [abs(a - b) for a, b in zip(logprobs[:same], made.logprobs[:same], strict=True)]
+        # Not >: what is no number differs.
+        differs = next((i for i, e in enumerate(errors) if not e <= self._round_off), same)
+        found = None if differs == len(stored) else self._difference(piece, made, differs)
+        return _Compared(len(stored), same == len(stored), errors, found)
+
+    def _difference(self, piece: _Piece, made: Ended, i: int) -> Difference:
+        stored = piece.row["completion_ids"][piece.start + i]
+        sampled = made.token_ids[i] if i < len(made.token_ids) else NO_TOKEN
+        miss = 0.0 if stored == sampled else self._miss(piece, i)
+        return Difference(
+            token=piece.start + i,
+            stored_id=stored,
+            sampled_id=sampled,
+            stored=self._text(stored),
+            sampled=self._text(sampled),
+            stored_logprob=piece.row["logprobs"][piece.start + i],
+            sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan,
+            miss=miss,
+            is_round_off=stored != sampled and miss <= self._round_off,
+        )
+
+    @torch.inference_mode()
+    def _miss(self, piece: _Piece, i: int) -> float:
+        """By how much the noise misses the stored token i of a piece, as a share of the
+        distribution; in nats below the likeliest where decoding is greedy."""
+        noise, params = self._asked(piece)
+        place = piece.start + i
+        stored = piece.row["completion_ids"][place]
+        ids = torch.tensor([[*piece.row["prompt_ids"], *piece.row["completion_ids"][:place]]])
+        model = self._model
+        device = next(model.parameters()).device
+        logits = model(input_ids=ids.to(device), use_cache=False).logits[0, -1].float().cpu()
+        if not 0 <= stored < len(logits):
+            return math.inf
+        if place - piece.first < params.min_new_tokens:
+            logits[list(params.stop_token_ids)] = -torch.inf
+        if params.greedy:
+            return float(logits.max() - logits[stored])
+        weights = ((logits - logits.max()) / params.temperature).exp().unsqueeze(0)
+        shares = truncate(weights, params.top_k, params.top_p, params.min_p)[0].double()
+        end = float(shares[: stored + 1].sum() / shares.sum())
+        begin = end - float(shares[stored] / shares.sum())
+        row = uniform_noise(noise.seed, [noise.row], place - piece.first + 1, noise.turn)
+        drawn = float(row[0, -1])
+        return max(begin - drawn, drawn - end, 0.0)
+
+    def _text(self, token: int) -> str:
+        return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
+
+    def _one(self, rows: list[dict[str, Any]], compared: list[_Compared]) -> Checked:
+        first, num_tokens = rows[0], sum(each.num_tokens for each in compared)
+        return Checked(
+            **{name: first[name] for name in _KEY},
+            prompt=first["prompt"] or str(first["prompt_ids"]),
+            completion=first["completion"] or str(first["completion_ids"]),
+            num_tokens=num_tokens,
+            num_unknown=sum(row["tokens"] for row in rows) - num_tokens,
+            has_same_tokens=all(each.has_same_tokens for each in compared),
+            logprob_errors=[error for each in compared for error in each.logprob_errors],
+            differences=[each.difference for each in compared if each.difference is not None],
+        )
+
+
+def _bits(error: float) -> float:
+    return -math.log2(error) if error else math.inf
+
+
+def _told_bits(bits: float) -> str:
+    return "the last bit" if bits == math.inf else f"{max(bits, 0.0):.1f} bits"
+
+
+def _named(versions: Collection[int]) -> str:
+    """Versions in words, those in a row as "3-7"."""
+    runs = groupby(enumerate(sorted(versions)), key=lambda pair: pair[1] - pair[0])
+    ends = [[version for _, version in run] for _, run in runs]
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends]
+    return f"version{'s' * (len(versions) > 1)} {', '.join(names)}"
