@@ -14,7 +14,7 @@ from rllib_llm.conversations.chat_format import Messages
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
 from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
-from rllib_llm.envs.judges.rewards import Rewards
+from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
 
@@ -38,10 +38,6 @@ class JudgedConversations:
     texts: dict[str, list[str]]
 
 
-class AllFailedError(EnvConfigError):
-    """None of the conversations came to an end."""
-
-
 def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
     """The columns of rollouts that are over and could not be judged: no row is valid."""
     rollouts = [
@@ -57,7 +53,7 @@ def judge(
     """The columns of rollouts that are over, with their scores.
 
     Raises:
-        AllFailedError: all rollouts failed.
+        UnjudgedError: all rollouts failed.
         EnvConfigError: nothing says what they are worth.
     """
     # A player who was never asked has said nothing that could be judged.
@@ -234,7 +230,7 @@ def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[A
         return
     first, count = failed[0], len(failed)
     if not sound:
-        raise AllFailedError(
+        raise UnjudgedError(
             f"at least one of {count} conversations must come to an end: all failed, the first "
             f"with {first.invalid[:_SHOWN]}. Correct the environment, or what it depends on."
         ) from first.error

@@ -16,6 +16,10 @@ def _deadline(entry: Entry, limit: float | None, now: float) -> float:
     return float("inf") if limit is None else now + limit * 2**entry.num_expired
 
 
+def _first(held: dict[int, Entry]) -> Entry:
+    return next(iter(held.values()))
+
+
 class Leases:
     """Leases of a table's groups. A lease is fenced: its id is never given again, and what comes in
     under one that has ended is refused.
@@ -30,7 +34,8 @@ class Leases:
         self.num_given = 0
         self.num_expired = 0  # that ended without an answer
         self._table, self._limit = table, limit
-        self._held: dict[int, list[Entry]] = {}  # what each lease is of, and was not handed in
+        # What each lease is of, and was not handed in, by position.
+        self._held: dict[int, dict[int, Entry]] = {}
         self._num_remembered = num_remembered
         self._of_closed: dict[int, int] = {}  # leases by position
         self._expired: list[tuple[str, str]] = []  # that the driver was not told of
@@ -46,15 +51,15 @@ class Leases:
         limit = self._limit.seconds(len(entries))
         for entry in entries:
             entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
-            entry.leased_at = now
+            entry.leased_at, entry.lease_size = now, len(entries)
             entry.deadline = _deadline(entry, limit, now)
-        self._held[self.num_given] = list(entries)
+        self._held[self.num_given] = {entry.position: entry for entry in entries}
         return self.num_given
 
     def sampler(self, lease: int) -> str:
         """Who holds a lease; "" where it has ended."""
         held = self._held.get(lease)
-        return held[0].sampler if held else ""
+        return _first(held).sampler if held else ""
 
     def entry(self, lease: int, position: int) -> Entry | None:
         """A group, if it is being sampled under this lease."""
@@ -64,24 +69,24 @@ class Leases:
 
     def hand_in(self, entry: Entry, now: float) -> None:
         """A group that was leased is judged."""
-        self._limit.record(now - entry.leased_at)
-        rest = [each for each in self._held.pop(entry.lease) if each is not entry]
-        if rest:
-            self._held[entry.lease] = rest
+        self._limit.record(now - entry.leased_at, entry.lease_size)
+        held = self._held[entry.lease]
+        del held[entry.position]
+        if not held:
+            del self._held[entry.lease]
 
     def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
         """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
-        held = self._held.pop(lease, [])
-        entries = [each for each in held if positions is None or each.position in positions]
-        rest = [each for each in held if each not in entries]
-        if rest:
-            self._held[lease] = rest
+        held = self._held.pop(lease, {})
+        entries = [held.pop(p) for p in list(held) if positions is None or p in positions]
+        if held:
+            self._held[lease] = held
         for entry in entries:
             self._table.wait(entry)
         return entries
 
     def _of_sampler(self, sampler: str) -> list[int]:
-        return [lease for lease, held in self._held.items() if held[0].sampler == sampler]
+        return [lease for lease, held in self._held.items() if _first(held).sampler == sampler]
 
     def end_unknown(self, sampler: str, known: Iterable[int]) -> None:
         """Ends the leases of a sampler that it does not know of."""
@@ -97,31 +102,32 @@ class Leases:
         held = sorted(set(self._of_sampler(sampler)) & set(leases))
         for lease in held:
             limit = self._limit.seconds(len(self._held[lease]))
-            for entry in self._held[lease]:
+            for entry in self._held[lease].values():
                 entry.deadline = _deadline(entry, limit, now)
         return held
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Takes seconds in which a sampler could not work out of the time of its leases."""
         for lease in self._of_sampler(sampler):
-            for entry in self._held[lease]:
+            for entry in self._held[lease].values():
                 entry.leased_at += seconds
                 entry.deadline += seconds
 
     def grant(self, until: float) -> None:
         """Ends no lease before then."""
         for held in self._held.values():
-            for entry in held:
+            for entry in held.values():
                 entry.deadline = max(entry.deadline, until)
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
-        return any(entry.deadline < now for held in self._held.values() for entry in held)
+        return any(entry.deadline < now for held in self._held.values() for entry in held.values())
 
     def expire(self, now: float) -> None:
         """Ends the leases whose time is up, and all others of their samplers, which do not answer
         and will be started again: once, however much each holds."""
-        late = [held for held in self._held.values() if min(e.deadline for e in held) < now]
+        held_by = [list(held.values()) for held in self._held.values()]
+        late = [held for held in held_by if min(e.deadline for e in held) < now]
         for held in late:
             for entry in held:
                 entry.num_expired += 1
@@ -159,8 +165,8 @@ class Leases:
     def words(self, now: float) -> str:
         """Who is waited for."""
         parts = [
-            f"groups {held[0].position}-{held[-1].position} with sampler {held[0].sampler} for "
-            f"{now - held[0].leased_at:.0f} s"
+            f"groups {min(held)}-{max(held)} with sampler {_first(held).sampler} for "
+            f"{now - _first(held).leased_at:.0f} s"
             for held in self._held.values()
         ]
         return "; ".join(parts) or "nobody samples"
