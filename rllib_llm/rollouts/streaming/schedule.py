@@ -164,14 +164,12 @@ class Lockstep(Schedule):
         # the driver hears of that end.
         while self._outcomes.ending() is None and (entry := self._next_judged()) is not None:
             self._undecided += 1
-            if not self._passes(entry):
-                if self._rules.num_parts is None or self._undecided == self._table.next:
-                    self.admit_all()
-                continue
-            self._chosen.append(entry.position)
+            if self._passes(entry):
+                self._chosen.append(entry.position)
             if len(self._chosen) == self._rules.num_groups:
                 self._fill(self._full, self._chosen)
                 self._full, self._chosen = self._full + 1, []
+            if self._rules.num_parts is None or self._undecided == self._table.next:
                 self.admit_all()
 
     def _next_judged(self) -> Entry | None:
