@@ -7,7 +7,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
-EXAMPLES = ("*.yaml", "*.py", "*.md", "*.jsonl")
+EXAMPLES = ("*.yaml", "*.md")
 
 
 class BuildWithExamples(build_py):

@@ -31,7 +31,7 @@ from rllib_llm.runs.yaml_experiments import Experiment, fill, load
 from rllib_llm.runs.yaml_loader import read
 
 PRECISIONS = ("float32", "bf16")
-FOLDER = Path(__file__).parents[1] / "tuned_examples"
+FOLDER = Path(__file__).parents[1] / "rllib_llm" / "examples"
 
 
 def run_stage(experiment: Experiment, model_folder: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from ray import tune
 from safetensors.torch import load_file
 
 from rllib_llm import GRPOConfig, default_callbacks
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 from rllib_llm.overseer.client import Run, find_run
 from rllib_llm.shared.errors import UserError
 

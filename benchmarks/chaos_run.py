@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.source import RolloutSource

@@ -16,7 +16,7 @@ def full_length(config: GRPOConfig, num_rows: int, num_tokens: int) -> GRPOConfi
     """`config` with a small Llama, `num_rows` completions of `num_tokens` tokens an iteration."""
     prompts = [{"prompt": "the food was " + "very " * (i % 5) + "good"} for i in range(64)]
     return (
-        config.language_model(model="rllib_llm.envs.toys.reviews_model.build_model")
+        config.language_model(model="rllib_llm.examples.reviews_model.build_model")
         .environment(
             "rllib_llm/RLHF-v0",
             env_config={

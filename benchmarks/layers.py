@@ -74,7 +74,7 @@ def save_model(name: str, folder: Path) -> str:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rllib_llm.envs.toys.characters import character_tokenizer
+    from rllib_llm.examples.characters import character_tokenizer
 
     hidden, inner, layers, heads, key_heads, vocab = MODELS[name]
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
     python benchmarks/pbt.py --folder /somewhere/pbt --out benchmarks/figures/pbt.png
 
-Runs `tuned_examples/reviews_pbt.yaml` with three more stages: as many trials of PPO-ptx's default
+Runs the example `reviews_pbt` with three more stages: as many trials of PPO-ptx's default
 settings, of those of `reviews_ppo_ptx.yaml`, which were found by hand, and of settings drawn at
 random from the population's own ranges, which are the baseline: a search of the same space with the
 same samples. Each trial has a seed of its own, all start from the same SFT and reward model. An
@@ -28,7 +28,7 @@ import yaml
 
 from rllib_llm.runs.trial_logs import read_results
 
-EXAMPLES = Path(__file__).parents[1] / "tuned_examples"
+EXAMPLES = Path(__file__).parents[1] / "rllib_llm" / "examples"
 SETTINGS = ("lr", "ref_kl_coeff", "clip_param", "ptx_coeff")
 LABELS = {"lr": "learning rate", "ref_kl_coeff": "β", "clip_param": "ε", "ptx_coeff": "γ_ptx"}
 LAST = 4  # iterations over which the end is averaged

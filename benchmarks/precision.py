@@ -26,7 +26,7 @@ import torch
 from stopwatch import Stopwatch, add
 
 from rllib_llm import GRPOConfig
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 from rllib_llm.runs.doctor.machine import Machine
 
 SPANS = ("generate", "score", "train", "total")

@@ -29,7 +29,7 @@ ROWS, LENGTH = 16, 64
 def write_model(folder: str, args: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from rllib_llm.envs.toys.reviews_model import build_tokenizer
+    from rllib_llm.examples.reviews_model import build_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -77,7 +77,7 @@ def writer(num_rows: int, num_batches: int, folder: Path) -> dict[str, float]:
         )
         for batch in batches
     ]
-    megabytes = sum(conform(table).nbytes for table in made) / 1e6
+    megabytes = sum(conform(table, 1).nbytes for table in made) / 1e6
     store = RolloutStore(folder)
     recorder = StoredRollouts(store, ABOUT)
     start, cpu = time.perf_counter(), time.process_time()

@@ -54,7 +54,7 @@ def write_model(folder: str, point: Point) -> int:
     """A random Llama with a tokenizer of words; returns its number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rllib_llm.envs.toys.reviews_model import build_tokenizer
+    from rllib_llm.examples.reviews_model import build_tokenizer
 
     hidden, layers = MODELS[point.model]
     torch.manual_seed(0)

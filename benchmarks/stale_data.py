@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "off_policy_upper": 2.0,
     },
 }  # fmt: skip
-TOYS = "rllib_llm.envs.toys.arithmetic"
+TOYS = "rllib_llm.examples.arithmetic"
 
 
 def supervised(folder: Path) -> Path:

@@ -155,7 +155,7 @@ def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
         .environment(
             "rllib_llm/RLHF-v0",
             env_config={"prompts": SUMS, "eval_prompts": SUMS, "max_prompt_len": 8,
-                        "reward_functions": "rllib_llm.envs.toys.arithmetic.correct"},
+                        "reward_functions": "rllib_llm.examples.arithmetic.correct"},
         )
         .sampling(max_new_tokens=4, num_completions=NUM_COMPLETIONS, log_samples_every=0)
         .training(

@@ -21,7 +21,6 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "PPOPtxConfig": "rllib_llm.algorithms.ppo_ptx",
     "GRPOConfig": "rllib_llm.algorithms.grpo",
-    "SelfPlayConfig": "rllib_llm.algorithms.self_play",
     "RLOOConfig": "rllib_llm.algorithms.rloo",
     "ReinforcePPConfig": "rllib_llm.algorithms.reinforce_pp",
     "SFTConfig": "rllib_llm.algorithms.sft",

@@ -26,6 +26,8 @@ RULES = [
     (("algorithms/", "checkpoints/", "overseer/", "config/", "runs/"), ("rllib_llm.cli",)),
     (("engines/", "weights/", "modules/", "algorithms/", "rollouts/", "conversations/"),
      ("fastapi",)),
+    (tuple(sorted(f"{folder.name}/" for folder in PACKAGE.iterdir() if folder.name != "examples")),
+     ("rllib_llm.examples",)),
 ]  # fmt: skip
 
 
@@ -41,6 +43,15 @@ def test_what_is_public_is_what_dir_lists():
 
     assert {"GRPOConfig", "DPOConfig", "default_callbacks"} <= set(dir(rllib_llm))
     assert not {"importlib", "Any", "register_envs"} & set(dir(rllib_llm))
+
+
+def test_a_wheel_has_the_examples_and_their_environments(tmp_path):
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=PACKAGE.parent, check=True, capture_output=True)
+    built = tmp_path / "rllib_llm"
+    for folder, pattern in ((PACKAGE, "examples/*.py"), (PACKAGE.parent, "tuned_examples/*.yaml")):
+        expected = {path.name for path in folder.glob(pattern)}
+        assert expected == {path.name for path in built.glob(pattern)} != set()
 
 
 def test_a_coordinator_of_weights_and_a_ledger_start_without_torch():

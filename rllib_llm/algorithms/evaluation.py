@@ -134,15 +134,17 @@ def _skip(algorithm, error: SamplingError) -> None:
 
 
 def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
-    """What is reported under `eval/`: scores, components and diagnostics of the rows that were
+    """What is reported under `eval/`: scores, components and diagnostics of the rollouts that were
     judged, length and finished share of all."""
-    mask = batch.sampled_mask
-    scores = batch.columns[columns.SCORES][batch.columns[columns.VALID]].float()
+    whole = batch.rollouts
+    first, lengths = whole.is_first, whole.total(batch.sampled_mask.sum(dim=1))
+    finished = whole.at_end(batch.columns[columns.FINISHED])
+    scores = batch.columns[columns.SCORES][batch.columns[columns.VALID] & first].float()
     return {
         "scores": float(scores.mean()) if len(scores) else 0.0,
         "scores_std": float(scores.std()) if len(scores) > 1 else 0.0,
-        "output_length": float(mask.sum(dim=1).float().mean()),
-        "finished": float(batch.columns[columns.FINISHED].float().mean()),
+        "output_length": float(lengths[first].float().mean()),
+        "finished": float(finished[first].float().mean()),
         **batch.train_metrics(),
         **batch.env_metrics(),
     }

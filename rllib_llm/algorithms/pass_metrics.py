@@ -6,8 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 
-import torch
-
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
@@ -30,7 +28,7 @@ def pass_metrics(
     Raises:
         ValueError: what says that a completion has passed is not there, or neither 0 nor 1.
     """
-    valid = batch.columns[columns.VALID] & _first_rows(batch)
+    valid = batch.columns[columns.VALID] & batch.rollouts.is_first
     column = batch.columns[columns.SCORES] if on is None else batch.components.get(on)
     if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
         found = "there is none" if column is None else "it has other numbers than 0 and 1"
@@ -50,11 +48,12 @@ def pass_metrics(
 
 
 def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
-    """What each completion votes for, white space at its ends aside; None where nothing matches. Of
-    a conversation it is the assistant's last message."""
+    """What each row's rollout votes for, white space at its ends aside; None where nothing matches.
+    Of a conversation it is the assistant's last message."""
     texts = batch.texts["completion"]
     if "messages" in batch.texts:
-        texts = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]
+        said = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]
+        texts = [said[last] for last in batch.rollouts.lasts.tolist()]
     if pattern is None:
         return [text.strip() for text in texts]
     matches = [list(re.finditer(pattern, text, re.DOTALL)) for text in texts]
@@ -65,14 +64,3 @@ def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
 def _last_words(messages: list[dict]) -> str:
     said = [message for message in messages if message["role"] == "assistant"]
     return str(said[-1].get("content") or "") if said else ""
-
-
-def _first_rows(batch: JudgedBatch) -> torch.Tensor:
-    """[B] bool, the first row of each rollout."""
-    ids = batch.columns.get(columns.ROW_ID)
-    if ids is None:
-        return torch.ones_like(batch.columns[columns.VALID])
-    first = {row_id: place for place, row_id in reversed(list(enumerate(ids.tolist())))}
-    is_first = torch.zeros(len(ids), dtype=torch.bool)
-    is_first[list(first.values())] = True
-    return is_first.to(ids.device)

@@ -11,7 +11,6 @@ from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_clas
 ALGORITHMS: dict[str, str] = {
     "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",
     "GRPO": "rllib_llm.algorithms.grpo:GRPO",
-    "SelfPlay": "rllib_llm.algorithms.self_play:SelfPlay",
     "RLOO": "rllib_llm.algorithms.rloo:RLOO",
     "ReinforcePP": "rllib_llm.algorithms.reinforce_pp:ReinforcePP",
     "SFT": "rllib_llm.algorithms.sft:SFT",

@@ -81,8 +81,8 @@ class Completer:
 
     def complete(self, prompts: list[Any]) -> list[list[dict[str, Any]]]:
         """Return, for each prompt (text or chat messages), its completions as JSON rows."""
-        from rllib_llm.data.encoding import pad_left
         from rllib_llm.engines.engine import generate as sample
+        from rllib_llm.shared.padding import pad_left
 
         n = self.sampling.num_completions
         ids = self._encode(prompts)
@@ -194,7 +194,7 @@ class Completer:
         return dataclasses.replace(self.params, max_new_tokens=room)
 
     def _text(self, prompt_ids: list[int], sampled: list[int]) -> str:
-        from rllib_llm.envs.checked_completions import decode_completions
+        from rllib_llm.envs.actions import decode_completions
 
         if self.chats:  # a turn of its own
             return str(self.tokenizer.decode(sampled, skip_special_tokens=True))

@@ -89,8 +89,9 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
         f"prompt {row['position']}.{row['sample']}",
         f"{row['status']}{reason}",
         *(f"{name} {row[name]:.4g}" for name in ("score", "reward") if row[name] is not None),
-        *(f"{name} {value:.4g}" for name, value in row["rewards"] or ()),
+        *(f"{name} {value:.4g}" for name, value in json.loads(row["rewards"] or "{}").items()),
         f"{row['tokens']} tokens, {row['finish_reason']}",
+        *([f"row {row['row']}"] if row["row"] else ()),
     ]
     console.print(f"\n[bold]{escape(' · '.join(parts))}[/bold]", soft_wrap=True)
     if row["prompt"] is None:
@@ -107,18 +108,15 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
 
 def _export(table: Any, target: str) -> str:
     """Write the rows of `table`, and say where they are."""
-    from rllib_llm.data.rollouts import exportable
-
     if table.num_rows == 0:
         raise UserError(
             "--where must leave at least one row: there is none to export. Loosen the condition."
         )
-    rows = exportable(table)
     path = Path(target).expanduser()
     if path.suffix in (".jsonl", ".ndjson", ".json"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
-            for batch in rows.to_batches(max_chunksize=1024):
+            for batch in table.to_batches(max_chunksize=1024):
                 for row in batch.to_pylist():
                     file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
         return f"{table.num_rows} completions in {path}"
@@ -135,5 +133,5 @@ def _export(table: Any, target: str) -> str:
             "all that is in its folder. Choose another."
         )
     path.mkdir(parents=True, exist_ok=True)
-    pq.write_table(rows, path / "train-00000-of-00001.parquet", compression="zstd")
+    pq.write_table(table, path / "train-00000-of-00001.parquet", compression="zstd")
     return f"{table.num_rows} completions in {path}: datasets.load_dataset({str(path)!r})"

@@ -10,8 +10,8 @@ import torch
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.nodes import NO_VERSION
 from rllib_llm.conversations.training_rows import TrainingRow
-from rllib_llm.data.encoding import pad_left
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_left, pad_right
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,19 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
             rows.append(row)
             owners.append(rollout)
             weights.append(row.num_sampled / total if total else 1.0)
-    longest = max(len(row.completion_ids) for row in rows)
 
     def right(name: str, filler: float, dtype: torch.dtype) -> torch.Tensor:
-        lists = [getattr(row, name) for row in rows]
-        filled = [values + [filler] * (longest - len(values)) for values in lists]
-        return torch.tensor(filled, dtype=dtype)
+        return pad_right([getattr(row, name) for row in rows], filler, dtype)[0]
 
     prompt_ids, prompt_mask = pad_left([row.prompt_ids for row in rows], pad_token_id)
-    lengths = torch.tensor([len(row.completion_ids) for row in rows])
+    completion_ids, completion_mask = pad_right([row.completion_ids for row in rows], pad_token_id)
     has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
     return {
         columns.PROMPT_IDS: prompt_ids,
         columns.PROMPT_MASK: prompt_mask,
-        columns.COMPLETION_IDS: right("completion_ids", pad_token_id, torch.int64),
-        columns.COMPLETION_MASK: torch.arange(longest) < lengths.unsqueeze(1),
+        columns.COMPLETION_IDS: completion_ids,
+        columns.COMPLETION_MASK: completion_mask,
         columns.LOSS_MASK: right("loss_mask", False, torch.bool),
         columns.SAMPLER_LOGPROBS: right("logprobs", 0.0, torch.float32),
         columns.WEIGHTS_VERSION: right("versions", NO_VERSION, torch.int32),

@@ -22,7 +22,7 @@ Outcome = Literal[
 
 
 @dataclass(frozen=True)
-class Finding:
+class Proof:
     """What a template does with one kind of dialogue.
 
     appends: each turn is a suffix of the one before; forks: a further turn changes earlier ones, so
@@ -48,7 +48,7 @@ ENDS: dict[str, Any] = {"role": "assistant", "content": "It is\n4, then."}
 THINKS: dict[str, Any] = {**SAYS, "reasoning_content": "One and one."}
 
 
-def prove(chat_format: ChatFormat) -> list[Finding]:
+def prove(chat_format: ChatFormat) -> list[Proof]:
     """What the format does with each kind of dialogue.
 
     A renderer that would append other tokens than the template writes is dropped, which is said.
@@ -57,14 +57,14 @@ def prove(chat_format: ChatFormat) -> list[Finding]:
         ChatFormatError: it would append tokens that are not the template's own.
     """
     dialogues = _dialogues(chat_format)
-    renderers: list[Finding] = []
+    renderers: list[Proof] = []
     if chat_format.renderer is not None:
         renderers.append(_prove_renderer(chat_format, dialogues))
     found = [_prove(chat_format, name, turns) for name, turns in dialogues.items()]
     return [*found, *renderers]
 
 
-def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Finding:
+def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Proof:
     """Whether the renderer appends what the template writes behind a turn, however it is ended.
 
     The turns themselves may differ: that it keeps them where the template drops their thoughts is
@@ -80,12 +80,12 @@ def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) 
                 if outcome == "differs":
                     why = f"it must write a dialogue with {name} as the chat template does"
                     chat_format.drop_renderer(f"{chat_format.renderer_note}: {why}")
-                    return Finding(kind, "ignored", f"{name}: other tokens than the chat template")
+                    return Proof(kind, "ignored", f"{name}: other tokens than the chat template")
                 proven += [name] if outcome == "same" else []
     if not proven:
         chat_format.drop_renderer(f"{chat_format.renderer_note} leaves every turn to the template")
-        return Finding(kind, "ignored", "it leaves every turn to the chat template")
-    return Finding(kind, "proven", ", ".join(dict.fromkeys(proven)))
+        return Proof(kind, "ignored", "it leaves every turn to the chat template")
+    return Proof(kind, "proven", ", ".join(dict.fromkeys(proven)))
 
 
 def _answered(turns: Messages) -> list[int]:
@@ -145,7 +145,7 @@ def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
 _NO_TOOLS = ("unsupported", "ignored", "unreadable")
 
 
-def require_tools(chat_format: ChatFormat, findings: list[Finding]) -> None:
+def require_tools(chat_format: ChatFormat, findings: list[Proof]) -> None:
     """Raises ChatFormatError where a template does not write tools, or what they answer."""
     walked = [finding for finding in findings if finding.dialogue.startswith("tool calls")]
     # A generation prompt that opens thoughts fits turns with thoughts alone.
@@ -161,14 +161,14 @@ def require_tools(chat_format: ChatFormat, findings: list[Finding]) -> None:
         )
 
 
-def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:
+def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
     try:
         whole = chat_format.render(turns)
     except ChatFormatError as error:
-        return Finding(name, "unsupported", str(error.__cause__))
+        return Proof(name, "unsupported", str(error.__cause__))
     lost = next((text for text in _texts(turns) if text not in whole), None)
     if lost is not None:
-        return Finding(name, "ignored", f"{lost!r} is not written")
+        return Proof(name, "ignored", f"{lost!r} is not written")
     return _walk(chat_format, name, turns)
 
 
@@ -182,7 +182,7 @@ def _texts(turns: Messages) -> Iterator[str]:
         yield turns[-1]["reasoning_content"]
 
 
-def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:
+def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
     """Goes through the dialogue as a rollout does, and compares what came of it."""
     conversation = Conversation(chat_format)
     waiting: Messages = []
@@ -194,15 +194,15 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Finding:
         waiting = []
         said = chat_format.said(turns[:place], turn)
         if not said:
-            return Finding(name, "ignored", "a turn does not begin with the generation prompt")
+            return Proof(name, "ignored", "a turn does not begin with the generation prompt")
         ids = _sampled_ids(chat_format, turns[:place], said)
         conversation.append_sampled(ids, [0.0] * len(ids))
         # The text and not the ids: a small vocabulary may not spell what is said here.
         wrong = _misread(turn, chat_format.read(said.removesuffix(chat_format.end_of(turn))))
         if wrong:
-            return Finding(name, "unreadable", wrong)
+            return Proof(name, "unreadable", wrong)
     if conversation.suffixes["fork"]:
-        return Finding(name, "forks", "a further turn changes earlier ones")
+        return Proof(name, "forks", "a further turn changes earlier ones")
     return _compared(chat_format, name, turns, conversation)
 
 
@@ -224,18 +224,18 @@ def _misread(turn: Mapping[str, Any], reply: ParsedReply) -> str:
 
 def _compared(
     chat_format: ChatFormat, name: str, turns: Messages, conversation: Conversation
-) -> Finding:
+) -> Proof:
     """Whether the walked tokens are those of the whole, up to the end of the last turn."""
     walked = conversation.token_ids
     said = chat_format.said(turns[:-1], turns[-1])
     text = chat_format.render(turns[:-1], generation_prompt=True) + str(said)
     expected = chat_format.encode(text)
     if walked == expected:
-        return Finding(name, "appends")
+        return Proof(name, "appends")
     if chat_format.as_closed(walked) == chat_format.as_closed(expected):
-        return Finding(name, "keeps", "old turns keep the token that ended them when they were new")
+        return Proof(name, "keeps", "old turns keep the token that ended them when they were new")
     if conversation.suffixes["kept"] or conversation.suffixes["bridged"]:
-        return Finding(name, "keeps", "earlier turns stay as they were sampled")
+        return Proof(name, "keeps", "earlier turns stay as they were sampled")
     same = next(
         (i for i, (a, b) in enumerate(zip(walked, expected, strict=False)) if a != b),
         min(len(walked), len(expected)),

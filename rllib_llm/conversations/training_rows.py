@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rllib_llm.conversations.nodes import NO_VERSION, Node, path_to
 
 
 @dataclass
 class TrainingRow:
-    """One path, cut behind its last sampled token; all lists but the prompt are [T]."""
+    """One path, cut behind its last sampled token; all lists of tokens but the prompt are [T].
+
+    messages: all that was said on the path. num_prompt_messages: of them those that the prompt's
+    tokens hold.
+    """
 
     prompt_ids: list[int]
     completion_ids: list[int] = field(default_factory=list)
@@ -19,6 +24,8 @@ class TrainingRow:
     versions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     finished: bool = False
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    num_prompt_messages: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -28,9 +35,9 @@ class TrainingRow:
     def cut(self) -> TrainingRow:
         """The row up to its last token that is learnt from."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(True) if self.num_sampled else 0
-        return TrainingRow(
-            self.prompt_ids, self.completion_ids[:end], self.loss_mask[:end], self.logprobs[:end],
-            self.versions[:end], self.rewards[:end], self.finished,
+        return replace(
+            self, completion_ids=self.completion_ids[:end], loss_mask=self.loss_mask[:end],
+            logprobs=self.logprobs[:end], versions=self.versions[:end], rewards=self.rewards[:end],
         )  # fmt: skip
 
 
@@ -47,8 +54,10 @@ def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
     added."""
     row = TrainingRow([])
     for node in path:
+        row.messages.extend(node.messages)
         if not node.sampled and not row.completion_ids:
             row.prompt_ids.extend(node.token_ids)
+            row.num_prompt_messages = len(row.messages)
             continue
         count = len(node.token_ids)
         is_new = node.sampled and id(node) not in learnt

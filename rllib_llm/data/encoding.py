@@ -10,8 +10,6 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 Span = tuple[int, int]  # of characters, the end excluded
 
 
@@ -78,22 +76,6 @@ def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) ->
     if ids[0] in starts and max_length > 1:
         return [ids[0], *ids[len(ids) - max_length + 1 :]]
     return ids[len(ids) - max_length :]
-
-
-def pad_right(rows: Sequence[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [rows, L] int64 and mask [rows, L] bool of rows of unequal length."""
-    lengths = torch.tensor([len(row) for row in rows])
-    longest = int(lengths.max())
-    ids = torch.tensor([[*row, *[pad_token_id] * (longest - len(row))] for row in rows])
-    return ids.long(), torch.arange(longest) < lengths.unsqueeze(1)
-
-
-def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [rows, P] int64 padded at the left and mask [rows, P] bool, P the longest row."""
-    lengths = torch.tensor([len(row) for row in rows])
-    longest = int(lengths.max())
-    ids = torch.tensor([[*[pad_token_id] * (longest - len(row)), *row] for row in rows])
-    return ids.long(), torch.arange(longest) >= longest - lengths.unsqueeze(1)
 
 
 def _without_added_eos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:

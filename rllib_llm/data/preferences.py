@@ -19,8 +19,6 @@ from rllib_llm.data.encoding import (
     common_prefix_len,
     encode_ended,
     keep_end,
-    pad_left,
-    pad_right,
     vocabulary_hash,
 )
 from rllib_llm.data.order import EpochOrder
@@ -29,6 +27,7 @@ from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import OTHER_TOKENIZER, warn_of_cuts
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_left, pad_right
 
 
 class PreferenceSource:
@@ -225,7 +224,7 @@ class PromptedPairSource(PreferenceSource):
             for at, name in ((1, columns.CHOSEN_LOSS_MASK), (2, columns.REJECTED_LOSS_MASK)):
                 masks = [pair[at + 2] if len(pair) > 3 else [True] * len(pair[at])
                          for pair in pairs]  # fmt: skip
-                sampled[name] = pad_right([list(map(int, mask)) for mask in masks], 0)[0].bool()
+                sampled[name] = pad_right(masks, False, torch.bool)[0]
         return {
             **sampled,
             columns.PROMPT_IDS: prompts,

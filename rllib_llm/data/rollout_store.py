@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from rllib_llm.data.rollout_schema import SCHEMA, conform
+from rllib_llm.data.rollout_schema import SCHEMA, conform, other_version
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ FILE_BYTES = 64 * 1024**2  # of rows in memory, at which a file is written in an
 IDLE_SECONDS = 1.0
 MAX_SECONDS_TO_STOP = 300.0  # that the end of a run waits for the writer
 ROLLOUTS = "rollouts"  # the folder in a trial's
-STORE_FILE = "_store.json"
+STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for data
+FIRST_STORE_FILE = "_store.json"  # schema version 1's
 COMPRESSION = "zstd"
 
 # Of the columns that hold texts, and of those that hold one value that readers skip files by.
@@ -176,7 +177,7 @@ class RolloutStore:
             self._guarded(self._write)
         self._iteration = item.iteration
         self._num_waiting += item.num_rows
-        self._guarded(lambda: self._rows.append(conform(item.make())))
+        self._guarded(lambda: self._rows.append(conform(item.make(), item.iteration)))
         if sum(table.nbytes for table in self._rows) >= FILE_BYTES:
             self._guarded(self._write)
 
@@ -201,7 +202,7 @@ class RolloutStore:
         if not self._files.has_begun:
             self._files.begin(self._begin)
         table = pa.concat_tables(self._rows)
-        num_bytes = self._files.write(table, self._iteration)
+        num_bytes = self._files.write(table)
         self._rows.clear()
         self._num_waiting = 0
         self._counts["rows"] += table.num_rows
@@ -225,7 +226,7 @@ class RolloutStore:
 class _Files:
     """The files of a store, numbered in the order in which they were written.
 
-    `_store.json` holds the store's name, and of a run that went on from another store's state the
+    `.store.json` holds the store's name, and of a run that went on from another store's state the
     number of its first own file: where it does so once more, those since then are removed.
     """
 
@@ -240,6 +241,8 @@ class _Files:
     def begin(self, state: dict[str, Any] | None) -> None:
         """Makes the folder that of a run which goes on from `state`, None: from nothing."""
         self.filesystem.create_dir(self.folder, recursive=True)
+        if self._is_file(FIRST_STORE_FILE):
+            raise other_version("1", self.folder)
         about = self._read_about() or {"store": uuid.uuid4().hex, "others": {}}
         numbered = self._numbered()
         if not state or not state.get("store"):
@@ -257,11 +260,9 @@ class _Files:
         self.name, self.next_file, self.has_begun = about["store"], first, True
         self._put(f"{self.folder}/{STORE_FILE}", json.dumps(about).encode())
 
-    def write(self, table: pa.Table, iteration: int) -> int:
+    def write(self, table: pa.Table) -> int:
         """Writes one file, there as a whole or not at all, and returns its bytes."""
-        partition = f"{self.folder}/iteration={iteration}"
-        self.filesystem.create_dir(partition, recursive=True)
-        path = f"{partition}/part-{self.next_file:08d}.parquet"
+        path = f"{self.folder}/part-{self.next_file:08d}.parquet"
         sink = pa.BufferOutputStream()
         pq.write_table(
             table, sink, compression=COMPRESSION, use_dictionary=_TEXTS, write_statistics=_SINGLE
@@ -272,15 +273,18 @@ class _Files:
         return content.size
 
     def _read_about(self) -> dict[str, Any] | None:
-        path = f"{self.folder}/{STORE_FILE}"
-        if self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
+        if not self._is_file(STORE_FILE):
             return None
-        with self.filesystem.open_input_stream(path) as stream:
+        with self.filesystem.open_input_stream(f"{self.folder}/{STORE_FILE}") as stream:
             return json.loads(stream.read())
+
+    def _is_file(self, name: str) -> bool:
+        info = self.filesystem.get_file_info(f"{self.folder}/{name}")
+        return info.type == pyarrow.fs.FileType.File
 
     def _numbered(self) -> dict[int, str]:
         """The path of each file by its number."""
-        selector = pyarrow.fs.FileSelector(self.folder, recursive=True, allow_not_found=True)
+        selector = pyarrow.fs.FileSelector(self.folder, allow_not_found=True)
         found = {}
         for info in self.filesystem.get_file_info(selector):
             stem = info.base_name.removesuffix(".parquet")

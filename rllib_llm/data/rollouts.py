@@ -14,14 +14,12 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_schema import SCHEMA, check_version
-from rllib_llm.data.rollout_store import STORE_FILE
+from rllib_llm.data.rollout_schema import SCHEMA, check_version, other_version
+from rllib_llm.data.rollout_store import FIRST_STORE_FILE, STORE_FILE
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.storage import Place, UrlPath, place
 
-ITERATION = pa.field("iteration", pa.int32())
-READ_SCHEMA = SCHEMA.insert(0, ITERATION)
-IN_ORDER = ("iteration", "position", "sample")
+IN_ORDER = ("iteration", "position", "sample", "row")
 # What a later stage learns from, unless its condition speaks of these itself.
 LEARNABLE = (pc.field("status").isin(["trained", "rejected"])) & pc.field("valid")
 _GROUP_COLUMNS = ("run", "iteration", "group")
@@ -40,21 +38,23 @@ class NoRolloutsError(ValueError):
 
 
 def is_rollout_folder(folder: str | Path) -> bool:
-    """Whether `folder` is the `rollouts` folder of a run."""
-    return (Path(folder) / STORE_FILE).is_file()
+    """Whether `folder` is the `rollouts` folder of a run, of any schema version."""
+    return any((Path(folder) / name).is_file() for name in (STORE_FILE, FIRST_STORE_FILE))
 
 
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
     """The `rollouts` folders of a run, stage, trial, or the one that `run` is.
 
     Raises:
-        NoRolloutsError: there is none.
+        NoRolloutsError: there is none. RolloutSchemaError: of another version.
     """
     root = place(run)
     if (root / STORE_FILE).is_file():
         return [root]
     found = sorted((file.parent for file in root.glob(f"**/{STORE_FILE}")), key=str)
     if not found:
+        for old in root.glob(f"**/{FIRST_STORE_FILE}"):
+            raise other_version("1", str(old.parent))
         raise NoRolloutsError(
             f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
             f"no {STORE_FILE} lies in it. Check the path, and that store_rollouts is on."
@@ -63,26 +63,22 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
 
 
 def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
-    """All rows of the folders, unread, with `iteration` as the first column.
+    """All rows of the folders, unread.
 
     Raises:
         NoRolloutsError: no file in them. RolloutSchemaError: of another version.
     """
     parts = []
     for folder in folders:
+        if (folder / FIRST_STORE_FILE).is_file():
+            raise other_version("1", str(folder))
         files = sorted(_paths(folder))
         if not files:
             continue
         filesystem = folder.filesystem if isinstance(folder, UrlPath) else LocalFileSystem()
         fragments = ds.dataset(files[:1], filesystem=filesystem, format="parquet")
         check_version(fragments.schema, str(folder))
-        partitioning = ds.partitioning(pa.schema([ITERATION]), flavor="hive")
-        parts.append(
-            ds.dataset(
-                files, schema=READ_SCHEMA, filesystem=filesystem, format="parquet",
-                partitioning=partitioning,
-            )
-        )  # fmt: skip
+        parts.append(ds.dataset(files, schema=SCHEMA, filesystem=filesystem, format="parquet"))
     if not parts:
         raise NoRolloutsError(
             f"{', '.join(map(str, folders))} must hold rollouts: nothing was written yet. Wait "
@@ -92,9 +88,8 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
 
 
 def _paths(folder: Place) -> Iterator[str]:
-    for file in folder.glob("*/*.parquet"):
-        if file.parent.name.startswith("iteration=") and not file.name.startswith("."):
-            yield file.path if isinstance(file, UrlPath) else str(file)
+    for file in folder.glob("part-*.parquet"):
+        yield file.path if isinstance(file, UrlPath) else str(file)
 
 
 def query(
@@ -186,8 +181,7 @@ def load_rollouts(
     except ValueError as error:
         raise DataSourceError(f"{name}: {error}") from error
     if best_of_group is not None:
-        ranked = _ranked_groups(Rows(table, folder))
-        table = table.take([index for group in ranked for index in group[:best_of_group]])
+        table = table.take(_best_rows(Rows(table, folder), best_of_group))
     description = f"{folder}{f' where {where}' if where else ''}"
     if table.column("messages").null_count == table.num_rows:
         return Rows(table.drop_columns("messages"), description)
@@ -210,6 +204,15 @@ def _ranked_groups(rows: Rows) -> list[list[int]]:
         sorted(group, key=lambda index: (-scores[index], samples[index]))
         for group in groups.values()
     ]
+
+
+def _best_rows(rows: Rows, num_rollouts: int) -> list[int]:
+    """Indices of all rows of each group's best rollouts."""
+    samples, found = rows.column("sample"), []
+    for group in _ranked_groups(rows):
+        best = list(dict.fromkeys(samples[index] for index in group))[:num_rollouts]
+        found += [index for index in group if samples[index] in best]
+    return found
 
 
 def pairs_of_rollouts(rows: Rows) -> Rows:
@@ -252,27 +255,19 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
     return pair
 
 
-def exportable(table: pa.Table) -> pa.Table:
-    """`table` with maps as texts of JSON, which every reader of data sets knows."""
-    for number, field in enumerate(table.schema):
-        if pa.types.is_map(field.type):
-            texts = [
-                None if entries is None else json.dumps(dict(entries))
-                for entries in table.column(number).to_pylist()
-            ]
-            table = table.set_column(number, field.name, pa.array(texts, pa.string()))
-    return table
-
-
 def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
-    """Of each status: completions, tokens and mean score."""
-    table = rollouts.to_table(columns=["status", "tokens", "score"])
+    """Of each status: completions, tokens and mean score. All rows of a rollout are one completion,
+    whose tokens are theirs together."""
+    table = rollouts.to_table(columns=["status", "tokens", "score", "row"])
+    first = pc.fill_null(pc.equal(table.column("row"), 0), True)
+    scores = pc.if_else(first, table.column("score"), pa.scalar(None, pa.float32()))
+    table = table.set_column(2, "score", scores).set_column(3, "row", first.cast(pa.int64()))
     counted = table.group_by("status").aggregate(
-        [("tokens", "sum"), ("score", "mean"), ("status", "count")]
+        [("tokens", "sum"), ("score", "mean"), ("row", "sum")]
     )
     found = {
         row["status"]: {
-            "completions": row["status_count"],
+            "completions": row["row_sum"],
             "tokens": row["tokens_sum"] or 0,
             "score": row["score_mean"],
         }
@@ -283,6 +278,7 @@ def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
 
 def reasons(rollouts: ds.Dataset) -> dict[str, int]:
     """How many completions were rejected or failed for which reason."""
-    table = rollouts.to_table(columns=["reason"], filter=pc.field("reason") != "")
+    is_first = pc.field("row").is_null() | (pc.field("row") == 0)
+    table = rollouts.to_table(columns=["reason"], filter=(pc.field("reason") != "") & is_first)
     counted = pc.value_counts(table.column("reason")).to_pylist()
     return {entry["values"]: entry["counts"] for entry in counted}

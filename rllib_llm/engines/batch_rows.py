@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.shared.padding import widen
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def padded(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = slice(groups[start].index, groups[end - 1].index + 1)
         width = min(longest, held.ids.shape[1])
         cut = (held.ids[rows, -width:], held.mask[rows, -width:])
-        parts.append([F.pad(tensor, (longest - width, 0)) for tensor in cut])
+        parts.append([widen(tensor, longest, left=True) for tensor in cut])
         start = end
     ids, mask = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return ids, mask

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_right
 
 
 @dataclass
@@ -293,13 +294,8 @@ def pad_completions(
         logprobs: of each row, as many as it has tokens.
         params: its pad and stop tokens are read.
     """
-    longest = max(map(len, token_ids))
-    lengths = torch.tensor([len(row) for row in token_ids])
-    mask = torch.arange(longest) < lengths.unsqueeze(1)
-    ids = torch.full(mask.shape, params.pad_token_id, dtype=torch.int64)
-    values = torch.zeros(mask.shape, dtype=torch.float32)
-    ids[mask] = torch.tensor([token for row in token_ids for token in row])
-    values[mask] = torch.tensor([value for row in logprobs for value in row])
+    ids, mask = pad_right(token_ids, params.pad_token_id)
+    values, _ = pad_right(logprobs, 0.0, torch.float32)
     stops = set(params.stop_token_ids)
     finished = torch.tensor([row[-1] in stops for row in token_ids])
     return Completions(ids, mask, values, finished)

@@ -21,13 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.data.encoding import pad_left
-from rllib_llm.envs.bandit_settings import (
-    check_bandit_settings,
-    check_positive_integers,
-    checked_options,
-)
-from rllib_llm.envs.checked_completions import (
+from rllib_llm.envs.actions import (
     BanditEnvError,
     check_actions,
     decode_completions,
@@ -35,7 +29,9 @@ from rllib_llm.envs.checked_completions import (
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
+from rllib_llm.modules.model_limits import check_lengths, num_positions
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_left
 
 
 class BanditEnv(VectorEnv):
@@ -294,3 +290,71 @@ class BanditEnv(VectorEnv):
             needs_logprobs=self.kl_coeff > 0,
             device=self.device,
         )
+
+
+RESET_OPTIONS = ("position", "num_prompts", "num_completions")
+
+
+def check_positive_integers(**settings: int) -> None:
+    for name, value in settings.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BanditEnvError(
+                f"{name}={value!r} must be an integer of at least 1: it counts rows or tokens. "
+                "Set it higher."
+            )
+
+
+def check_bandit_settings(
+    tokenizer: Any, kl_coeff: float, temperature: float, reference: Any
+) -> None:
+    if tokenizer.pad_token_id is None:
+        raise BanditEnvError(
+            "tokenizer.pad_token_id=None must be a token id: prompts of unequal length are padded. "
+            "Set tokenizer.pad_token, to one that is not the EOS token."
+        )
+    if not temperature > 0:
+        raise BanditEnvError(
+            f"temperature={temperature!r} must be above 0: logits are divided by it. "
+            "Use the sampler's temperature (1.0 where it is greedy)."
+        )
+    if not kl_coeff >= 0 or (kl_coeff > 0 and reference is None):
+        raise BanditEnvError(
+            f"kl_coeff={kl_coeff!r} must be at least 0, and 0 without a reference: it weighs the "
+            "KL to the reference model. Give a reference or set it to 0."
+        )
+
+
+def checked_options(options: Mapping[str, int] | None) -> dict[str, int]:
+    for name, value in (options or {}).items():
+        lowest = 0 if name == "position" else 1
+        if name not in RESET_OPTIONS or not isinstance(value, int) or value < lowest:
+            raise BanditEnvError(
+                f"options[{name!r}]={value!r} must be an integer of at least {lowest} under one of "
+                f"{list(RESET_OPTIONS)}: these choose the prompts. Correct it."
+            )
+    return dict(options or {})
+
+
+def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:
+    """Raises ValueError where prompts of `env` and completions do not fit into `model`, or into the
+    environment's reference, together.
+
+    chosen: whether someone set `max_prompt_len`. By default it says little, and the longest prompt
+        of the data is asked for where it matters.
+    """
+    if not isinstance(env, BanditEnv) or model is None:
+        return
+    limits = {f"model={str(model)!r}": num_positions(model)}
+    reference = getattr(env.reference, "model", None)
+    if reference is not None:
+        text_config = reference.config.get_text_config(decoder=True)
+        limits["the reference"] = getattr(text_config, "max_position_embeddings", None)
+    for name, positions in limits.items():
+        if positions is not None and env.max_prompt_len + max_new_tokens > positions:
+            check_lengths(
+                positions,
+                max_prompt_len=env.max_prompt_len,
+                max_new_tokens=max_new_tokens,
+                model=name,
+                longest_prompt=None if chosen else env.longest_prompt(),
+            )

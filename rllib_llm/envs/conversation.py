@@ -20,12 +20,12 @@ from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.conversations.chat_format import ChatFormat, Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.proof import Finding, prove, require_tools
-from rllib_llm.envs.conversation_settings import DEFAULTS, check_limits
+from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.event_loop import EventLoop
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (
+    COMMON_DEFAULTS,
     EnvConfigError,
     check_reference,
     frozen_defaults,
@@ -36,6 +36,55 @@ from rllib_llm.envs.rlhf import (
 from rllib_llm.envs.tools.mcp_tools import MCPServers
 from rllib_llm.envs.tools.toolbox import Toolbox
 from rllib_llm.modules.model_limits import num_embeddings, num_positions
+
+# What a bandit needs and a conversation does not.
+_OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")
+
+DEFAULTS: dict[str, Any] = {
+    **{key: value for key, value in COMMON_DEFAULTS.items() if key not in _OF_BANDITS},
+    "prompts": None,  # tasks, any source of data/sources.py
+    "prompt_column": None,  # "prompt", "messages" or the only column
+    "eval_prompts": None,  # a source of held-out tasks, instead of eval_fraction
+    "system": None,  # a system message before every task
+    "reward_model": None,  # {model, quantization, weight, name, ...} or just the model
+    "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
+    "tools": None,  # functions with type hints and docstring, their dotted paths, or tool objects
+    "mcp_servers": None,  # {command, args, env} or URLs of MCP servers, whose tools are added
+    "tool_timeout_s": 10.0,  # of one call
+    "tool_errors": "message",  # the policy is told | "invalid": nothing is learnt from the rollout
+    "max_tool_chars": 4000,  # of a result; a longer one keeps its beginning and its end
+    "tool_syntax": None,  # how calls are written, see conversations/tool_calls.py; None: template's
+    "history": "fork",  # where the template changes old turns: a row of its own | "keep"
+    "renderer": "auto",  # of the package renderers, by hub id | a family | None: the template's
+    "template_settings": None,  # further variables of the chat template, {enable_thinking: false}
+    "max_turns": 8,  # of the assistant
+    "max_tokens": None,  # of a whole conversation; None: what the model reads
+    "max_seconds": 600.0,  # of a rollout; a slower one is not valid
+    "max_concurrent": 256,  # rollouts under way at once in a replica
+}
+_ABOVE_ZERO = ("tool_timeout_s", "max_seconds", "max_tool_chars", "max_turns", "max_concurrent")
+
+
+def check_limits(settings: Mapping[str, Any]) -> None:
+    """Raises EnvConfigError where a limit is no limit, or a choice none of the choices."""
+    for name in _ABOVE_ZERO:
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise EnvConfigError(
+                f"env_config[{name!r}]={value!r} must be a number above 0: it bounds what a "
+                "rollout may take. Raise it."
+            )
+    tokens = settings["max_tokens"]
+    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        raise EnvConfigError(
+            f"env_config['max_tokens']={tokens!r} must be an integer of at least 1, or None: it "
+            "bounds the tokens of a conversation. None: what the model reads."
+        )
+    if settings["tool_errors"] not in ("message", "invalid"):
+        raise EnvConfigError(
+            f"env_config['tool_errors']={settings['tool_errors']!r} must be 'message' or "
+            "'invalid': the policy is told of a failed call, or the rollout is left out. Choose."
+        )
 
 
 @dataclass(frozen=True)
@@ -59,8 +108,8 @@ class ConversationEnv:
     """Tasks out, conversations in, rewards back; each replica has one event loop.
 
     Args:
-        env_config: settings; their names and defaults are `conversation_settings.DEFAULTS`, on
-            which `defaults` of a subclass are laid.
+        env_config: settings; their names and defaults are `DEFAULTS`, on which `defaults` of a
+            subclass are laid.
 
     `start`, `respond` and `score` may be plain or async functions. They are called for many
     conversations at the same time, plain ones from several threads: what belongs to one
@@ -74,9 +123,8 @@ class ConversationEnv:
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
-        known = {**DEFAULTS, **self.defaults}
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        self.settings = with_defaults(env_config or {}, known, env_id=name)
+        self.settings = with_defaults(env_config or {}, self.default_settings(), env_id=name)
         check_limits(self.settings)
         self.tokenizer = policy_tokenizer(self.settings)
         self.events = EventLoop()
@@ -85,7 +133,7 @@ class ConversationEnv:
         )
         self._served = self.events.run(self._servers.connect())
         self.toolbox = self._make_toolbox(self.tools())
-        self.findings: list[Finding] = []
+        self.findings: list[Proof] = []
         self.chat_format = self._make_format(self.toolbox)
         self.tasks = self._make_tasks()
         terms = reward_terms(self.settings, self.tokenizer)
@@ -204,6 +252,11 @@ class ConversationEnv:
         options = {**frozen_defaults(self.settings), **chosen}
         return FrozenReference(options.pop("model"), **options)
 
+    @classmethod
+    def default_settings(cls) -> dict[str, Any]:
+        """Its settings by name, with their defaults."""
+        return {**DEFAULTS, **cls.defaults}
+
     @property
     def device(self) -> torch.device:
         """Of the columns that go out."""
@@ -213,8 +266,3 @@ class ConversationEnv:
         """Ends the event loop, and the connections that live in it."""
         self.events.run(self._servers.close())
         self.events.close()
-
-
-def create(env_config: Mapping[str, Any]) -> ConversationEnv:
-    """Conversations that need no code beyond tools and reward functions."""
-    return ConversationEnv(env_config)

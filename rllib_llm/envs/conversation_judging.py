@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from rllib_llm.conversations.batches import Rollout, training_columns
 from rllib_llm.conversations.chat_format import Messages
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
 from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
@@ -24,20 +25,6 @@ ROLLOUT = "rollout"
 _SHOWN = 300  # characters of a reason
 
 
-@dataclass(frozen=True)
-class JudgedConversations:
-    """Training columns of all rows, and by row what the rollouts were worth.
-
-    components, metrics: [rows] float32 by name; NaN in all rows of a rollout but its first, so that
-    a mean counts each rollout once.
-    """
-
-    columns: dict[str, torch.Tensor]
-    components: dict[str, torch.Tensor]
-    metrics: dict[str, torch.Tensor]
-    texts: dict[str, list[str]]
-
-
 def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
     """The columns of rollouts that are over and could not be judged: no row is valid."""
     rollouts = [
@@ -47,16 +34,14 @@ def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str
     return training_columns(rollouts, pad_token_id)
 
 
-def judge(
-    env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int
-) -> JudgedConversations:
+def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) -> Judgement:
     """The columns of rollouts that are over, with their scores.
 
     Raises:
         UnjudgedError: all rollouts failed.
         EnvConfigError: nothing says what they are worth.
     """
-    # A player who was never asked has said nothing that could be judged.
+    # Where the policy was never asked there is nothing that could be judged.
     sound = [a for a in attempts if not a.invalid and a.conversation.num_turns]
     _report(env, attempts, sound)
     components, judged = _components(env, sound)
@@ -81,30 +66,29 @@ def judge(
         batch[columns.REF_LOGPROBS] = env.reference.logprobs(
             *(batch[name].to(env.device) for name in names), env.settings["temperature"]
         ).cpu()
-    table = _Table(attempts, batch[columns.ROW_ID])
+    table = _Table(batch[columns.ROW_ID])
     earned = {name: table.rows(sound, column) for name, column in components.items()}
 
     def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: column.to(env.device) for name, column in held.items()}
 
-    return JudgedConversations(
+    return Judgement(
+        batch[columns.SCORES].to(env.device),
         on_device(batch),
         on_device(earned),
         on_device(_metrics(table, attempts, sound, judged)),
-        _texts(table, attempts),
+        _texts(attempts),
     )
 
 
 class _Table:
     """Numbers by rollout, laid out by row."""
 
-    def __init__(self, attempts: Sequence[Attempt], row_ids: torch.Tensor) -> None:
+    def __init__(self, row_ids: torch.Tensor) -> None:
         self._places: dict[int, int] = {}
         for place, row_id in enumerate(row_ids.tolist()):
             self._places.setdefault(row_id, place)
         self.num_rows = len(row_ids)
-        self.owners = [attempt for row_id in row_ids.tolist()
-                       for attempt in attempts if attempt.row_id == row_id]  # fmt: skip
 
     def rows(self, attempts: Sequence[Attempt], numbers: Sequence[float]) -> torch.Tensor:
         """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere."""
@@ -210,18 +194,22 @@ def _metrics(
     return metrics
 
 
-def _texts(table: _Table, attempts: Sequence[Attempt]) -> dict[str, list[str]]:
-    """Of each row its rollout's first messages and what was said behind them, and all of them as
-    JSON."""
+def _texts(attempts: Sequence[Attempt]) -> dict[str, list[str]]:
+    """Of each row what its prompt says, what was said behind it on the row's path, and all of it
+    as JSON."""
     shown: dict[str, list[str]] = {"prompt": [], "completion": [], "messages": []}
-    for attempt in table.owners:
-        conversation = attempt.conversation
-        messages = conversation.messages
-        start = len(conversation.opening)
-        for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
-            shown[name].append("\n".join(shown_message(message) for message in part))
-        shown["messages"].append(json.dumps(messages, ensure_ascii=False))
+    for attempt in attempts:
+        for messages, start in _paths(attempt.conversation):
+            for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
+                shown[name].append("\n".join(shown_message(message) for message in part))
+            shown["messages"].append(json.dumps(messages, ensure_ascii=False))
     return shown
+
+
+def _paths(conversation: Conversation) -> list[tuple[Messages, int]]:
+    """(messages, how many of them are the prompt's) of each row."""
+    rows = [([*map(dict, row.messages)], row.num_prompt_messages) for row in conversation.rows()]
+    return rows or [(conversation.messages, len(conversation.opening))]
 
 
 def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[Attempt]) -> None:

@@ -1,6 +1,6 @@
 """Names of environments: the same id in gymnasium, in RLlib and here.
 
-A creator is a function `creator(env_config: dict) -> BanditEnv`. Its module is imported when an
+A creator is a class or function of one dict, `creator(env_config)`. Its module is imported when an
 environment is made, not when its name is registered.
 """
 
@@ -19,19 +19,18 @@ from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
-    "rllib_llm/Agent-v0": "rllib_llm.envs.adapters.agent:create",
-    "rllib_llm/Reviews-v0": "rllib_llm.envs.toys.reviews:create",
+    "rllib_llm/Agent-v0": "rllib_llm.envs.adapters.agent:AgentEnv",
+    "rllib_llm/Reviews-v0": "rllib_llm.examples.reviews:create",
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
-    "rllib_llm/Arithmetic-v0": "rllib_llm.envs.toys.arithmetic:create",
-    "rllib_llm/Calculator-v0": "rllib_llm.envs.toys.calculator:create",
-    "rllib_llm/Chat-v0": "rllib_llm.envs.adapters.chat:create",
-    "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:create",
-    "rllib_llm/Guessing-v0": "rllib_llm.envs.toys.guessing:create",
-    "rllib_llm/Lookup-v0": "rllib_llm.envs.toys.lookup:create",
+    "rllib_llm/Arithmetic-v0": "rllib_llm.examples.arithmetic:create",
+    "rllib_llm/Calculator-v0": "rllib_llm.examples.calculator:Calculator",
+    "rllib_llm/Chat-v0": "rllib_llm.envs.adapters.chat:ChatEnv",
+    "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:ConversationEnv",
+    "rllib_llm/Lookup-v0": "rllib_llm.examples.lookup:Lookup",
     "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",
-    "rllib_llm/TwentyQuestions-v0": "rllib_llm.envs.toys.twenty_questions:create",
-    "rllib_llm/TRL-v0": "rllib_llm.envs.adapters.trl:create",
-    "rllib_llm/Verifiers-v0": "rllib_llm.envs.adapters.verifiers:create",
+    "rllib_llm/TwentyQuestions-v0": "rllib_llm.examples.twenty_questions:TwentyQuestions",
+    "rllib_llm/TRL-v0": "rllib_llm.envs.adapters.trl:TRLEnv",
+    "rllib_llm/Verifiers-v0": "rllib_llm.envs.adapters.verifiers:VerifiersEnv",
 }
 
 # What the sampler adds to env_config where the user did not set it.
@@ -101,6 +100,15 @@ def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> 
             if takes_any or key in parameters or key not in SAMPLER_SETTINGS
         }
     )
+
+
+def default_settings(env_id: str) -> dict[str, Any]:
+    """The settings of an environment of this package by name, with their defaults."""
+    module, _, name = ENVIRONMENTS[env_id].partition(":")
+    imported = importlib.import_module(module)
+    made = getattr(imported, name)
+    listed = getattr(made, "default_settings", None)  # of a class; else beside the function
+    return dict(imported.DEFAULTS if listed is None else listed())
 
 
 def register_envs() -> None:

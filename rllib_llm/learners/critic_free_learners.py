@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rllib_llm.learners.rlhf_learner import RLHFLearner, rollouts
+from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import (
     group_normalized,
@@ -13,6 +13,7 @@ from rllib_llm.numerics.advantages import (
     reinforce_returns,
     zero_variance_rows,
 )
+from rllib_llm.numerics.rollout_rows import RolloutRows
 from rllib_llm.shared import columns
 
 
@@ -30,7 +31,7 @@ class GroupLearner(RLHFLearner):
         groups, valid, mask = (
             batch[columns.GROUP], batch[columns.VALID], columns.sampled_mask(batch)
         )  # fmt: skip
-        rows = rollouts(batch)
+        rows = RolloutRows.of_batch(batch)
         valid = valid & rows.is_first  # a forked conversation counts once in its group
         # KL is taken into the score before the baseline.
         scores = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))

@@ -55,7 +55,7 @@ class RLHFLearner(LanguageModelLearner):
         rewards = token_rewards(scores, kl, mask, self.reward_kl_coeff)
         if columns.REWARDS not in batch:
             return rewards
-        return with_turn_rewards(rewards, batch[columns.REWARDS], mask, rollouts(batch))
+        return with_turn_rewards(rewards, batch[columns.REWARDS], mask, RolloutRows.of_batch(batch))
 
     @property
     def reward_kl_coeff(self) -> float:
@@ -88,7 +88,7 @@ class RLHFLearner(LanguageModelLearner):
         batch.update(self.compute_advantages(batch, processed, kl))
         if self.config.store_rollouts and self.rank == 0:
             self._advantages = batch[columns.ADVANTAGES].cpu()
-        num_valid = int((batch[columns.VALID] & rollouts(batch).is_first).sum())
+        num_valid = int((batch[columns.VALID] & RolloutRows.of_batch(batch).is_first).sum())
         if measured is not None and num_valid:
             mean_kl = float(kl.sum() / num_valid)
             # A KL that is not finite makes the loss so, and that update is refused.
@@ -183,7 +183,7 @@ class RLHFLearner(LanguageModelLearner):
         all rows of a rollout; and what a part of a score is multiplied by [B], so that the parts
         are scaled as the whole and clipped in proportion."""
         config = self.config
-        whole = rollouts(batch)
+        whole = RolloutRows.of_batch(batch)
         lengths = whole.total(columns.written_mask(batch).sum(dim=1))
         score = batch[columns.SCORES].float()
         factors = torch.ones_like(score)
@@ -338,7 +338,7 @@ class RLHFLearner(LanguageModelLearner):
         """Known names of the field (TRL's PPO); means over valid rollouts. The whole batch is
         here, so each learner adds its share of them only. Without a reference (`kl` None) there is
         no KL to tell: a 0 would look measured."""
-        mask, whole = columns.sampled_mask(batch), rollouts(batch)
+        mask, whole = columns.sampled_mask(batch), RolloutRows.of_batch(batch)
         valid = batch[columns.VALID] & whole.is_first
         kl_sum = torch.zeros_like(processed) if kl is None else whole.total(kl.sum(dim=1))
         non_score = -self.reward_kl_coeff * kl_sum
@@ -397,14 +397,6 @@ class RLHFLearner(LanguageModelLearner):
         # A coefficient that was set anew (population-based search) wins over the checkpoint's.
         if state["ref_kl_init"] == self.config.ref_kl_coeff and self.config.ref_kl_target:
             self.ref_kl.load_state_dict(state["ref_kl"])
-
-
-def rollouts(batch: Batch) -> RolloutRows:
-    """Which rows of a batch are of one rollout: each for itself, but where conversations fork."""
-    if columns.ROW_WEIGHT in batch:
-        return RolloutRows.of(batch[columns.ROW_ID])
-    mask = batch[columns.COMPLETION_MASK]
-    return RolloutRows.alone(len(mask), mask.device)
 
 
 def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:

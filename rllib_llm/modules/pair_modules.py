@@ -13,6 +13,7 @@ from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completion
 from rllib_llm.modules.packing.sequence_scores import sequence_scores
 from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import widen
 
 
 class RewardModelModule(HuggingFaceModule):
@@ -62,11 +63,7 @@ def stack_pairs(
     """Ids and mask [2N, L] of the right-padded chosen and rejected rows under each other, as long
     as the longer; `names`: of the two columns of each."""
     length = max(batch[name].shape[1] for name in names[0])
-
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
-
-    ids, mask = (torch.cat([widen(batch[name]) for name in both]) for both in names)
+    ids, mask = (torch.cat([widen(batch[name], length) for name in both]) for both in names)
     return ids, mask
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rllib_llm.shared import columns
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,14 @@ class RolloutRows:
         first = torch.full_like(places, len(row_ids)).scatter_reduce(0, line, places, "amin")
         last = torch.full_like(places, -1).scatter_reduce(0, line, places, "amax")
         return cls(first[line], last[line])
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Tensor]) -> RolloutRows:
+        """Of a batch's columns: each row is a rollout, but where conversations fork."""
+        if columns.ROW_WEIGHT in batch:
+            return cls.of(batch[columns.ROW_ID])
+        some = next(iter(batch.values()))
+        return cls.alone(len(some), some.device)
 
     @classmethod
     def alone(cls, num_rows: int, device: torch.device) -> RolloutRows:

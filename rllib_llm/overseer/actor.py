@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rllib_llm.overseer.http_server import OverseerServer
 from rllib_llm.overseer.overseer import Overseer
+from rllib_llm.shared.named_actor import NAMESPACE
 
-NAMESPACE = "rllib_llm"
 MAX_CALLS = 64  # at once; each takes microseconds
 
 

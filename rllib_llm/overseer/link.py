@@ -6,10 +6,10 @@ nobody but those who ask for the run's status.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +20,11 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rllib_llm.overseer.actor import open_overseer
 from rllib_llm.overseer.commands import DONE, REFUSED
+from rllib_llm.shared.named_actor import NamedActor
 
 INTERVAL_S = 1.0
-ANSWER_S = 10.0  # that the overseer may take; one that starts takes seconds
+ANSWER_S = 10.0  # that the overseer may take; one that owes two answers hangs
 MAX_INTERVAL_S = 60.0  # between attempts to reach one that does not answer
-SECONDS_OF_HUNG = 60.0  # since its last answer
 SECONDS_TO_LEAVE = 1.0
 
 
@@ -55,9 +55,8 @@ class Link:
         self._seen: set[int] = set()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ended, self._wake = threading.Event(), threading.Event()
-        self._overseer: Any = None
+        self._overseer: NamedActor | None = None
         self._restarts_hung = restarts_hung
-        self._answered: float | None = None  # monotonic seconds, by this overseer
         self._fixed = {
             "part": part,
             "incarnation": self._incarnation,
@@ -101,31 +100,25 @@ class Link:
                 answers.append(self._answers.get_nowait())
             try:
                 self._exchange(answers, is_last)
-                answers, pause, self._answered = [], INTERVAL_S, time.monotonic()
+                answers, pause = [], INTERVAL_S
             except (RayError, ValueError, RuntimeError, ConnectionError) as error:
-                self._end_hung(error)
-                self._overseer, pause = None, min(2 * pause, MAX_INTERVAL_S)
+                if not isinstance(error, GetTimeoutError):  # another one may be there by now
+                    self._overseer = None
+                pause = min(2 * pause, MAX_INTERVAL_S)
             if is_last:
                 return
             self._wake.wait(pause)
 
-    def _end_hung(self, error: Exception) -> None:
-        """Ends an overseer that has answered before and does no more; one that starts on a busy
-        machine is waited for."""
-        if not isinstance(error, GetTimeoutError):
-            self._answered = None
-        elif self._answered is not None and time.monotonic() - self._answered > SECONDS_OF_HUNG:
-            self._answered = None
-            if self._restarts_hung:
-                ray.kill(self._overseer, no_restart=False)
-
     def _exchange(self, answers: list[dict[str, Any]], is_last: bool) -> None:
         if self._overseer is None:
-            self._overseer = self._open(self._folder)
+            self._overseer = NamedActor(
+                functools.partial(self._open, self._folder), answer_seconds=ANSWER_S,
+                patience_seconds=0.0, restarts_hung=self._restarts_hung,
+            )  # fmt: skip
         report = {**self._describe(), **self._fixed, "answers": answers}
-        for command in ray.get(self._overseer.report.remote(report), timeout=ANSWER_S):
+        for command in self._overseer.call("report", report):
             if command["id"] not in self._seen:
                 self._seen.add(command["id"])
                 self._commands.put(command)
         if is_last:
-            self._overseer.leave.remote(self._part)
+            self._overseer.handle.leave.remote(self._part)

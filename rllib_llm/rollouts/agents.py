@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.agent_rollouts import open_for, run_agents
+from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
 from rllib_llm.rollouts.conversing import ConversationSampler

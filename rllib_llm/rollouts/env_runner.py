@@ -35,10 +35,9 @@ from ray.rllib.utils.typing import StateDict
 from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.checks.check_env_lengths import check_env_lengths
+from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
-from rllib_llm.envs.self_play import SelfPlayEnv
 from rllib_llm.overseer.sampler_watch import SamplerWatch
 from rllib_llm.rollouts.agents import AgentSampler
 from rllib_llm.rollouts.conversing import ConversationSampler
@@ -54,12 +53,10 @@ from rllib_llm.rollouts.policy import (
 )
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Generated, Sampler
-from rllib_llm.rollouts.self_play import PlayersPolicy, SelfPlaySampler
 from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.listening import Listener
 from rllib_llm.shared.process import threads_for
-from rllib_llm.weights.exporter import OPPONENT
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 
@@ -110,9 +107,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             name=str(self),
             watch=self.watch,
         )
-        if isinstance(self.sampler, SelfPlaySampler):
-            is_frozen = getattr(self.config, "opponent", None) == "frozen"
-            self.sampler.keeps_opponent = not is_frozen or bool(self.config.in_evaluation)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -175,9 +169,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if config.generate_function is not None:
             function = import_dotted(config.generate_function, name="generate_function")
             make_policy = functools.partial(FunctionPolicy, function)
-        if self.worker_index and getattr(config, "opponent", None) is not None:
-            make_opponent = functools.partial(self._make_module, OPPONENT)
-            make_policy = functools.partial(PlayersPolicy, make_opponent)
         policy = make_policy(
             self._make_module,
             alias=bool(self.worker_index),  # the learner's own may be written to
@@ -189,11 +180,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             policy.build()
         return policy
 
-    def _make_module(self, module_id: str = DEFAULT_MODULE_ID) -> RLModule:
-        """The policy of this sampler, or another player's, without critic, on its device."""
+    def _make_module(self) -> RLModule:
+        """The policy of this sampler, without critic, on its device."""
         spec = self.config.get_multi_rl_module_spec(
             spaces=self.get_spaces(), inference_only=True
-        ).rl_module_specs[module_id]
+        ).rl_module_specs[DEFAULT_MODULE_ID]
         return spec.build().to(self._device)
 
     def _sampling_params(self, explore: bool) -> SamplingParams:
@@ -368,6 +359,4 @@ def _sampler_class(env: Any) -> type[Sampler]:
     """Who samples for an environment."""
     if isinstance(env, AgentEnv):
         return AgentSampler
-    if isinstance(env, SelfPlayEnv):
-        return SelfPlaySampler
     return ConversationSampler if isinstance(env, ConversationEnv) else Sampler

@@ -6,41 +6,23 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rllib_llm.envs.actions import Judgement, told_columns
 from rllib_llm.envs.bandit import BanditEnv
-from rllib_llm.envs.sampled_tokens import told_columns
 from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.shared import columns
 
 MAX_JUDGING = 16  # batches of completions that are judged at the same time
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """What an environment says of B completions.
-
-    rewards: [B] float32, `step`'s own. columns: those of the training batch. components, metrics:
-    [B] float32 by name. texts: {"prompt", "completion"}, where the environment gave them.
-    """
-
-    rewards: torch.Tensor
-    columns: dict[str, torch.Tensor]
-    components: dict[str, torch.Tensor]
-    metrics: dict[str, torch.Tensor]
-    texts: dict[str, list[str]]
-    cause: str = ""
-    """What was raised where none of them could be judged."""
-
-
 def unjudged(completions: Mapping[str, torch.Tensor], error: Exception) -> Judgement:
     """Of completions none of which could be judged."""
     rewards = torch.zeros(len(completions[columns.COMPLETION_IDS]))
     scores = {columns.SCORES: rewards, columns.VALID: torch.zeros_like(rewards, dtype=torch.bool)}
-    return Judgement(rewards, scores, {}, {}, {}, cause=str(error))
+    return Judgement(rewards, scores, cause=str(error))
 
 
 class SamplingEnvironment:

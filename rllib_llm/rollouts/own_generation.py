@@ -28,6 +28,7 @@ from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.event_loop import EventLoop, call
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_right
 
 
 class GeneratedError(ValueError):
@@ -194,21 +195,14 @@ def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
 
 
 def _columns(rows: list[Generated], asked: Generation) -> dict[str, torch.Tensor]:
-    longest = max(len(row.token_ids) for row in rows)
-
-    def padded(entries: list[Any], filler: Any, dtype: torch.dtype) -> torch.Tensor:
-        wide = [[*row, *[filler] * (longest - len(row))] for row in entries]
-        return torch.tensor(wide, dtype=dtype)
-
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    ids, mask = pad_right([row.token_ids for row in rows], asked.params.pad_token_id)
     made = {
-        columns.COMPLETION_IDS: padded(
-            [row.token_ids for row in rows], asked.params.pad_token_id, torch.int64
-        ),
-        columns.COMPLETION_MASK: torch.arange(longest) < lengths.unsqueeze(1),
-        columns.SAMPLER_LOGPROBS: padded([row.logprobs for row in rows], 0.0, torch.float32),
+        columns.COMPLETION_IDS: ids,
+        columns.COMPLETION_MASK: mask,
+        columns.SAMPLER_LOGPROBS: pad_right([row.logprobs for row in rows], 0.0, torch.float32)[0],
         columns.FINISHED: torch.tensor([bool(row.finished) for row in rows]),
     }
     if not all(all(row.sampled or ()) for row in rows):
-        made[columns.LOSS_MASK] = padded([row.sampled for row in rows], False, torch.bool)
+        sampled = [row.sampled or () for row in rows]
+        made[columns.LOSS_MASK], _ = pad_right(sampled, False, torch.bool)
     return made

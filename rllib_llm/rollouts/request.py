@@ -8,9 +8,11 @@ from typing import TypeAlias
 
 import torch
 
-from rllib_llm.envs.sampled_tokens import NO_VERSION
+from rllib_llm.envs.actions import NO_VERSION
+from rllib_llm.numerics.rollout_rows import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.listening import Message
+from rllib_llm.shared.padding import widen
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -98,6 +100,11 @@ class JudgedBatch:
         return columns.sampled_mask(self.columns)
 
     @property
+    def rollouts(self) -> RolloutRows:
+        """Which rows are of one rollout."""
+        return RolloutRows.of_batch(self.columns)
+
+    @property
     def versions(self) -> Column:
         """Versions of the weights that sampled each of the sampled tokens, int32 [tokens]."""
         return self.columns[columns.WEIGHTS_VERSION][self.sampled_mask]
@@ -105,8 +112,8 @@ class JudgedBatch:
     # --- summaries ---------------------------------------------------------------------------
 
     def train_metrics(self) -> dict[str, float]:
-        """`rewards` and one `<component>_rewards` each, means over rows that were judged."""
-        valid = self.columns[columns.VALID]
+        """`rewards` and one `<component>_rewards` each, means over rollouts that were judged."""
+        valid = self.columns[columns.VALID] & self.rollouts.is_first
         means = {"rewards": _mean(self.rewards, valid)}
         for name, column in self.components.items():
             means[f"{name}_rewards"] = _mean(column.nan_to_num(), valid & ~column.isnan())
@@ -237,12 +244,8 @@ def _stack(parts: list[Column], name: str, filler: int) -> Column:
         return torch.cat(parts)
     longest = max(part.shape[1] for part in parts)
 
-    def widen(part: Column) -> Column:
-        missing = longest - part.shape[1]
-        sides = (missing, 0) if name in _LEFT_PADDED else (0, missing)
-        return torch.nn.functional.pad(part, sides, value=filler)
-
-    return torch.cat([widen(part) for part in parts])
+    left = name in _LEFT_PADDED
+    return torch.cat([widen(part, longest, filler, left=left) for part in parts])
 
 
 def _mean(column: Column, valid: Column) -> float:

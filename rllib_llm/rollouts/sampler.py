@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.overseer.sampler_watch import SamplerWatch
-from rllib_llm.rollouts.environment import Judgement, SamplingEnvironment, unjudged
+from rllib_llm.rollouts.environment import SamplingEnvironment, unjudged
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.rollouts.request import NO_VERSION, JudgedBatch, SampleRequest
 from rllib_llm.shared import columns

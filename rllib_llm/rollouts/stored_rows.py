@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rllib_llm.envs.checked_completions import decode_completions
-from rllib_llm.envs.sampled_tokens import NO_VERSION
+from rllib_llm.envs.actions import NO_VERSION, decode_completions
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
 
@@ -65,6 +65,8 @@ def rows_of(
         size = about.num_held_out_completions if is_held_out else about.num_completions
         sample = have[columns.ROW_ID] % size
         rows["sample"] = pa.array(sample.int().numpy())
+        before = batch.rollouts.total_so_far(torch.ones_like(sample)) - 1
+        rows["row"] = pa.array(before.int().numpy())
     if columns.FINISHED in have:
         finish = np.where(have[columns.FINISHED].numpy(), "stop", "length")
         rows["finish_reason"] = pa.array(finish, pa.string())
@@ -169,19 +171,16 @@ def _offsets(lengths: np.ndarray) -> pa.Array:
     return pa.array(np.concatenate([[0], lengths.cumsum()]), pa.int32())
 
 
-def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.MapArray:
-    """Of each row the numbers by name, those left out that nobody reported (NaN)."""
-    names = sorted(found)
-    table = np.zeros((num_rows, len(names)), dtype=np.float32)
-    for place, name in enumerate(names):
-        table[:, place] = found[name].numpy()
-    known = ~np.isnan(table)
-    keys = np.broadcast_to(np.arange(len(names)), known.shape)[known]
-    return pa.MapArray.from_arrays(
-        _offsets(known.sum(axis=1)),
-        pa.array(names, pa.string()).take(pa.array(keys)),
-        pa.array(table[known]),
-    )
+def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.Array:
+    """Of each row the numbers by name, as JSON; those left out that nobody reported (NaN) or that
+    JSON cannot hold (infinite)."""
+    rows: list[dict[str, float]] = [{} for _ in range(num_rows)]
+    for name in sorted(found):
+        # The shortest decimal of a float32: 0.1, not 0.10000000149.
+        for row, number in zip(rows, found[name].float().numpy(), strict=True):
+            if np.isfinite(number):
+                row[name] = float(str(number))
+    return pa.array(map(json.dumps, rows), pa.string())
 
 
 def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:

@@ -6,7 +6,6 @@ experiment will make (`${name.model}`) is left out, and so is the hub.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -71,7 +70,7 @@ def _check_rows(config: Any, where: str) -> None:
 def _check_prompts(config: Any, where: str) -> None:
     from rllib_llm.config.setting import DEFAULT_ENV
     from rllib_llm.envs.prompts import PromptEncoder, PromptSource
-    from rllib_llm.envs.registry import ENVIRONMENTS
+    from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
     from rllib_llm.envs.rlhf import (
         check_reference,
         check_settings,
@@ -82,8 +81,7 @@ def _check_prompts(config: Any, where: str) -> None:
 
     if config.env not in ENVIRONMENTS:
         return
-    module = importlib.import_module(ENVIRONMENTS[config.env].partition(":")[0])
-    defaults = getattr(module, "DEFAULTS", {})
+    defaults = default_settings(config.env)
     if "max_prompt_len" not in defaults:  # a conversation's tasks are read by its environment
         return
     settings = with_defaults(config.env_config, defaults, env_id=config.env)

@@ -53,7 +53,7 @@ def _of_sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stored(trial_folder: Path, limit: int) -> list[dict[str, Any]]:
     folder = trial_folder / ROLLOUTS
-    files = sorted(folder.glob("iteration=*/*.parquet"), key=_place)
+    files = sorted(folder.glob("part-*.parquet"))
     if not files:
         return []
     import pyarrow.parquet as pq
@@ -62,20 +62,12 @@ def _stored(trial_folder: Path, limit: int) -> list[dict[str, Any]]:
     per_file = max(1, limit // len(files))
     words = _Words(trial_folder)
     for file in _spread(files, limit):
-        # The folder says the iteration; the rest are columns.
-        names = [name for name in pq.read_schema(file).names if name in COLUMNS]
-        table = pq.read_table(file, columns=names, partitioning=None)
-        for row in _spread(table.to_pylist(), per_file):
-            rows.append(_of_rollout({**row, "iteration": _place(file)[0]}, words))
+        table = pq.read_table(file, columns=list(COLUMNS))
+        rows += [_of_rollout(row, words) for row in _spread(table.to_pylist(), per_file)]
     return rows[:limit]
 
 
-def _place(file: Path) -> tuple[int, str]:
-    return int(file.parent.name.partition("=")[2]), file.name
-
-
 def _of_rollout(row: Mapping[str, Any], words: _Words) -> dict[str, Any]:
-    parts = row.get("rewards") or []
     status = str(row.get("status"))
     return {
         "iteration": row["iteration"],
@@ -83,7 +75,7 @@ def _of_rollout(row: Mapping[str, Any], words: _Words) -> dict[str, Any]:
         "prompt": row.get("prompt") or "",
         "completion": row.get("completion") or "",
         "score": row.get("score") if row.get("valid", True) else None,
-        "parts": {name: value for name, value in (dict(parts)).items() if value is not None},
+        "parts": json.loads(row.get("rewards") or "{}"),
         "tokens": _tokens(row, words),
     }
 

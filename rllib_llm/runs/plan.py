@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -191,26 +190,24 @@ def check_env(config: Any, algo_class: type) -> None:
         ValueError: with the nearest names.
     """
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-    from rllib_llm.envs.registry import ENVIRONMENTS, creator, register_user_env
+    from rllib_llm.envs.registry import (
+        ENVIRONMENTS,
+        creator,
+        default_settings,
+        register_user_env,
+    )
 
     env = getattr(config, "env", None)
     if not isinstance(env, str):
         return
     if env in ENVIRONMENTS:
-        _check_env_config(env, ENVIRONMENTS[env], config.env_config)
+        from rllib_llm.envs.rlhf import with_defaults
+
+        with_defaults(config.env_config, default_settings(env), env_id=env)
     elif issubclass(algo_class, LanguageModelAlgorithm):
         creator(env)
     elif not register_user_env(env):
         _check_stock_env(env)
-
-
-def _check_env_config(env: str, path: str, env_config: Mapping[str, Any]) -> None:
-    """Our environments list their settings in `DEFAULTS`, next to the creator."""
-    from rllib_llm.envs.rlhf import with_defaults
-
-    module = importlib.import_module(path.partition(":")[0])
-    if hasattr(module, "DEFAULTS"):
-        with_defaults(env_config, module.DEFAULTS, env_id=env)
 
 
 def _check_stock_env(env: str) -> None:

@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -29,14 +29,13 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
-from rllib_llm.data.rollouts import IN_ORDER, open_rollouts, query, rollout_folders
+from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row
 from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
-from rllib_llm.envs.self_play import SelfPlayEnv
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, sampling_params
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
@@ -46,7 +45,7 @@ from rllib_llm.shared.storage import Place
 ROUND_OFF = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-2, torch.float16: 2.0**-2}
 NO_TOKEN = -1  # where what is sampled anew has ended
 INITIAL_VERSION = 0  # of the weights that the setting `model` names
-_KEY = (*IN_ORDER, "status")  # names a completion
+_KEY = ("iteration", "position", "sample", "status")  # names a completion, of one row or more
 
 
 @dataclass(frozen=True)
@@ -145,17 +144,16 @@ class Verification:
         return _bits(statistics.median(errors)), _bits(max(errors))
 
     def __str__(self) -> str:
-        versions = ", ".join(map(str, self.versions))
         lines = [
             f"{self.trial}: {len(self.completions)} of {self.num_stored} completions sampled anew "
-            f"from the weights of version {versions}"
+            f"from the weights of {_named(self.versions)}"
         ]
         if self.completions:
             lines.append(self._agreement())
         if self.missing:
             lines.append(
                 f"not to be asked: {self.num_stored - self.num_askable} completions; no checkpoint "
-                f"holds version {_ranges(self.missing)}"
+                f"holds {_named(self.missing)}"
             )
         unknown = sum(each.num_unknown for each in self.completions)
         if unknown:
@@ -317,7 +315,7 @@ def _check_sampled_here(config: Any) -> None:
     rules = {
         "engine": (config.engine, config.engine == "torch"),
         "generate_function": (config.generate_function, config.generate_function is None),
-        "env": (config.env, not issubclass(kind, AgentEnv | SelfPlayEnv)),
+        "env": (config.env, not issubclass(kind, AgentEnv)),
     }
     for name, (value, holds) in rules.items():
         if not holds:
@@ -474,8 +472,9 @@ def _told_bits(bits: float) -> str:
     return "the last bit" if bits == math.inf else f"{max(bits, 0.0):.1f} bits"
 
 
-def _ranges(versions: Sequence[int] | dict[int, int]) -> str:
-    """Numbers in order, those in a row as "3-7"."""
+def _named(versions: Collection[int]) -> str:
+    """Versions in words, those in a row as "3-7"."""
     runs = groupby(enumerate(sorted(versions)), key=lambda pair: pair[1] - pair[0])
     ends = [[version for _, version in run] for _, run in runs]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends]
+    return f"version{'s' * (len(versions) > 1)} {', '.join(names)}"

@@ -17,7 +17,7 @@ from rllib_llm.serving.settings import ServeSettings
 
 
 class AgentServer:
-    """See `envs.agent_rollouts.AgentServer`.
+    """See `envs.adapters.agent.AgentServer`.
 
     Args:
         service: that samples; closed with this. Its sessions begin here alone.

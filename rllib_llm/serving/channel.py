@@ -121,7 +121,10 @@ class AsyncChannel(asyncio.Protocol):
         self._can_write = asyncio.Event()
 
     async def open(self) -> None:
-        """Sends and receives from now on, in the running loop."""
+        """Sends and receives from now on, in the running loop; asked again it does nothing, since
+        asyncio closes the socket of a transport that another has taken the place of."""
+        if self._loop is not None:
+            return
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._can_write.set()
         await self._loop.create_unix_connection(lambda: self, sock=self._socket)

@@ -79,8 +79,9 @@ def free_by_node() -> list[dict[str, float]]:
     return list(available_resources_per_node().values())
 
 
-def processes_of(actor: Any) -> list[int]:
-    """Ids of the processes of an actor, and of the actors that it has made, on this node."""
+def processes_of(actor: Any, anywhere: bool = False) -> list[int]:
+    """Ids of the processes of an actor, and of the actors that it has made, on this node; or, if
+    `anywhere`, on all."""
     from ray._private.state import actors
 
     table = actors()
@@ -92,7 +93,7 @@ def processes_of(actor: Any) -> list[int]:
         info["Pid"]
         for info in table.values()
         if info["State"] == "ALIVE"
-        and info["Address"]["NodeID"] == here
+        and (anywhere or info["Address"]["NodeID"] == here)
         and (info["ActorID"] == known["ActorID"] or info["OwnerAddress"] == known["Address"])
     ]
 

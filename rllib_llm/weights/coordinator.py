@@ -11,8 +11,8 @@ have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,15 +20,14 @@ from enum import Enum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 
-from rllib_llm.shared.named_actor import backoff_seconds
+from rllib_llm.shared.named_actor import NAMESPACE, PASSING, NamedActor
 from rllib_llm.weights.published import PublishedWeights
 
 # --- Which weights are the newest, as one process knows it; `coordinator.py` makes an actor of it
 
 
-class Verdict(str, Enum):
+class Announced(str, Enum):
     """What became of an announcement."""
 
     ACCEPTED = "accepted"  # it is the newest, or was already
@@ -70,25 +69,25 @@ class VersionLog:
         """Whether no publisher has begun, or published in, a later one."""
         return epoch >= max(self._given, self._epoch)
 
-    def announce(self, published: PublishedWeights) -> Verdict:
+    def announce(self, published: PublishedWeights) -> Announced:
         """Takes `published` as the newest, if it is. Saying it twice does no harm."""
         if published.epoch < self._epoch:
-            return Verdict.FENCED
+            return Announced.FENCED
         if published.key in self._lost:
-            return Verdict.LOST
+            return Announced.LOST
         self._epoch = published.epoch  # higher than ours: this log was lost and begun anew
         head = self._kept[-1] if self._kept else None
         if head is not None and head.key == published.key:
-            return Verdict.ACCEPTED
+            return Announced.ACCEPTED
         if head is not None and published.order < head.order:
-            return Verdict.STALE
+            return Announced.STALE
         if head is not None and published.order == head.order:
             if head.key not in self._lost:
-                return Verdict.STALE
+                return Announced.STALE
             self._kept.pop()
         self._kept = [*self._kept, published][-self._keep :]
         self._lost &= {kept.key for kept in self._kept}
-        return Verdict.ACCEPTED
+        return Announced.ACCEPTED
 
     def report_lost(self, key: str) -> None:
         """Notes that the bytes of this publication could not be had."""
@@ -119,10 +118,9 @@ class VersionLog:
         }
 
 
-NAMESPACE = "rllib_llm"  # of coordinators, whichever driver asks
 MAX_CONCURRENT_CALLS = 1000  # receivers that wait at the same time
-MAX_ATTEMPTS = 8
-TIMEOUTS_OF_HUNG = 3  # of one call; fewer may be a process that takes long to start
+ANSWER_SECONDS = 60.0  # that an attempt may take; the first waits for a process to start
+PATIENCE_SECONDS = 300.0  # that a call may take, all its attempts
 IDLE_SECONDS = 3600.0  # without a call: a publisher calls several times a second
 SECONDS_TO_END = 5.0
 
@@ -161,7 +159,7 @@ class WeightsCoordinator:
         self._note_call()
         return self._log.is_last_epoch(epoch)
 
-    async def announce(self, published: PublishedWeights) -> Verdict:
+    async def announce(self, published: PublishedWeights) -> Announced:
         """See `VersionLog.announce`; wakes those who wait."""
         self._note_call()
         verdict = self._log.announce(published)
@@ -203,15 +201,11 @@ class WeightsCoordinator:
 class CoordinatorClient:
     """The coordinator called `name`, made if there is none, from any process of the cluster.
 
-    Calls have a timeout and are repeated while the actor is restarted.
-
     keep: versions held in the object store, by whoever comes first.
-    call_timeout_seconds: of one attempt, beyond what the call itself waits for; the first waits for
-        a process to start. A restart is waited for by Ray itself, however short this is.
-    restarts_hung: kills a coordinator that gives a call no answer three times, for Ray to start it
-        again. For the publisher, who tells the new one all it needs.
+    restarts_hung: kills a coordinator that gives no answer, for Ray to start it again. For the
+        publisher, who tells the new one all it needs.
     idle_seconds: after which without a call it ends, by whoever comes first.
-    get, sleep, uniform: what stands for `ray.get`, `time.sleep` and `random.uniform`.
+    given: see `NamedActor`, of which this is one.
     """
 
     def __init__(
@@ -219,20 +213,16 @@ class CoordinatorClient:
         name: str,
         *,
         keep: int = 2,
-        call_timeout_seconds: float = 60.0,
         restarts_hung: bool = False,
         idle_seconds: float = IDLE_SECONDS,
-        get: Callable[..., Any] = ray.get,
-        sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = random.uniform,
+        **given: Any,
     ):
         self.name = name
         self._keep, self._idle_seconds = keep, idle_seconds
-        self._call_timeout_seconds = call_timeout_seconds
-        self._restarts_hung = restarts_hung
-        self._get, self._sleep, self._uniform = get, sleep, uniform
-        self.failures: Counter[str] = Counter()  # by the error's name
-        self._actor = self._connect()
+        self._actor = NamedActor(
+            self._connect, answer_seconds=ANSWER_SECONDS, patience_seconds=PATIENCE_SECONDS,
+            restarts_hung=restarts_hung, **given,
+        )  # fmt: skip
 
     def _connect(self) -> Any:
         return (
@@ -253,17 +243,22 @@ class CoordinatorClient:
             .remote(self._keep, self._idle_seconds)
         )
 
+    @property
+    def failures(self) -> Counter[str]:
+        """Attempts that failed, by the error's name."""
+        return self._actor.failures
+
     def begin_epoch(self) -> int:
         """See `VersionLog.begin_epoch`."""
-        return self._call("begin_epoch")
+        return self._actor.call("begin_epoch")
 
-    def announce(self, published: PublishedWeights) -> Verdict:
+    def announce(self, published: PublishedWeights) -> Announced:
         """Tells of a publication; may be said again at any time."""
-        return self._call("announce", published)
+        return self._actor.call("announce", published)
 
     def latest(self) -> PublishedWeights | None:
         """The newest weights that can be had."""
-        return self._call("latest")
+        return self._actor.call("latest")
 
     def wait_for(
         self,
@@ -274,15 +269,15 @@ class CoordinatorClient:
     ) -> PublishedWeights | None:
         """The newest weights once their version is at least `min_version` and they come after the
         (epoch, version) `after`; None after `timeout` seconds without."""
-        return self._call("wait_for", min_version, timeout, after, waits=timeout)
+        return self._actor.call("wait_for", min_version, timeout, after, waits=timeout)
 
     def report_lost(self, key: str) -> None:
         """Says that the bytes of a publication could not be had."""
-        self._call("report_lost", key)
+        self._actor.call("report_lost", key)
 
     def stats(self) -> dict[str, int]:
         """Kept versions, their bytes, how many of them are lost, and the actor's process id."""
-        return self._call("stats")
+        return self._actor.call("stats")
 
     def end_epoch(self, epoch: int) -> None:
         """Ends the coordinator, unless a publisher has begun a later epoch. Receivers that wait
@@ -290,32 +285,10 @@ class CoordinatorClient:
         """
         if not ray.is_initialized():  # and with Ray the coordinator has gone
             return
-        try:
-            ref = self._actor.is_last_epoch.remote(epoch)
-            if self._get(ref, timeout=SECONDS_TO_END):
+        with contextlib.suppress(*PASSING):
+            if self._actor.ask("is_last_epoch", epoch, timeout=SECONDS_TO_END):
                 self.close()
-        except (RayActorError, GetTimeoutError, RaySystemError) as error:
-            self.failures[type(error).__name__] += 1
 
     def close(self) -> None:
         """Ends the coordinator for everybody; the bytes it held leave the store."""
-        ray.kill(self._actor, no_restart=True)
-
-    def _call(self, method: str, *arguments: Any, waits: float = 0.0) -> Any:
-        num_timeouts = 0
-        for attempt in range(MAX_ATTEMPTS):
-            try:
-                ref = getattr(self._actor, method).remote(*arguments)
-                return self._get(ref, timeout=waits + self._call_timeout_seconds)
-            except (RayActorError, GetTimeoutError, RaySystemError) as error:
-                self.failures[type(error).__name__] += 1
-                if attempt + 1 == MAX_ATTEMPTS:
-                    raise
-                if isinstance(error, GetTimeoutError):
-                    num_timeouts += 1
-                    if self._restarts_hung and num_timeouts == TIMEOUTS_OF_HUNG:
-                        ray.kill(self._actor, no_restart=False)
-                self._sleep(backoff_seconds(attempt, self._uniform))
-                if isinstance(error, ActorDiedError):  # for good: somebody closed it
-                    self._actor = self._connect()
-        raise AssertionError("unreachable")
+        self._actor.end()

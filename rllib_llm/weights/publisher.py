@@ -23,7 +23,7 @@ import ray
 import torch
 
 from rllib_llm.shared.ray_compat import local_learner
-from rllib_llm.weights.coordinator import CoordinatorClient, Verdict
+from rllib_llm.weights.coordinator import Announced, CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import PASSING_ERRORS
@@ -227,11 +227,11 @@ class BackgroundPublisher:
         if is_new:
             job.published = published = dataclasses.replace(published, epoch=self._epoch)
         verdict = self._client.announce(published)
-        if verdict is Verdict.LOST and isinstance(job.weights, FlatBuffer):
+        if verdict is Announced.LOST and isinstance(job.weights, FlatBuffer):
             job.published = published = self._stored(job)
             self.num_republished += 1
             verdict = self._client.announce(published)
-        if verdict is Verdict.FENCED:
+        if verdict is Announced.FENCED:
             raise FencedError(
                 f"weights_name={self._client.name!r} must have one publisher at a time: another "
                 "one has begun since. End one of them, or give each a name of its own."

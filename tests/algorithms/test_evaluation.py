@@ -248,3 +248,25 @@ def test_held_out_metrics_by_hand():
     assert metrics["scores"] == 1.5
     assert metrics["scores_std"] == pytest.approx(0.5**0.5)
     assert metrics["output_length"] == 2.0
+
+
+def test_a_rollout_of_several_rows_is_held_out_once():
+    """The first rollout forked: rows of 2 and 1 sampled tokens; the second has one row of 3."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
+    scores = torch.tensor([1.0, 1.0, 4.0])
+    batch = JudgedBatch(
+        columns={
+            columns.COMPLETION_IDS: torch.tensor([[4, 1, 0], [1, 0, 0], [5, 6, 7]]),
+            columns.COMPLETION_MASK: mask,
+            columns.SCORES: scores,
+            columns.FINISHED: torch.tensor([False, True, False]),
+            columns.VALID: torch.ones(3, dtype=torch.bool),
+            columns.ROW_ID: torch.tensor([6, 6, 7]),
+            columns.ROW_WEIGHT: torch.tensor([2 / 3, 1 / 3, 1.0]),
+        },
+        rewards=scores,
+    )
+    metrics = held_out_metrics(batch)
+    assert metrics["output_length"] == 3.0  # 2 + 1, and 3
+    assert metrics["scores"] == metrics["rewards"] == 2.5
+    assert metrics["finished"] == 0.5  # by its last row

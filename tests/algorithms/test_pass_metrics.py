@@ -59,8 +59,10 @@ def test_a_conversation_of_several_rows_is_one_sample_and_votes_with_its_last_wo
     one = batch()
     one.columns[columns.VALID][:] = True
     one.columns[columns.ROW_ID] = torch.tensor([6, 6, 8, 9])
+    one.columns[columns.ROW_WEIGHT] = torch.tensor([0.5, 0.5, 1.0, 1.0])
     one.components["correct"] = torch.tensor([1.0, torch.nan, 0.0, 1.0])
     said = ['[{"role": "assistant", "content": "4"}, {"role": "tool", "content": "x"}]'] * 4
+    said[0] = '[{"role": "assistant", "content": "3"}]'  # the rollout went on behind this row
     one.texts = {"completion": [""] * 4, "messages": said}
     found = pass_metrics(one, [1, 2], "correct")
     # The first prompt has one sample, which passes; of the second's two one does.

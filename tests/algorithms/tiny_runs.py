@@ -16,7 +16,7 @@ from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.reward_model import RewardModelConfig
 from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 
 HERE = "tests.algorithms.tiny_runs"
 MODEL = f"{HERE}.build_model"

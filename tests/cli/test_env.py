@@ -36,7 +36,7 @@ def test_an_environment_that_needs_the_policy_is_given_it():
     arguments = ["env", "check", f"{__name__}.of_a_policy"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2 and "rllib env check: --model" in said(result.output)
-    model = "rllib_llm.envs.toys.arithmetic.build_model"
+    model = "rllib_llm.examples.arithmetic.build_model"
     result = CliRunner().invoke(app, [*arguments, "--model", model])
     assert result.exit_code == 0, result.output
 

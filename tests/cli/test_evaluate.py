@@ -13,8 +13,8 @@ from rllib_llm.shared.tracebacks import VERBOSE, is_verbose
 from tests.cli.said import said
 from tests.scripted_server import serving
 
-MODEL = "rllib_llm.envs.toys.arithmetic.build_model"
-TEXTS = {"path": "rllib_llm.envs.toys.arithmetic.sft_texts", "limit": 32}
+MODEL = "rllib_llm.examples.arithmetic.build_model"
+TEXTS = {"path": "rllib_llm.examples.arithmetic.sft_texts", "limit": 32}
 STAGES = {
     "sft": {
         "run": "SFT",

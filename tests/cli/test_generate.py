@@ -16,7 +16,7 @@ from rllib_llm.checkpoints.model_folder import find_model
 from rllib_llm.cli.completer import STREAMED_TOKENS, Completer, Sampling
 from rllib_llm.cli.generate import converse
 from rllib_llm.cli.main import app
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 from tests.cli.said import said
 from tests.envs.tiny_tokenizers import word_tokenizer
 

@@ -60,7 +60,7 @@ def test_weights_in_the_store_are_counted_by_version_and_by_trial(tmp_path):
     assert of(model="hub/model") == math.inf  # its size is not known yet
     assert of(model="gpt2") == math.inf
     assert of(model="hub/model", lora={"r": 4}) == 0
-    assert of(model="rllib_llm.envs.toys.reviews_model.build_model") == 0  # a toy
+    assert of(model="rllib_llm.examples.reviews_model.build_model") == 0  # a toy
     assert of(dtype={"grid_search": ["bfloat16", "float32"]}) == two_kept  # one after the other
     half = (os.cpu_count() or 1) / 2  # of all slots
     assert of(needed_cpus=half, num_samples=8) == 2 * two_kept

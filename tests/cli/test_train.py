@@ -379,8 +379,8 @@ def test_mistakes_are_one_panel_and_exit_code_2(arguments: list[str], message: s
 
 def test_warnings_are_shown_in_a_line_before_the_run():
     config = {
-        "model": "rllib_llm.envs.toys.arithmetic.build_model",
-        "data": "rllib_llm.envs.toys.arithmetic.sft_texts",
+        "model": "rllib_llm.examples.arithmetic.build_model",
+        "data": "rllib_llm.examples.arithmetic.sft_texts",
         "lr_num_updates": 7,
     }
     arguments = ["--config", json.dumps(config), "--storage-path", "nothing://bucket"]

@@ -10,7 +10,7 @@ from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.config.lookup import table
 from rllib_llm.config.schema import build_config
 from rllib_llm.config.tables.environment import CONVERSATION
-from rllib_llm.envs.conversation_settings import DEFAULTS
+from rllib_llm.envs.conversation import DEFAULTS
 from rllib_llm.envs.rlhf import COMMON_DEFAULTS
 from tests.algorithms import tiny_runs as tiny
 

@@ -15,7 +15,7 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import MORE, USER
 from rllib_llm.envs.conversation import ConversationEnv, Response
-from rllib_llm.envs.toys import calculator
+from rllib_llm.examples import calculator
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.conversations.scripted import ADD_CALL, add, roll, settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 
@@ -105,6 +106,14 @@ def test_a_forked_conversation_is_counted_once(make):
     assert judged.columns[columns.ROW_WEIGHT].sum() == pytest.approx(1)
     assert by_name(judged, "num_turns") == [3] and by_name(judged, "num_forks") == [2]
     assert judged.columns[columns.SCORES].tolist() == [11.5] * 3
+    said = [json.loads(messages) for messages in judged.texts["messages"]]
+    assert [len(messages) for messages in said] == [2, 4, 7]  # the last words, too
+    # Each row's texts are those of its tokens: what its prompt and its own turn say.
+    for row, prompt in enumerate(judged.texts["prompt"]):
+        ids = judged.columns[columns.PROMPT_IDS][row]
+        rendered = env.tokenizer.decode(ids[judged.columns[columns.PROMPT_MASK][row]])
+        assert prompt.count("[assistant]") == row == rendered.count("assistant\nYes.")
+    assert judged.texts["completion"][0].count("[assistant]") == 1
     kept = make(Patient, tokenizer=family_tokenizer("qwen3"), history="keep")
     _, judged, _ = roll(kept, "<think>\nOne.\n</think>\n\nYes.", num_prompts=1, num_completions=1)
     assert judged.columns[columns.ROW_ID].tolist() == [0]

@@ -13,9 +13,9 @@ from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.python_tool import PythonTool
 from rllib_llm.envs.tools.search import SearchTool
 from rllib_llm.envs.tools.toolbox import Toolbox, ToolError
-from rllib_llm.envs.toys.lookup import Lookup, facts, sft_rows
-from rllib_llm.envs.toys.lookup import build_model as build_lookup_model
-from rllib_llm.envs.toys.twenty_questions import TwentyQuestions
+from rllib_llm.examples.lookup import Lookup, facts, sft_rows
+from rllib_llm.examples.lookup import build_model as build_lookup_model
+from rllib_llm.examples.twenty_questions import TwentyQuestions
 from tests.conversations.scripted import roll
 from tests.conversations.templates import family_tokenizer
 

@@ -9,7 +9,6 @@ from rllib_llm.data.encoding import (
     encode_ended,
     encode_spans,
     keep_end,
-    pad_right,
 )
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
 
@@ -64,9 +63,3 @@ def test_keep_end():
     assert keep_end([4, 5, 6, 7], 2, (1, None)) == [6, 7]
     assert keep_end([1, 5, 6, 7], 1, (1,)) == [7]  # a BOS alone would say nothing
     assert keep_end([1, 5], 2, (1,)) == [1, 5]
-
-
-def test_pad_right():
-    ids, mask = pad_right([[1, 2], [3]], 9)
-    assert ids.tolist() == [[1, 2], [3, 9]]
-    assert mask.tolist() == [[True, True], [True, False]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import threading
 
@@ -14,6 +15,8 @@ import pytest
 from rllib_llm.data.rollout_schema import SCHEMA, RolloutSchemaError, conform
 from rllib_llm.data.rollout_store import QUEUE_SIZE, RolloutStore, RolloutStoreError
 from rllib_llm.data.rollouts import open_rollouts, rollout_folders
+from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.sources import load_rows
 from tests.data.tiny_rollouts import group, put, table
 
 
@@ -23,7 +26,7 @@ def rows_in(folder) -> list[tuple[int, int]]:
     return sorted((row["iteration"], row["position"]) for row in found.to_pylist())
 
 
-def test_pandas_pyarrow_and_duckdb_read_the_same_rows(tmp_path):
+def test_pandas_pyarrow_duckdb_and_datasets_read_the_same_rows(tmp_path):
     store = RolloutStore(tmp_path)
     for iteration in (1, 2):
         put(store, iteration, *group(iteration, [0.0, 1.0]))
@@ -32,8 +35,16 @@ def test_pandas_pyarrow_and_duckdb_read_the_same_rows(tmp_path):
     read = pd.read_parquet(tmp_path)
     assert read.groupby("iteration", observed=True)["score"].mean().tolist() == [0.5, 0.5]
     assert pq.read_table(tmp_path).num_rows == 4
+    datasets = pytest.importorskip("datasets")
+    for source in ({"path": "parquet", "data_dir": str(tmp_path)}, {"path": str(tmp_path)}):
+        rows = datasets.load_dataset(**source, split="train", cache_dir=str(tmp_path / ".cache"))
+        assert rows["iteration"] == [1, 1, 2, 2] and rows["score"] == [0.0, 1.0, 0.0, 1.0]
+        assert json.loads(rows[1]["rewards"]) == {"correct": 1.0}
     duckdb = pytest.importorskip("duckdb")
-    text = f"SELECT iteration, sum(rewards['correct']) FROM '{tmp_path}/*/*.parquet' GROUP BY ALL"
+    text = (
+        "SELECT iteration, sum((rewards->>'correct')::FLOAT) "
+        f"FROM '{tmp_path}/*.parquet' GROUP BY ALL"
+    )
     with duckdb.connect() as connection:
         assert sorted(connection.execute(text).fetchall()) == [(1, 1.0), (2, 1.0)]
 
@@ -42,16 +53,33 @@ def test_the_schema_is_in_every_file_and_another_version_is_refused(tmp_path):
     store = RolloutStore(tmp_path)
     put(store, 1, *group(0, [1.0]))
     store.stop()
-    (file,) = tmp_path.glob("iteration=1/part-00000000.parquet")
+    (file,) = tmp_path.glob("part-00000000.parquet")
     found = pq.read_schema(file)
-    assert found.names == SCHEMA.names and found.metadata[b"rllib_llm_rollouts"] == b"1"
+    assert found.names == SCHEMA.names and found.metadata[b"rllib_llm_rollouts"] == b"2"
     assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
-    later = pq.read_table(file, partitioning=None).replace_schema_metadata(
-        {b"rllib_llm_rollouts": b"9"}
-    )
+    later = pq.read_table(file).replace_schema_metadata({b"rllib_llm_rollouts": b"9"})
     pq.write_table(later, file)
-    with pytest.raises(RolloutSchemaError, match="schema version 9, which must be 1"):
+    with pytest.raises(RolloutSchemaError, match="schema version 9, which must be 2"):
         open_rollouts(rollout_folders(tmp_path))
+
+
+def test_a_folder_of_the_first_version_is_refused_by_all_who_read_or_write(tmp_path):
+    folder = tmp_path / "trial" / "rollouts"
+    (folder / "iteration=1").mkdir(parents=True)
+    (folder / "_store.json").write_text('{"store": "a", "others": {}}')
+    old = pa.table({"prompt": ["1+1="]}).replace_schema_metadata({b"rllib_llm_rollouts": b"1"})
+    pq.write_table(old, folder / "iteration=1" / "part-00000000.parquet")
+    said = "schema version 1, which must be 2.*Sample the rollouts again, or read them with"
+    for read in (lambda: rollout_folders(tmp_path), lambda: open_rollouts([folder])):
+        with pytest.raises(RolloutSchemaError, match=said):
+            read()
+    with pytest.raises(DataSourceError, match=said):
+        load_rows(str(folder))
+    store = RolloutStore(folder, on_error="stop")
+    put(store, 1, *group(0, [1.0]))
+    with pytest.raises(RolloutStoreError, match="schema version 1, which must be 2"):
+        store.flush()
+    store.stop()
 
 
 def test_rows_of_an_iteration_become_one_file(tmp_path):
@@ -59,10 +87,10 @@ def test_rows_of_an_iteration_become_one_file(tmp_path):
     for position in range(5):
         put(store, 7, *group(position, [1.0]))
     store.flush()
-    assert len(list(tmp_path.glob("*/*.parquet"))) == 1
+    assert len(list(tmp_path.glob("*.parquet"))) == 1
     put(store, 7, *group(5, [1.0]))  # after a checkpoint the same iteration gets a second file
     store.stop()
-    assert len(list(tmp_path.glob("iteration=7/*.parquet"))) == 2
+    assert len(list(tmp_path.glob("*.parquet"))) == 2
     assert store.metrics()["rows"] == 6
 
 
@@ -176,11 +204,12 @@ def test_nothing_half_written_is_read(tmp_path, monkeypatch):
     store = RolloutStore(tmp_path)
     put(store, 1, *group(1, [1.0]))
     store.flush()
-    (tmp_path / "iteration=1" / ".part-00000001.parquet.partial").write_bytes(b"PAR1")
+    (tmp_path / ".part-00000001.parquet.partial").write_bytes(b"PAR1")
     assert rows_in(tmp_path) == [(1, 1)]
     store.stop()
 
 
 def test_absent_columns_are_null():
-    made = conform(pa.table({"score": pa.array([1.0, 2.0])}))
-    assert made.schema == SCHEMA and made.column("prompt_ids").null_count == 2
+    made = conform(pa.table({"score": pa.array([1.0, 2.0])}), 3)
+    assert made.schema == SCHEMA and made.column("iteration").to_pylist() == [3, 3]
+    assert made.column("prompt_ids").null_count == 2

@@ -14,6 +14,7 @@ from rllib_llm.data.rollouts import (
     open_rollouts,
     query,
     rollout_folders,
+    summary,
 )
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows
@@ -121,3 +122,16 @@ def test_a_condition_on_other_data_is_refused(tmp_path):
     file.write_text('{"text": "a"}\n')
     with pytest.raises(DataSourceError, match="holds no rollouts of a run"):
         load_rows({"path": str(file), "where": "text = 'a'"})
+
+
+def test_a_rollout_of_several_rows_is_counted_once(tmp_path):
+    """One rollout of two rows, 3 tokens each, score 1, and one of one row, score 0."""
+    store = RolloutStore(tmp_path)
+    forked, other = group(1, [1.0, 0.0])
+    put(store, 1, forked, {**forked, "row": 1}, other)
+    store.stop()
+    counted = summary(open_rollouts([tmp_path]))
+    assert counted == {"trained": {"completions": 2, "tokens": 9, "score": 0.5}}
+    best = load_rows({"path": str(tmp_path), "best_of_group": 1})
+    assert [row["score"] for row in best] == [1.0, 1.0]  # all of the best rollout
+    assert query(open_rollouts([tmp_path])).column("row").to_pylist() == [0, 1, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow as pa
@@ -30,9 +31,10 @@ def group(position: int, scores, *, prompt: str = "1+1=", status: str = "trained
     return [
         {
             "run": "trial", "status": status, "reason": "", "valid": True, "position": position,
-            "group": position, "sample": sample, "prompt": prompt, "completion": f" {score:g}",
+            "group": position, "sample": sample, "row": 0, "prompt": prompt,
+            "completion": f" {score:g}",
             "score": score, "reward": score, "tokens": 3, "finish_reason": "stop",
-            "rewards": [("correct", score)],
+            "rewards": json.dumps({"correct": score}),
         }
         for sample, score in enumerate(scores)
     ]  # fmt: skip

@@ -18,7 +18,6 @@ from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.learners.metrics import RefusedUpdates
 from rllib_llm.modules.pretrained import load_causal_lm
 from tests.algorithms import tiny_runs as tiny
-from tests.conversations.test_self_play import config as self_play
 from tests.device import pretend
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -32,7 +31,7 @@ def calculator():
     return (
         GRPOConfig()
         .environment("rllib_llm/Calculator-v0", env_config={"max_turns": 2, "num_problems": 40})
-        .language_model(model="rllib_llm.envs.toys.calculator.build_model")
+        .language_model(model="rllib_llm.examples.calculator.build_model")
         .sampling(num_completions=3, max_new_tokens=8, log_samples_every=0)
         .training(train_batch_size_per_learner=6, minibatch_size=6, lr=LR)
     )
@@ -75,8 +74,6 @@ MORE_RUNS = {
     "replay": lambda: tiny.grpo(off_policy="bypass").replay(groups=1),
     "lockstep streaming": lambda: tiny.grpo(off_policy="bypass").streaming(max_staleness=1),
     "two epochs": lambda: tiny.grpo(num_epochs=2, minibatch_size=6),
-    "self-play": self_play,
-    "self-play, frozen opponent": lambda: self_play(opponent="frozen"),
     "gradient checkpointing": lambda: tiny.ppo().language_model(gradient_checkpointing=True),
     "streaming, decoupled": lambda: tiny.grpo(off_policy="decoupled").streaming(max_staleness=1),
     "conversations, reference": lambda: calculator().training(ref_kl_coeff=0.1),

@@ -42,7 +42,7 @@ def build_model(seed: int = 3):
 
 def build_talker():
     """A model that can call the calculator, with heads as wide as vLLM's kernels want."""
-    from rllib_llm.envs.toys import calculator
+    from rllib_llm.examples import calculator
 
     return calculator.build_model(num_heads=2)
 

@@ -3,9 +3,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
 
-from rllib_llm.data.encoding import pad_left
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.prompts import (
     PromptEncoder,
@@ -172,9 +170,3 @@ def test_every_prompt_is_looked_at_where_long_ones_are_refused():
     with pytest.raises(PromptError, match="prompt in row 12 must have at most max_prompt_len=4"):
         encoder.check_all(source)
     assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])
-
-
-def test_pad_left():
-    ids, mask = pad_left([[5, 6, 7], [8]], pad_token_id=0)
-    assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and ids.dtype == torch.int64
-    assert mask.tolist() == [[True] * 3, [False, False, True]]

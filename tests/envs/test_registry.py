@@ -30,7 +30,7 @@ class ConfigEnv:
 
 
 def test_ids():
-    own = ["Agent", "Arithmetic", "Calculator", "Chat", "Conversation", "Guessing", "Lookup"]
+    own = ["Agent", "Arithmetic", "Calculator", "Chat", "Conversation", "Lookup"]
     own += ["RLHF", "ReasoningGym", "Reviews", "TRL", "TwentyQuestions", "Verifiers"]
     assert env_ids() == [f"rllib_llm/{name}-v0" for name in own]
 

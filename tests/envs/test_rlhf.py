@@ -201,4 +201,4 @@ def test_frozen_models_that_name_no_quantization_follow_the_policy(files, own, d
 def test_a_reference_of_another_vocabulary_is_refused_at_build(files):
     settings = {"model": MODEL, "prompts": str(files / "prompts.txt"), "reward_functions": SHOUTING}
     with pytest.raises(ValueError, match="must have the vocabulary of the policy"):
-        rlhf.create({**settings, "reference": "rllib_llm.envs.toys.arithmetic.build_model"})
+        rlhf.create({**settings, "reference": "rllib_llm.examples.arithmetic.build_model"})

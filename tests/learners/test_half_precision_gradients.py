@@ -13,7 +13,7 @@ import functools
 import pytest
 import torch
 
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny

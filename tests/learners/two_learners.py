@@ -12,7 +12,7 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 
-from rllib_llm.envs.toys import arithmetic
+from rllib_llm.examples import arithmetic
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny

@@ -11,7 +11,7 @@ from transformers import LlamaForSequenceClassification
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.envs.toys.characters import CHAT_SPECIAL, character_tokenizer
+from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
 from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.score_normalization import write_score_normalization
 from rllib_llm.shared import columns

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.envs.toys.characters import CHAT_SPECIAL, character_tokenizer
+from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
 from rllib_llm.modules.adapter_folder import AdapterBase, read_adapters, save_adapters
 from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.lora import adapters_off, add_adapters, check_lora, is_adapter, merge_into

@@ -74,9 +74,10 @@ class Source(Rollouts):
     def __init__(self, group, num_prompts=REQUEST.num_prompts, *, num_parts=None, tell=None,
                  publish_again=None, starvation=module.StarvedProcesses, **rules):  # fmt: skip
         self.pool = SamplerPool(group, Faults(), num_parts=num_parts)
+        rules = {"timeout_s": None} | rules
         rules = StreamRules(
-            num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **{"timeout_s": None} | rules
-        )
+            num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
+        )  # fmt: skip
         ledger = LocalLedger(rules)
         workers = AskedWorkers(self.pool, ledger, ServingSettings(2), starvation=starvation)
         super().__init__(

@@ -56,7 +56,7 @@ def batch(**changes) -> JudgedBatch:
 
 def rows(made: JudgedBatch, settings: AboutRun | None = None, **changes):
     options = {"status": "trained", "reason": "", "ended": ENDED, **changes}
-    return conform(rows_of(made, settings or about(), **options)).to_pylist()
+    return conform(rows_of(made, settings or about(), **options), 1).to_pylist()
 
 
 def test_tokens_are_without_padding():
@@ -86,8 +86,8 @@ def test_who_and_why():
     assert (second["sample"], second["prompt_index"], second["replica"]) == (1, 40, 2)
     assert first["status"] == "rejected" and first["reason"] == "spread"
     assert first["score"] == 1.0 and first["reward"] == 0.75 and first["valid"]
-    assert first["rewards"] == [("right", 1.0)]  # nobody said how short it is
-    assert second["rewards"] == [("right", 0.0), ("short", 2.0)]
+    assert first["rewards"] == '{"right": 1.0}'  # nobody said how short it is
+    assert second["rewards"] == '{"right": 0.0, "short": 2.0}'
     assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
     assert first["run"] == "trial_7" and first["seed"] == 5
     assert first["ended"] == ENDED and (first["ended"] - first["started"]).seconds == 3
@@ -131,3 +131,11 @@ def test_a_failed_group_has_no_more_than_its_prompt():
     )  # fmt: skip
     (row,) = rows(made, status="failed", reason="timeout")
     assert row["position"] == 9 and row["prompt_ids"] == [4, 5] and row["completion_ids"] is None
+
+
+def test_rows_of_a_forked_rollout_are_numbered():
+    made = batch()
+    made.columns[columns.ROW_ID] = torch.tensor([6, 6])
+    assert [row["row"] for row in rows(made)] == [0, 0]  # each row for itself, without weights
+    made.columns[columns.ROW_WEIGHT] = torch.tensor([0.5, 0.5])
+    assert [(row["sample"], row["row"]) for row in rows(made)] == [(0, 0), (0, 1)]

@@ -8,8 +8,8 @@ from rllib_llm import GRPOConfig, PPOPtxConfig, RewardModelConfig, SFTConfig
 from rllib_llm.runs.flat_results import flatten
 from rllib_llm.runs.metric_names import GROUPS, describes
 
-SUMS = "rllib_llm.envs.toys.arithmetic"
-REVIEWS = "rllib_llm.envs.toys.reviews_grammar"
+SUMS = "rllib_llm.examples.arithmetic"
+REVIEWS = "rllib_llm.examples.reviews_grammar"
 # What RLlib and Tune say of processes, clocks and machines.
 OF_RLLIB = {
     "config", "date", "done", "env_runner_group", "fault_tolerance", "hostname", "node_ip", "perf",

@@ -119,7 +119,7 @@ def test_too_little_disk_is_told_before_the_run(tmp_path):
 
 
 def reviews(**changes: object) -> Experiment:
-    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    model = "rllib_llm.examples.reviews_model.build_model"
     return Experiment("ppo", "PPOPtx", "rllib_llm/RLHF-v0", **{
         "config": {
             "model": model,
@@ -171,7 +171,7 @@ def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
 
 
 def test_settings_of_strangers_are_their_own():
-    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    model = "rllib_llm.examples.reviews_model.build_model"
     config = {"model": model, "env_config": {"prompts": "./x"}}
     check_experiments([Experiment("a", "PPOPtx", "tests.envs.tiny_envs:make_word_env", config)])
     check_experiments([counter(config={"model": "./no/such/folder"})])
@@ -187,14 +187,14 @@ def test_settings_of_strangers_are_their_own():
     ],
 )
 def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message: str):
-    config = {"model": "rllib_llm.envs.toys.reviews_model.build_model", "data": ["text"]}
+    config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
     with pytest.raises(UserError, match=message):
         check_experiments([Experiment("sft", "SFT", config=config, **settings)])
 
 
 def test_sections_of_a_file_become_the_algorithm_s_settings():
     config = {
-        "language_model": {"model": "rllib_llm.envs.toys.reviews_model.build_model"},
+        "language_model": {"model": "rllib_llm.examples.reviews_model.build_model"},
         "prompts": {"data": [{"prompt": "A"}]},
         "rewards": {"functions": "tests.envs.tiny_envs.num_words"},
         "sampling": {"temperature": {"grid_search": [0.5, 1.0]}},
@@ -210,7 +210,7 @@ def test_sections_of_a_file_become_the_algorithm_s_settings():
 
 
 def test_types_of_settings_are_told_before_anything_runs():
-    model = "rllib_llm.envs.toys.reviews_model.build_model"
+    model = "rllib_llm.examples.reviews_model.build_model"
     for wrong in ({"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"num_epochs": True}):
         ((name, value),) = wrong.items()
         with pytest.raises(UserError, match=f"ppo: {name}={value} must be a whole number"):

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.envs.toys.calculator import build_tokenizer
+from rllib_llm.examples.calculator import build_tokenizer
 from rllib_llm.runs.environment import describe_environment, read_environment, write_environment
 from rllib_llm.runs.page_rows import page_rows
 from rllib_llm.runs.report_page import find_trials, panels, write_page
@@ -59,20 +59,23 @@ def store(trial: Path, iteration: int, num: int) -> None:
     """Rollouts as the rollout store has them, as far as the page reads them."""
     schema = pa.schema([
         ("status", pa.string()), ("prompt", pa.string()), ("completion", pa.string()),
-        ("score", pa.float32()), ("rewards", pa.map_(pa.string(), pa.float32())),
+        ("iteration", pa.int32()), ("score", pa.float32()), ("rewards", pa.string()),
         ("valid", pa.bool_()), ("completion_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())), ("ref_logprobs", pa.list_(pa.float32())),
         ("advantages", pa.list_(pa.float32())), ("seed", pa.int64()),
+        ("finish_reason", pa.string()),
     ])  # fmt: skip
     rows = [
         {"status": "trained", "prompt": "1+1=", "completion": f"{i}", "score": float(i),
-         "rewards": [("correct", 1.0)], "valid": i != 1, "completion_ids": [7, 8],
+         "rewards": '{"correct": 1.0}', "iteration": iteration, "finish_reason": "stop",
+         "valid": i != 1, "completion_ids": [7, 8],
          "logprobs": [-0.5, -1.5], "ref_logprobs": [-0.75, -1.0], "advantages": [2.0, -2.0]}
         for i in range(num)
     ]  # fmt: skip
-    folder = trial / "rollouts" / f"iteration={iteration}"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / "part-00000000.parquet")
+    folder = trial / "rollouts"
+    folder.mkdir(exist_ok=True)
+    file = folder / f"part-{iteration:08d}.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), file)
 
 
 def data_of(page: Path) -> dict:

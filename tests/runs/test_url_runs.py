@@ -19,8 +19,8 @@ sft:
   run: SFT
   stop: {training_iteration: 2}
   config:
-    model: rllib_llm.envs.toys.arithmetic.build_model
-    data: rllib_llm.envs.toys.arithmetic.sft_texts
+    model: rllib_llm.examples.arithmetic.build_model
+    data: rllib_llm.examples.arithmetic.sft_texts
     train_batch_size_per_learner: 16
     max_length: 16
 grpo:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.data.rollouts import NoRolloutsError
-from rllib_llm.runs.verify import ROUND_OFF, _ranges, pieces, verify
+from rllib_llm.runs.verify import ROUND_OFF, _named, pieces, verify
 from rllib_llm.shared.errors import UserError
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
@@ -44,8 +44,10 @@ def run(kept, tmp_path):
 
 def changed(run, iteration: int, column: str, change) -> None:
     """Has `change` make other values of a column of all rows of an iteration."""
-    for file in run.glob(f"rollouts/iteration={iteration}/*.parquet"):
-        table = pq.ParquetFile(file).read()
+    for file in run.glob("rollouts/*.parquet"):
+        table = pq.read_table(file)
+        if set(table.column("iteration").to_pylist()) != {iteration}:
+            continue
         place = table.schema.get_field_index(column)
         values = [change(value) for value in table.column(column).to_pylist()]
         field = table.schema.field(place)
@@ -66,7 +68,7 @@ def test_what_was_sampled_agrees_and_what_cannot_be_asked_is_said(run):
     median, worst = found.bits()
     assert median >= worst >= -math.log2(max(ROUND_OFF.values())) > 0
     text = str(found)
-    assert "32 of 44 completions sampled anew from the weights of version 0, 2" in text
+    assert "32 of 44 completions sampled anew from the weights of versions 0, 2" in text
     assert "32 of 32 completions agree token for token; log-probs agree to" in text
     assert "not to be asked: 12 completions; no checkpoint holds version 1" in text
 
@@ -163,4 +165,4 @@ def test_turns_are_counted_over_the_paths_of_a_conversation():
 
 
 def test_versions_in_a_row_are_told_as_a_range():
-    assert _ranges({1: 3, 2: 3, 3: 3, 7: 1, 9: 1, 10: 1}) == "1-3, 7, 9-10"
+    assert _named({1: 3, 2: 3, 3: 3, 7: 1, 9: 1, 10: 1}) == "versions 1-3, 7, 9-10"

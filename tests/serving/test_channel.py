@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -103,3 +104,23 @@ def test_each_end_notices_that_the_other_is_gone():
     with pytest.raises(OSError, match="Broken pipe"):
         receiver.send("anybody?")
     receiver.close()
+
+
+def test_a_channel_that_is_opened_twice_stays_open():
+    """A host's listener and its service both open it."""
+    ours, theirs = socket.socketpair()
+    found: list[object] = []
+
+    async def talk() -> None:
+        channel = AsyncChannel(ours, found.append, lambda: found.append("ended"))
+        await channel.open()
+        await channel.open()
+        gc.collect()  # a transport that nobody holds closes its socket
+        await asyncio.to_thread(Channel(theirs).send, "here")
+        while not found:
+            await asyncio.sleep(0.001)
+        channel.close()
+
+    asyncio.run(asyncio.wait_for(talk(), 10))
+    theirs.close()
+    assert found[0] == "here"

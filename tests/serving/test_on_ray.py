@@ -184,7 +184,7 @@ served:
   env: rllib_llm/Arithmetic-v0
   stop: {{training_iteration: 100000}}
   config:
-    model: rllib_llm.envs.toys.arithmetic.build_model
+    model: rllib_llm.examples.arithmetic.build_model
     train_batch_size_per_learner: 32
     num_completions: 4
     max_new_tokens: 5

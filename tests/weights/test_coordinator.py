@@ -94,13 +94,13 @@ class Impatient:
 def test_the_publisher_has_a_stopped_coordinator_started_again(name):
     pid = CoordinatorClient(name).stats()["pid"]
     os.kill(pid, signal.SIGSTOP)
-    client = CoordinatorClient(name, restarts_hung=True, get=Impatient(3))
+    client = CoordinatorClient(name, restarts_hung=True, get=Impatient(2))
     publisher = BackgroundPublisher(client)
     publisher.submit(weights(10), 1)
     assert publisher.wait(LONG)
     assert client.stats()["pid"] != pid
     assert client.latest().version == 1
-    assert client.failures == {"GetTimeoutError": 3}
+    assert client.failures == {"GetTimeoutError": 2}
     publisher.stop()
 
 

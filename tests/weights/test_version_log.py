@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.weights.coordinator import Verdict, VersionLog
+from rllib_llm.weights.coordinator import Announced, VersionLog
 from rllib_llm.weights.published import PublishedWeights
 
 
@@ -30,11 +30,11 @@ def test_epochs_grow_also_across_a_log_that_lost_its_memory():
 def test_a_later_publisher_fences_off_the_earlier_and_may_count_from_lower():
     log = VersionLog()
     old = log.begin_epoch()
-    assert log.announce(PublishedWeights(7, epoch=old)) is Verdict.ACCEPTED
+    assert log.announce(PublishedWeights(7, epoch=old)) is Announced.ACCEPTED
     new = log.begin_epoch()
     assert log.latest().version == 7  # until the new one publishes, the old weights stand
-    assert log.announce(PublishedWeights(3, epoch=new)) is Verdict.ACCEPTED
-    assert log.announce(PublishedWeights(8, epoch=old)) is Verdict.FENCED
+    assert log.announce(PublishedWeights(3, epoch=new)) is Announced.ACCEPTED
+    assert log.announce(PublishedWeights(8, epoch=old)) is Announced.FENCED
     assert log.latest().version == 3
     assert log.newer(after=(old, 7)).version == 3
 
@@ -44,24 +44,24 @@ def test_a_question_that_is_answered_too_late_fences_off_nobody():
     epoch = log.begin_epoch()
     log.announce(PublishedWeights(1, epoch=epoch))
     log.begin_epoch()  # of a publisher that asked thrice
-    assert log.announce(PublishedWeights(2, epoch=epoch)) is Verdict.ACCEPTED
+    assert log.announce(PublishedWeights(2, epoch=epoch)) is Announced.ACCEPTED
 
 
 def test_within_an_epoch_versions_grow_and_saying_it_twice_does_no_harm():
     log = VersionLog()
     epoch = log.begin_epoch()
     head = PublishedWeights(4, epoch=epoch)
-    assert [log.announce(head), log.announce(head)] == [Verdict.ACCEPTED] * 2
-    assert log.announce(PublishedWeights(4, epoch=epoch)) is Verdict.STALE
-    assert log.announce(PublishedWeights(3, epoch=epoch)) is Verdict.STALE
+    assert [log.announce(head), log.announce(head)] == [Announced.ACCEPTED] * 2
+    assert log.announce(PublishedWeights(4, epoch=epoch)) is Announced.STALE
+    assert log.announce(PublishedWeights(3, epoch=epoch)) is Announced.STALE
     assert log.latest() == head
     assert log.stats()["num_versions"] == 1
 
 
 def test_an_empty_log_believes_whoever_heals_it_and_fences_as_before():
     log = VersionLog(clock=Clock(0))
-    assert log.announce(PublishedWeights(9, epoch=50)) is Verdict.ACCEPTED
-    assert log.announce(PublishedWeights(99, epoch=49)) is Verdict.FENCED
+    assert log.announce(PublishedWeights(9, epoch=50)) is Announced.ACCEPTED
+    assert log.announce(PublishedWeights(99, epoch=49)) is Announced.FENCED
     assert log.begin_epoch() == 51
 
 
@@ -82,9 +82,9 @@ def test_lost_weights_are_not_given_out_and_can_be_put_again_under_another_key()
     log.report_lost(two.key)
     assert log.latest() == one
     assert log.newer(after=two.order) is None  # nobody goes back
-    assert log.announce(two) is Verdict.LOST
+    assert log.announce(two) is Announced.LOST
     again = PublishedWeights(2)
-    assert log.announce(again) is Verdict.ACCEPTED
+    assert log.announce(again) is Announced.ACCEPTED
     assert log.latest() == again
     assert log.stats() == {"num_versions": 2, "num_bytes": 0, "num_lost": 0}
 

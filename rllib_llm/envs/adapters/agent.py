@@ -5,7 +5,12 @@
 `run` is given the address of a session of its own and the data set's row. It talks to the policy
 through OpenAI's client, or whatever speaks its interface, and returns the score; or a dict with
 "reward" and further numbers, which become metrics; or None, where reward functions say what the
-conversation is worth. What the policy samples is kept token by token on the server's side.
+conversation is worth. What the policy samples is kept token by token on the server's side:
+
+    task ─▶ run(base_url, task) ── chat completions ──▶ a session of the server ─▶ engine
+                   │                                          │
+                   ▼                                          ▼
+                 score                          tokens as they were sampled
 """
 
 from __future__ import annotations
@@ -14,11 +19,20 @@ import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
-from rllib_llm.envs import conversation_settings
+from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.conversation_rollouts import (
+    Attempt,
+    EngineFailed,
+    new_attempts,
+    run_side_by_side,
+)
+from rllib_llm.envs.event_loop import call
+from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared.dotted import import_dotted
 
@@ -79,9 +93,134 @@ def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
     return None if reward is None else float(reward), {k: float(v) for k, v in numbers.items()}
 
 
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **AgentEnv.defaults}
+class AgentSession(Protocol):
+    """What one agent said and was told."""
+
+    conversations: list[Conversation]
+    limit: str
+    """The limit that it ran into, "turns" or "tokens"."""
+    reward: float | None
+    """That the agent gave its turns itself."""
 
 
-def create(env_config: Mapping[str, Any]) -> AgentEnv:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return AgentEnv(env_config)
+class AgentServer(Protocol):
+    """A server with OpenAI's interface, whose sessions keep what was sampled token by token."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Answers in the block."""
+
+    def session(
+        self,
+        sampling: Mapping[str, Any],
+        *,
+        max_new_tokens: int,
+        max_turns: int,
+        template_settings: Mapping[str, Any],
+    ) -> AbstractContextManager[tuple[str, AgentSession]]:
+        """A session: its base URL, and what is said in it. `sampling`: fields of a chat completion
+        that hold whatever the agent asks for."""
+
+    def check_open(self) -> None:
+        """Raises RuntimeError where the engine has ended."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+OpenAgentServer = Callable[..., AgentServer]
+"""`serving.agent_server.open_agent_server`."""
+
+
+def open_for(
+    env: AgentEnv,
+    engine: Any,
+    open_server: OpenAgentServer,
+    stop_token_ids: Sequence[int],
+    name: str,
+) -> AgentServer:
+    """The server for an environment's agents, within its limits.
+
+    Args:
+        env: whose limits hold.
+        engine: samples, and is closed with the server.
+        open_server: makes the server.
+        stop_token_ids: of the policy.
+        name: of whoever asks for it.
+    """
+    return open_server(
+        engine, env.tokenizer, stop_token_ids=stop_token_ids, name=name,
+        max_rows=int(env.settings["max_concurrent"]), max_tokens=env.max_tokens,
+        max_seconds=float(env.settings["max_seconds"]),
+    )  # fmt: skip
+
+
+def run_agents(
+    env: AgentEnv,
+    rows: Sequence[PromptRow],
+    *,
+    first_position: int,
+    num_completions: int,
+    server: AgentServer,
+    sampling: Mapping[str, Any],
+    max_new_tokens: int,
+) -> list[Attempt]:
+    """Episodes of the agent about all tasks, `num_completions` of each, in the order of the tasks.
+
+    Args:
+        env, rows, first_position, num_completions: what is asked.
+        server: that samples; it is closed in the end.
+        sampling: fields of a chat completion that hold whatever the agent asks for.
+        max_new_tokens: of a turn.
+
+    Raises:
+        EngineFailed: the engine ended under them.
+    """
+    attempts = new_attempts(env, rows, first_position, num_completions)
+
+    async def play(attempt: Attempt) -> None:
+        with server.session(
+            {**sampling, "noise_row": attempt.row_id}, max_new_tokens=max_new_tokens,
+            max_turns=int(env.settings["max_turns"]),
+            template_settings=dict(env.settings["template_settings"] or {}),
+        ) as (url, session):  # fmt: skip
+            await _play(env, attempt, url, session)
+
+    try:
+        with server.running():
+            env.events.run(run_side_by_side(env, attempts, play))
+            try:
+                server.check_open()
+            except RuntimeError as error:
+                raise EngineFailed(f"{type(error).__name__}: {error}") from error
+    finally:
+        server.close()
+    return attempts
+
+
+async def _play(env: AgentEnv, attempt: Attempt, url: str, session: AgentSession) -> None:
+    """One episode. An agent that ends with an error at a limit of its session was led there by the
+    policy: its conversation is judged as it stands."""
+    result = None
+    try:
+        result = await call(env.agent, url, dict(attempt.conversation.task))
+    except Exception:
+        if not session.limit:
+            raise
+        result = 0.0  # it got no further
+    finally:
+        _take(attempt, session)
+    if not attempt.conversation.num_turns:
+        raise ValueError(
+            "agent must ask for at least one chat completion at base_url: nothing was sampled that "
+            "could be learnt from. Give base_url to its client."
+        )
+    attempt.earned, metrics = read_result(result)
+    attempt.conversation.metrics.update(metrics)
+
+
+def _take(attempt: Attempt, session: AgentSession) -> None:
+    """What was said in a session."""
+    for conversation in session.conversations:
+        attempt.conversation.adopt(conversation)
+    attempt.truncated = session.limit
+    attempt.has_turn_rewards = session.reward is not None

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import Messages
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
@@ -83,11 +82,3 @@ class ChatEnv(ConversationEnv):
 
 def _words(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"] or "")
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **ChatEnv.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> ChatEnv:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return ChatEnv(env_config)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import ChatFormat, Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs import conversation_settings
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
@@ -184,11 +183,3 @@ def _text_of(given: Any, whose: str) -> str:
         f"{whose} must give a text or parts of type 'text', not {str(given)[:80]!r}: the policy "
         "reads no images. Describe what they show."
     )
-
-
-DEFAULTS: dict[str, Any] = {**conversation_settings.DEFAULTS, **TRLEnv.defaults}
-
-
-def create(env_config: Mapping[str, Any]) -> TRLEnv:
-    """The environment; its settings and their defaults are `DEFAULTS`."""
-    return TRLEnv(env_config)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from rllib_llm.envs.adapters.agent import AgentEnv
-from rllib_llm.envs.agent_rollouts import OpenAgentServer, open_for, run_agents
-from rllib_llm.envs.checks.check_findings import Findings
+from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
+from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
-from rllib_llm.envs.self_play import SelfPlayEnv, run_games
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
 
@@ -44,7 +41,7 @@ class ConversationChecker:
 
     def __init__(
         self,
-        findings: Findings,
+        findings: Problems,
         *,
         num_prompts: int,
         num_completions: int,
@@ -107,10 +104,7 @@ class ConversationChecker:
             ids = [*generator.choices(plain, k=min(room - 1, _WORDS)), *end]
             return _Said(ids, [-1.0] * len(ids), [0] * len(ids))
 
-        rows = env.tasks.rows(1, self.num_prompts)
-        asked: dict[str, Any] = {
-            "first_position": 1, "num_completions": self.num_completions, "max_new_tokens": _WORDS,
-        }  # fmt: skip
-        if isinstance(env, SelfPlayEnv):
-            return run_games(env, rows, completes=(complete, complete), **asked)
-        return run_rollouts(env, rows, complete=complete, **asked)
+        return run_rollouts(
+            env, env.tasks.rows(1, self.num_prompts), first_position=1,
+            num_completions=self.num_completions, complete=complete, max_new_tokens=_WORDS,
+        )  # fmt: skip

@@ -18,9 +18,9 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.envs.agent_rollouts import OpenAgentServer
+from rllib_llm.envs.adapters.agent import OpenAgentServer
 from rllib_llm.envs.checks.check_conversation import ConversationChecker
-from rllib_llm.envs.checks.check_findings import Findings
+from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.envs.checks.check_judging import JudgingChecker
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import ENVIRONMENTS, make
@@ -74,7 +74,7 @@ def check_env(
         "num_prompts": num_prompts,
         "num_completions": num_completions,
     }
-    findings = Findings(env)
+    findings = Problems(env)
     if isinstance(env, ConversationEnv):
         for finding in env.findings if report is not None else ():
             report(str(finding))
@@ -109,7 +109,7 @@ def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
 class PromptChecker:
     """Checks of the spaces and of `reset`; what cannot be seen after a finding is left out."""
 
-    def __init__(self, findings: Findings, options: Mapping[str, int]) -> None:
+    def __init__(self, findings: Problems, options: Mapping[str, int]) -> None:
         self.findings = findings
         self.env = findings.env
         self.options = options

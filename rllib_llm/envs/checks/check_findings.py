@@ -10,7 +10,7 @@ import torch
 from rllib_llm.shared import columns
 
 
-class Findings:
+class Problems:
     """Problems of one environment; each `check_*` returns True where it found none."""
 
     def __init__(self, env: Any) -> None:

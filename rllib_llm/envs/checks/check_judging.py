@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from rllib_llm.envs.checked_completions import BanditEnvError
-from rllib_llm.envs.checks.check_findings import Findings
-from rllib_llm.envs.sampled_tokens import told_columns
+from rllib_llm.envs.actions import BanditEnvError, told_columns
+from rllib_llm.envs.checks.check_findings import Problems
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import widen
 
 # Of an environment that gives scores; one that does not is learnt from by its rewards.
 _REQUIRED_INFOS = (
@@ -25,7 +25,7 @@ _REQUIRED_INFOS = (
 class JudgingChecker:
     """Hands out prompts with `options`, answers with random completions, looks at the result."""
 
-    def __init__(self, findings: Findings, options: Mapping[str, int], seed: int) -> None:
+    def __init__(self, findings: Problems, options: Mapping[str, int], seed: int) -> None:
         self.findings = findings
         self.env = findings.env
         self.options = options
@@ -46,8 +46,8 @@ class JudgingChecker:
         vocab_size = int(space.child_space.n)
         ids = torch.randint(vocab_size, (batch_size, length), generator=self.generator)
         mask = torch.arange(length)[None, :] < 1 + torch.arange(batch_size)[:, None] % length
-        ids = torch.nn.functional.pad(torch.where(mask, ids, 0), (0, extra))
-        mask = torch.nn.functional.pad(mask, (0, extra))
+        ids = widen(torch.where(mask, ids, 0), length + extra)
+        mask = widen(mask, length + extra)
         logprobs = torch.where(mask, -1.0, 0.0)
         device = self.env.device if hasattr(self.env, "device") else "cpu"
         actions = {
@@ -238,7 +238,7 @@ class JudgingChecker:
                 f"step() given {what}",
                 "an error",
                 "wrong batches would be learnt from unnoticed",
-                "Check actions first; rllib_llm.envs.checked_completions.check_actions does",
+                "Check actions first; rllib_llm.envs.actions.check_actions does",
             )
 
 

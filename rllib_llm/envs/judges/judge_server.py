@@ -6,7 +6,7 @@ import logging
 import re
 from typing import Any
 
-from rllib_llm.envs.judges.asking import (
+from rllib_llm.envs.judges.judge_model import (
     JudgeModel,
     Messages,
     UnreadableReply,

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from rllib_llm.envs.judges.asking import Messages
+from rllib_llm.envs.judges.judge_model import Messages, SchemaJudge, tagged
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.judges.rubric import reference_column
-from rllib_llm.envs.judges.schema_verdicts import SchemaJudge, tagged
 
 GROUP = "group"
 _BETTER = "better"

@@ -206,6 +206,20 @@ class RewardTerm:
             )
 
 
+def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
+    """The data set's column that the `setting` of a judge names.
+
+    Raises:
+        ValueError: the data set has no such column.
+    """
+    if name not in columns:
+        raise ValueError(
+            f"{setting}={name!r} must be a column of the data set, one of {sorted(columns)}: the "
+            "judge compares with it. Correct the name."
+        )
+    return columns[name]
+
+
 def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """Each chat as text: of a single message its words, else a line for each message."""
     return [transcript(chat) for chat in chats]

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.envs.judges.asking import Messages
-from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.envs.judges.schema_verdicts import REASONING, SchemaJudge, tagged
+from rllib_llm.envs.judges.judge_model import REASONING, Messages, SchemaJudge, tagged
+from rllib_llm.envs.judges.reward_functions import Invalid, required_column
 
 _CORRECT = "correct"
 
@@ -146,9 +145,4 @@ def reference_column(columns: Mapping[str, Any], name: str | None, size: int) ->
     """
     if name is None:
         return [None] * size
-    if name not in columns:
-        raise ValueError(
-            f"reference_column={name!r} must be a column of the data set, one of "
-            f"{sorted(columns)}: the judge compares with it. Correct the name."
-        )
-    return columns[name]
+    return required_column(columns, "reference_column", name)

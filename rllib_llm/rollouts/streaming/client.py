@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import random
 import shutil
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rllib_llm.rollouts.streaming.actor import LedgerActor, looked
 from rllib_llm.rollouts.streaming.entry import Answer, JudgedGroup, Tokens
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
 from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.shared.named_actor import backoff_seconds
-from rllib_llm.shared.process import StarvedProcesses
-from rllib_llm.shared.ray_compat import processes_of
+from rllib_llm.shared.named_actor import NAMESPACE, NamedActor
 
-NAMESPACE = "rllib_llm"
 MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time
 CALL_SECONDS = 30.0  # that an attempt may take
 MAX_SECONDS_OF_A_CALL = 900.0  # all attempts of it, while the actor is started again and again
-SHARE_OF_STARVED = 0.5  # of that time, in which it had no core, and is not hung
 STOP_SECONDS = 2.0
 
 
@@ -84,37 +75,6 @@ class LocalLedger:
         """As of all ledgers."""
 
 
-class Silence:
-    """Why an actor gives no answer: it is being started, it has no core, or it hangs.
-
-    Args:
-        limit: seconds after which an answer counts as missing.
-        processes: ids of the actor's processes, none while it is being started.
-        starvation: watches processes by their ids.
-    """
-
-    def __init__(
-        self,
-        limit: float,
-        processes: Callable[[], list[int]],
-        starvation: Callable[[list[int]], StarvedProcesses] = StarvedProcesses,
-    ) -> None:
-        self._limit, self._processes, self._starvation = limit, processes, starvation
-        self._watched: tuple[list[int], StarvedProcesses] | None = None
-
-    def is_that_of_hung(self) -> bool:
-        """Called when an answer is missing: whether the same processes owed the one before as well,
-        and had cores to work on since."""
-        pids, before = self._processes(), self._watched
-        if not pids or before is None or before[0] != pids:
-            self._watched = (pids, self._starvation(pids)) if pids else None
-            return False
-        if before[1].take() > SHARE_OF_STARVED * self._limit:
-            return False
-        self._watched = None
-        return True
-
-
 class RemoteLedger:
     """The driver's end of a ledger in an actor, which it makes and ends.
 
@@ -137,9 +97,9 @@ class RemoteLedger:
         keeps_rejected: bool = False,
         answer_seconds: float = CALL_SECONDS,
     ) -> None:
-        self._folder, self._answer_seconds = folder, answer_seconds
+        self._folder = folder
         node = ray.get_runtime_context().get_node_id()
-        self.actor = (
+        actor = (
             ray.remote(LedgerActor)
             .options(
                 name=name,
@@ -152,41 +112,31 @@ class RemoteLedger:
             )
             .remote(rules, str(folder), keeps_rejected)
         )
-        self.num_restarts_of_hung = 0
+        self.named = NamedActor(
+            lambda: actor, answer_seconds=answer_seconds, patience_seconds=MAX_SECONDS_OF_A_CALL,
+            reconnects=False,
+        )  # fmt: skip
+
+    @property
+    def actor(self) -> Any:
+        """Its handle."""
+        return self.named.handle
 
     def call(self, name: str, *args: Any) -> Any:
         """As of all ledgers."""
-        return self._call("call", name, *args)
+        return self.named.call("call", name, *args)
 
     def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
         """As of all ledgers."""
-        return self._call("take", step, num_seen, nth, wait_s)
+        return self.named.call("take", step, num_seen, nth, wait_s)
 
     def state(self) -> dict[str, Any]:
         """As of all ledgers."""
-        return self._call("state")
+        return self.named.call("state")
 
     def look(self) -> dict[str, Any]:
         """As of all ledgers."""
-        return self._call("look")
-
-    def _call(self, method: str, *args: Any) -> Any:
-        start = time.monotonic()
-        silence = Silence(self._answer_seconds, functools.partial(processes_of, self.actor))
-        for attempt in itertools.count():
-            try:
-                call = getattr(self.actor, method).remote(*args)
-                return ray.get(call, timeout=self._answer_seconds)
-            except ActorDiedError:
-                raise
-            except (RayActorError, GetTimeoutError, RaySystemError) as error:
-                if time.monotonic() - start > MAX_SECONDS_OF_A_CALL:
-                    raise
-                if isinstance(error, GetTimeoutError) and silence.is_that_of_hung():
-                    ray.kill(self.actor, no_restart=False)
-                    self.num_restarts_of_hung += 1
-                time.sleep(backoff_seconds(attempt, random.uniform))
-        raise AssertionError("unreachable")
+        return self.named.call("look")
 
     def close(self) -> None:
         """As of all ledgers."""
@@ -196,7 +146,7 @@ class RemoteLedger:
     def stop(self) -> None:
         """As of all ledgers; its journal goes as well."""
         if ray.is_initialized():
-            ray.kill(self.actor, no_restart=True)
+            self.named.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

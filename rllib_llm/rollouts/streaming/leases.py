@@ -36,6 +36,8 @@ class Leases:
         self._table, self._limit = table, limit
         # What each lease is of, and was not handed in, by position.
         self._held: dict[int, dict[int, Entry]] = {}
+        self._leases_of: dict[str, set[int]] = {}  # that are held, by sampler
+        self._none_late_before = float("inf")
         self._num_remembered = num_remembered
         self._of_closed: dict[int, int] = {}  # leases by position
         self._expired: list[tuple[str, str]] = []  # that the driver was not told of
@@ -44,6 +46,7 @@ class Leases:
         """None is held; those given before, or `num_given` others, are refused from now on."""
         self.num_given = max(self.num_given, num_given) + _GENERATION
         self._held, self._of_closed, self._expired = {}, {}, []
+        self._leases_of, self._none_late_before = {}, float("inf")
 
     def give(self, sampler: str, entries: Sequence[Entry], now: float) -> int:
         """Leases groups to a sampler; the lease's id."""
@@ -53,7 +56,9 @@ class Leases:
             entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
             entry.leased_at, entry.lease_size = now, len(entries)
             entry.deadline = _deadline(entry, limit, now)
+            self._none_late_before = min(self._none_late_before, entry.deadline)
         self._held[self.num_given] = {entry.position: entry for entry in entries}
+        self._leases_of.setdefault(sampler, set()).add(self.num_given)
         return self.num_given
 
     def sampler(self, lease: int) -> str:
@@ -70,23 +75,29 @@ class Leases:
     def hand_in(self, entry: Entry, now: float) -> None:
         """A group that was leased is judged."""
         self._limit.record(now - entry.leased_at, entry.lease_size)
+        self._take_out(entry)
+
+    def _take_out(self, entry: Entry) -> None:
+        """Of its lease, which has ended where there is nothing else in it."""
         held = self._held[entry.lease]
         del held[entry.position]
         if not held:
             del self._held[entry.lease]
+            self._leases_of[entry.sampler].discard(entry.lease)
+            if not self._leases_of[entry.sampler]:
+                del self._leases_of[entry.sampler]
 
     def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
         """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
-        held = self._held.pop(lease, {})
-        entries = [held.pop(p) for p in list(held) if positions is None or p in positions]
-        if held:
-            self._held[lease] = held
+        held = self._held.get(lease, {}).values()
+        entries = [each for each in held if positions is None or each.position in positions]
         for entry in entries:
+            self._take_out(entry)
             self._table.wait(entry)
         return entries
 
     def _of_sampler(self, sampler: str) -> list[int]:
-        return [lease for lease, held in self._held.items() if _first(held).sampler == sampler]
+        return sorted(self._leases_of.get(sampler, ()))
 
     def end_unknown(self, sampler: str, known: Iterable[int]) -> None:
         """Ends the leases of a sampler that it does not know of."""
@@ -121,11 +132,17 @@ class Leases:
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
-        return any(entry.deadline < now for held in self._held.values() for entry in held.values())
+        if now <= self._none_late_before:
+            return False
+        deadlines = (entry.deadline for held in self._held.values() for entry in held.values())
+        self._none_late_before = min(deadlines, default=float("inf"))
+        return self._none_late_before < now
 
     def expire(self, now: float) -> None:
         """Ends the leases whose time is up, and all others of their samplers, which do not answer
         and will be started again: once, however much each holds."""
+        if not self.has_late(now):
+            return
         held_by = [list(held.values()) for held in self._held.values()]
         late = [held for held in held_by if min(e.deadline for e in held) < now]
         for held in late:

@@ -57,6 +57,7 @@ class Ledger:
         self._num_handed_out = 0  # batches, for the update under way
         self._clock = clock
         self._weights: dict[int, PublishedWeights] = {}
+        self._has_all_weights = False  # that groups are to be sampled with, as far as was asked
         self._num_published = 0
         self._orders: dict[int, int] = {}  # of publications, by version
         self._failures: list[tuple[str, Any]] = []  # that the driver was not told of
@@ -178,7 +179,14 @@ class Ledger:
         return group
 
     def _missing(self) -> list[int]:
-        return sorted(self._versions_wanted() - self._weights.keys())
+        """Versions that groups are to be sampled with and that are not there. Once all of these and
+        the newest are there, none is missing until weights are lost: later groups want the newest,
+        and it is told with each update."""
+        if self._has_all_weights:
+            return []
+        missing = sorted(self._versions_wanted() - self._weights.keys())
+        self._has_all_weights = not missing and self.step in self._weights
+        return missing
 
     def _versions_wanted(self) -> set[int]:
         """Versions of the weights that groups are to be sampled with."""
@@ -369,10 +377,11 @@ class Ledger:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Goes on where `snapshot` was taken, without weights."""
         vars(self).update(snapshot)
+        self._has_all_weights = False
 
     def forget_weights(self) -> None:
         """The driver has to tell again which weights there are."""
-        self._weights = {}
+        self._weights, self._has_all_weights = {}, False
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: all but leases. Groups that are on their way wait again, with
@@ -393,7 +402,8 @@ class Ledger:
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken, under these rules or others; leases given before are
         refused from now on."""
-        self.step, self._weights, self._failures = state["step"], {}, []
+        self.step, self._failures = state["step"], []
+        self.forget_weights()
         self._num_handed_out = 0
         self._leases.begin(state["num_leases"])
         closed, _ = state.get("closed", ((), 0))

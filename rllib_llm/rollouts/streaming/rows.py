@@ -24,6 +24,7 @@ from rllib_llm.rollouts.request import NO_VERSION, SampleRequest
 from rllib_llm.rollouts.sampler import Generated, Sampler
 from rllib_llm.rollouts.streaming.entry import Lease, Tokens
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_right
 from rllib_llm.weights.published import PublishedWeights
 
 _NOTHING = Tokens((), (), ())
@@ -314,18 +315,14 @@ class RowStream:
         return found
 
     def _columns(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
-        longest = max(len(row.token_ids) for row in rows)
-
-        def padded(entries: list[tuple], filler: float, dtype: torch.dtype) -> torch.Tensor:
-            wide = [[*row, *[filler] * (longest - len(row))] for row in entries]
-            return torch.tensor(wide, dtype=dtype)
-
-        versions = padded([row.versions for row in rows], NO_VERSION, torch.int32)
+        versions, _ = pad_right([row.versions for row in rows], NO_VERSION, torch.int32)
         pad = self._sampler.policy.pad_token_id
+        ids, mask = pad_right([row.token_ids for row in rows], pad)
+        logprobs, _ = pad_right([row.logprobs for row in rows], 0.0, torch.float32)
         made = {
-            columns.COMPLETION_IDS: padded([row.token_ids for row in rows], pad, torch.int64),
-            columns.COMPLETION_MASK: versions != NO_VERSION,
-            columns.SAMPLER_LOGPROBS: padded([row.logprobs for row in rows], 0.0, torch.float32),
+            columns.COMPLETION_IDS: ids,
+            columns.COMPLETION_MASK: mask,
+            columns.SAMPLER_LOGPROBS: logprobs,
             columns.FINISHED: torch.tensor([row.finish == "stop" for row in rows]),
             columns.WEIGHTS_VERSION: versions,
         }

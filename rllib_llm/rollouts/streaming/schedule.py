@@ -190,7 +190,22 @@ class Lockstep(Schedule):
 
 
 class Free(Schedule):
-    """See the module."""
+    """See the module. It is asked after every group whether a batch can be filled: the table is
+    looked through only where something has changed that could fill one."""
+
+    def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
+        super().__init__(rules, table, outcomes)
+        self._ready: set[int] = set()  # positions that no batch has
+        self._num_needed = rules.num_groups  # of them, before another look
+        self._waits_for: int | None = None  # position whose end is a reason to look as well
+
+    def begin(self, first: int, step: int) -> None:
+        self._ready = set()
+        self._look_anew()
+        super().begin(first, step)
+
+    def _look_anew(self) -> None:
+        self._num_needed, self._waits_for = self._rules.num_groups, None
 
     def admit_all(self) -> None:
         self._admit(self._rules.capacity - (len(self._table) - self._num_extra_taken))
@@ -205,8 +220,8 @@ class Free(Schedule):
     def decide(self, positions: Iterable[int]) -> None:
         for position in positions:
             entry = self._table.get(position)
-            if entry is not None and entry.state == "judged":
-                self._passes(entry)
+            if entry is not None and entry.state == "judged" and self._passes(entry):
+                self._ready.add(position)
         self.admit_all()
 
     def want(self, nth: int) -> None:
@@ -222,28 +237,39 @@ class Free(Schedule):
                 self._drop_stale()
             chosen = self._first_ready()
             if len(chosen) == self._rules.num_groups:
+                self._ready.difference_update(chosen)
+                self._look_anew()
                 self._fill(self.first + nth, chosen)
         return super().choose(nth)
 
     def _first_ready(self) -> list[int]:
         """The first P groups that are ready, none further than the window behind the first that is
-        not."""
+        not; [] where there are not so many, as far as was known without looking."""
+        blocking = None if self._waits_for is None else self._table.get(self._waits_for)
+        is_blocked = blocking is not None and blocking.state not in ("ready", "taken")
+        if len(self._ready) < self._num_needed and (is_blocked or self._waits_for is None):
+            return []
         chosen: list[int] = []
-        end = float("inf")
+        end, waits_for = float("inf"), None
         for entry in self._table:
             if entry.position >= end or len(chosen) == self._rules.num_groups:
                 break
             if entry.state == "ready":
                 chosen.append(entry.position)
-            elif entry.state != "taken":
-                end = min(end, entry.position + self._rules.window)
+            elif entry.state != "taken" and waits_for is None:
+                end, waits_for = entry.position + self._rules.window, entry.position
+        num_missing = self._rules.num_groups - len(chosen)
+        self._num_needed = len(self._ready) + max(1, num_missing) if num_missing else 0
+        self._waits_for = waits_for
         return chosen
 
     def _drop_stale(self) -> None:
-        for entry in list(self._table):
-            oldest = entry.group.oldest_version if entry.group is not None else self.step
-            if entry.state == "ready" and 0 <= oldest < self.step - self._rules.max_staleness:
+        for entry in [self._table[position] for position in sorted(self._ready)]:
+            assert entry.group is not None, "it is judged"
+            if 0 <= entry.group.oldest_version < self.step - self._rules.max_staleness:
+                self._ready.discard(entry.position)
                 self._outcomes.reject(entry, "stale")
+                self._look_anew()
         self.admit_all()
 
     def fit(self, entries: Sequence[Entry], first: int) -> None:

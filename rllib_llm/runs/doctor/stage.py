@@ -102,11 +102,9 @@ def first_rows(data: Any, name: str) -> Rows | None:
 
 def make_stage(experiment: Experiment) -> Stage | None:
     """The stage of an experiment with our algorithm and sound settings, else None."""
-    import importlib
-
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.config.schema import build_config
-    from rllib_llm.envs.registry import ENVIRONMENTS
+    from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
     from rllib_llm.envs.rlhf import with_defaults
     from rllib_llm.runs.algorithms import algorithm_class
     from rllib_llm.runs.plan import search_space
@@ -120,8 +118,7 @@ def make_stage(experiment: Experiment) -> Stage | None:
     env: dict[str, Any] = {}
     name = getattr(config, "env", None)
     if name in ENVIRONMENTS:
-        module = importlib.import_module(ENVIRONMENTS[name].partition(":")[0])
-        env = with_defaults(config.env_config, getattr(module, "DEFAULTS", {}), env_id=name)
+        env = with_defaults(config.env_config, default_settings(name), env_id=name)
         env["model"] = env.get("model") or config.pretrained_model
         env["chat_template"] = env.get("chat_template") or config.chat_template
     return Stage(experiment, config, env)

@@ -10,7 +10,7 @@ from rllib_llm.envs.checks.check_env import EnvContractError, check_env
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.registry import make
-from rllib_llm.envs.toys.arithmetic import MODEL
+from rllib_llm.examples.arithmetic import MODEL
 from tests.envs.tiny_envs import PROMPTS, num_words
 from tests.envs.tiny_tokenizers import word_tokenizer
 

@@ -83,7 +83,7 @@ def says_something(completions):
 def conversations(env: str, **env_config: Any):
     """A sound experiment of a policy that talks."""
     settings = {
-        "model": "rllib_llm.envs.toys.calculator.build_model",
+        "model": "rllib_llm.examples.calculator.build_model",
         "num_completions": 4,
         "train_batch_size_per_learner": 16,
         "minibatch_size": 8,

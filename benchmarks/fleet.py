@@ -1,0 +1,241 @@
+"""What a fleet of samplers costs the ledger, on a simulated clock in one process.
+
+    python -m benchmarks.fleet [--samplers 1 10 100 1000] [--slots 64] [--updates 30]
+                               [--schedule free | lockstep] [--plot FILE.png]
+
+The ledger is the run's own; samplers are events: each has so many slots, asks for groups when half
+of its slots are free, says every five seconds that it is alive, and takes a log-normal time for a
+group (median 20 s, sigma 0.6). The learner takes 2 s for an update. Half of all groups in
+flight make a batch. In the middle of the run one sampler in a hundred (at least one of ten or more)
+dies; its death is known after 2 s, and it is replaced after 30 s.
+
+One JSON line each: `in_flight` groups; CPU microseconds of the ledger per group, whole
+(`us_per_group`) and by call; `wait_s`: simulated seconds from a group's end to the update that
+learns from it (median); `released_s`: from the deaths until all of their groups were leased again;
+`bytes_per_group` in flight, without payloads; `simulated_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import heapq
+import itertools
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rllib_llm.rollouts.streaming.entry import JudgedGroup, Lease
+from rllib_llm.rollouts.streaming.ledger import Ledger
+from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.weights.published import PublishedWeights
+
+MEDIAN_S, SIGMA = 20.0, 0.6
+UPDATE_S, RENEW_S, NOTICED_S, REPLACED_S = 2.0, 5.0, 2.0, 30.0
+TOKENS = 256
+
+
+class Fleet:
+    """Samplers, a learner and the ledger between them.
+
+    Args:
+        num_samplers, slots: groups in flight are their product.
+        schedule: of the ledger.
+    """
+
+    def __init__(self, num_samplers: int, slots: int, schedule: Any) -> None:
+        self.now = 0.0
+        self.slots = slots
+        self.rules = StreamRules(
+            num_groups=max(1, num_samplers * slots // 2),
+            max_staleness=1,
+            schedule=schedule,
+            window=max(1, num_samplers * slots // 2) if schedule == "free" else 1,
+            timeout_s=600.0,
+        )
+        self.ledger = Ledger(self.rules, clock=lambda: self.now)
+        self.cpu: dict[str, float] = defaultdict(float)
+        self.num_updates = self.num_groups = 0
+        self.waits: list[float] = []
+        self.released_s: float | None = None
+        self._random = random.Random(0)
+        self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
+        self._numbers = itertools.count()
+        self._held: dict[str, dict[int, int]] = {str(i): {} for i in range(num_samplers)}
+        self._ended: dict[int, float] = {}
+        self._orphans: set[int] = set()
+        self._idle: dict[str, None] = {}  # samplers that wait for work, in their order
+        self._died_at = 0.0
+        self._is_learning = False
+        self._call("publish", PublishedWeights(0))
+        for name in self._held:
+            self._later(0.0, self._fill, name)
+            self._later(self._random.uniform(0, RENEW_S), self._renew, name)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        start = time.process_time()
+        answer = getattr(self.ledger, name)(*arguments)
+        self.cpu[name] += time.process_time() - start
+        return answer
+
+    def _later(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+        event = (self.now + seconds, next(self._numbers), what, arguments)
+        heapq.heappush(self._events, event)
+
+    def run(self, num_updates: int) -> None:
+        """Until so many updates were made, with deaths in their middle."""
+        while self.num_updates < num_updates and self._events:
+            self.now, _, what, arguments = heapq.heappop(self._events)
+            what(*arguments)
+            if self.num_updates == num_updates // 2 and not self._died_at:
+                self._die(len(self._held) // 100 or len(self._held) // 10)
+
+    # --- samplers ------------------------------------------------------------------------------
+
+    def _fill(self, name: str) -> None:
+        held = self._held.get(name)
+        if held is None:
+            return
+        room = self.slots - sum(held.values())
+        if room * 2 < self.slots or name in self._idle:
+            return
+        leases: list[Lease] = self._call("lease", name, room, list(held))
+        for lease in leases:
+            held[lease.id] = lease.num_groups
+            for position in lease.positions:
+                self._orphans.discard(position)
+                seconds = MEDIAN_S * self._random.lognormvariate(0.0, SIGMA)
+                self._later(seconds, self._finish, name, lease, position)
+        if self._died_at and not self._orphans and self.released_s is None:
+            self.released_s = self.now - self._died_at
+        if not leases:
+            self._idle[name] = None
+
+    def _finish(self, name: str, lease: Lease, position: int) -> None:
+        held = self._held.get(name)
+        if held is None or lease.id not in held:
+            return
+        group = JudgedGroup(position, b"", TOKENS, 0, lease.weights.version)
+        self._call("push", lease.id, [group])
+        self._ended[position] = self.now
+        held[lease.id] -= 1
+        if not held[lease.id]:
+            del held[lease.id]
+        self._fill(name)
+        self._take()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Samplers that wait are answered as long as there is work, as the ledger's actor does."""
+        while self._idle and self._call("has_work"):
+            name = next(iter(self._idle))
+            del self._idle[name]
+            self._fill(name)
+
+    def _renew(self, name: str) -> None:
+        held = self._held.get(name)
+        if held is not None:
+            self._call("renew", name, list(held))
+            self._later(RENEW_S, self._renew, name)
+
+    def _die(self, count: int) -> None:
+        self._died_at = self.now
+        for name in list(self._held)[:count]:
+            del self._held[name]
+            self._orphans |= {e.position for e in self.ledger.table if e.sampler == name}
+            self._idle.pop(name, None)
+            self._later(NOTICED_S, self._give_back, name)
+            self._later(REPLACED_S, self._replace, name)
+
+    def _give_back(self, name: str) -> None:
+        self._call("give_back", name)
+        self._wake()
+
+    def _replace(self, name: str) -> None:
+        self._held[name] = {}
+        self._fill(name)
+        self._renew(name)
+
+    # --- the learner ---------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._is_learning or not self._call("has_answer", 0):
+            return
+        answer = self._call("take", self.num_updates)
+        if answer.groups is None:
+            return
+        self._is_learning = True
+        for group in answer.groups:
+            self.waits.append(self.now - self._ended.pop(group.position))
+        self.num_groups += len(answer.groups)
+        self._later(UPDATE_S, self._publish)
+
+    def _publish(self) -> None:
+        self.num_updates += 1
+        self._is_learning = False
+        self._call("publish", PublishedWeights(self.num_updates))
+        self._take()
+        self._wake()
+
+
+def measure(num_samplers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    fleet = Fleet(num_samplers, arguments.slots, arguments.schedule)
+    in_flight = len(fleet.ledger.table)
+    memory = psutil.Process().memory_info().rss - before
+    fleet.run(arguments.updates)
+    by_call = {name: 1e6 * seconds / fleet.num_groups for name, seconds in fleet.cpu.items()}
+    return {
+        "samplers": num_samplers,
+        "schedule": arguments.schedule,
+        "in_flight": in_flight,
+        "groups": fleet.num_groups,
+        "us_per_group": round(sum(by_call.values()), 1),
+        "wait_s": round(statistics.median(fleet.waits), 1),
+        "released_s": None if fleet.released_s is None else round(fleet.released_s, 1),
+        "bytes_per_group": round(memory / in_flight),
+        "simulated_s": round(fleet.now, 1),
+        "us_by_call": {name: round(value, 1) for name, value in sorted(by_call.items())},
+    }
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """CPU of the ledger per group over samplers."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    for schedule in dict.fromkeys(point["schedule"] for point in points):
+        chosen = [point for point in points if point["schedule"] == schedule]
+        numbers = [point["samplers"] for point in chosen]
+        axes.plot(numbers, [p["us_per_group"] for p in chosen], "o-", label=schedule)
+    axes.set(xscale="log", xlabel="samplers", ylabel="µs of the ledger's CPU per group", ylim=0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samplers", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--schedule", choices=("free", "lockstep"), default="free")
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    points = []
+    for num_samplers in arguments.samplers:
+        points.append(measure(num_samplers, arguments))
+        print(json.dumps(points[-1]), flush=True)
+    if arguments.plot:
+        draw(points, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

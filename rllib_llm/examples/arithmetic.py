@@ -1,0 +1,187 @@
+"""rllib_llm/Arithmetic-v0: sums with verified answers, the smallest real environment.
+
+The prompt is "12+7=", the right completion "19" and the end. Everything is generated, so nothing is
+downloaded: `build_model` makes a character-level model and tokenizer, `sft_texts` the texts to
+start it with.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rllib_llm.data.made_rows import MadeRows
+from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.rlhf import (
+    COMMON_DEFAULTS,
+    EnvConfigError,
+    build_bandit,
+    policy_tokenizer,
+    with_defaults,
+)
+from rllib_llm.examples.characters import character_tokenizer, small_llama
+from rllib_llm.modules.pretrained import eos_token_ids
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+MODEL = "rllib_llm.examples.arithmetic.build_model"
+DEFAULTS: dict[str, Any] = {
+    **COMMON_DEFAULTS,
+    "model": MODEL,
+    "eval_fraction": 0.1,
+    "max_prompt_len": 16,
+    "max_completion_len": 8,
+    "digits": 1,  # of each number; difficulty
+    "operations": "+",  # any of "+", "-", "*", as one text
+    "num_problems": 10_000,  # at most; all there are where fewer
+    "correct_weight": 1.0,
+    "format_weight": 0.1,
+}
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+_CHARACTERS = "0123456789+-*= "
+_INTEGER = re.compile(r"-?\d+")
+
+
+def create(env_config: Mapping[str, Any]) -> BanditEnv:
+    """The environment; its keys and their defaults are `DEFAULTS`.
+
+    Rewards: "correct" (1 where the first integer of the completion is the answer) and "format" (1
+    where the completion is one integer and the end, nothing else).
+    """
+    settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Arithmetic-v0")
+    problems = Problems(settings["digits"], settings["operations"], settings["num_problems"])
+    tokenizer = policy_tokenizer(settings)
+    ends = eos_token_ids(tokenizer)
+    return build_bandit(
+        settings,
+        tokenizer=tokenizer,
+        prompts=problems,
+        prompt_column="prompt",
+        rewards=[
+            {"function": correct, "weight": settings["correct_weight"]},
+            {
+                "function": answer_format,
+                "name": "format",
+                "weight": settings["format_weight"],
+                "kwargs": {"stop_token_ids": ends},
+            },
+        ],
+    )
+
+
+def correct(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
+    """1.0 for each completion whose first integer is the answer, else 0.0."""
+    found = (_INTEGER.search(completion) for completion in completions)
+    return [
+        float(match is not None and int(match.group()) == right)
+        for match, right in zip(found, answer, strict=True)
+    ]
+
+
+def answer_format(
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    stop_token_ids: Sequence[int],
+) -> list[float]:
+    """1.0 for each completion that is one integer and then a stop token, else 0.0."""
+    return [
+        float(_INTEGER.fullmatch(text.strip()) is not None and ids[-1] in stop_token_ids)
+        for text, ids in zip(completions, completion_ids, strict=True)
+    ]
+
+
+class Problems(MadeRows):
+    """Problems {"prompt": "3+4=", "answer": 7}, each a pure function of its index, none twice.
+
+    There are len(operations) * 100**digits problems; index i is the problem numbered
+    (stride * i) mod that number, the stride coprime to it, which visits each once and mixes sizes
+    and operations however few are taken.
+    """
+
+    column_names = ("prompt", "answer")
+
+    def __init__(self, digits: int = 1, operations: str = "+", num_problems: int = 10_000) -> None:
+        if not isinstance(digits, int) or not 1 <= digits <= 9:
+            raise EnvConfigError(
+                f"digits={digits!r} must be an integer from 1 to 9: it is the length of the "
+                "numbers. Take 1 for the easiest."
+            )
+        if not operations or any(sign not in OPERATIONS for sign in operations):
+            raise EnvConfigError(
+                f"operations={operations!r} must be one or more of {''.join(OPERATIONS)!r}: other "
+                "signs have no verified answer. Write them as one text such as '+-'."
+            )
+        if not isinstance(num_problems, int) or num_problems < 1:
+            raise EnvConfigError(
+                f"num_problems={num_problems!r} must be an integer of at least 1: it is the size "
+                "of the data set. Raise it."
+            )
+        self._limit = 10**digits
+        self._operations = "".join(dict.fromkeys(operations))
+        self._total = len(self._operations) * self._limit**2
+        super().__init__(min(num_problems, self._total))
+        self._stride = _coprime_near(round(self._total * (math.sqrt(5) - 1) / 2), self._total)
+
+    def make(self, index: int) -> dict[str, Any]:
+        """The problem at `index`."""
+        number = index * self._stride % self._total
+        number, second = divmod(number, self._limit)
+        place, first = divmod(number, self._limit)
+        sign = self._operations[place]
+        return {"prompt": f"{first}{sign}{second}=", "answer": OPERATIONS[sign](first, second)}
+
+
+def sft_texts(
+    digits: int = 1,
+    operations: str = "+",
+    num_problems: int = 10_000,
+    split: str = "train",
+    eval_fraction: float = 0.1,
+    split_seed: int = 0,
+) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion"} of solved problems, the environment's held-out ones apart."""
+    source = PromptSource(
+        Problems(digits, operations, num_problems),
+        shuffle=False,
+        prompt_column="prompt",
+        split=split,
+        eval_fraction=eval_fraction,
+        split_seed=split_seed,
+    )
+    return [
+        {"prompt": row.prompt, "completion": str(row.columns["answer"])}
+        for row in source.rows(0, len(source))
+    ]
+
+
+def build_model(
+    seed: int = 0,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    max_len: int = 64,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A small Llama with random weights, drawn with `seed`, and its character-level tokenizer."""
+    tokenizer = build_tokenizer()
+    model = small_llama(
+        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
+        max_len=max_len,
+    )  # fmt: skip
+    return model, tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character of the problems, pad, EOS and unknown apart."""
+    return character_tokenizer(_CHARACTERS, special=_SPECIAL)
+
+
+def _coprime_near(start: int, modulus: int) -> int:
+    stride = max(1, start)
+    while math.gcd(stride, modulus) != 1:
+        stride += 1
+    return stride

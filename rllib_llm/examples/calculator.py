@@ -1,0 +1,115 @@
+"""rllib_llm/Calculator-v0: sums that want a calculator, the smallest task with a tool.
+
+"347*2958=" is beyond what a small model can do in its head. It may call the calculator, read the
+result and say it. Everything is generated: `build_model` makes the model and a tokenizer whose
+chat template knows tools, `sft_rows` conversations to start it with, few of which use the tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any, ClassVar
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.tools.calculator import calculator
+from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.examples.characters import (
+    SftTurn,
+    chat_tokenizer,
+    says_answer,
+    sft_conversations,
+    small_llama,
+)
+
+MODEL = "rllib_llm.examples.calculator.build_model"
+_PIECES = ("calculator", '{"expression": "')
+_CHARACTERS = "0123456789+-*=. "
+_STREAM = 41  # key of the problems' random numbers
+
+
+class Calculator(ConversationEnv):
+    """A sum, a calculator, and 1 where the last words are the right number."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": MODEL,
+        "eval_fraction": 0.05,
+        "max_turns": 3,
+        "digits": (3, 4),  # of each number, least and most
+        "operations": "+-*",
+        "num_problems": 20_000,
+    }
+
+    def tools(self) -> Sequence[Any]:
+        return [calculator]
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        settings = self.settings
+        return problems(settings["num_problems"], settings["digits"], settings["operations"])
+
+    def score(self, conversation: Conversation) -> float:
+        return says_answer(conversation)
+
+
+def problems(
+    num_problems: int = 20_000, digits: Sequence[int] = (3, 4), operations: str = "+-*"
+) -> list[dict[str, str]]:
+    """Rows {"prompt": "347*2958=", "answer": "1026426"}, each a function of its index alone."""
+    least, most = 10 ** (digits[0] - 1), 10 ** digits[1]
+    if not 0 < least < most or set(operations) - set("+-*") or not operations:
+        raise EnvConfigError(
+            f"digits={digits!r}, operations={operations!r} must be (least, most) and of '+-*': "
+            "they say how hard the sums are. Take (3, 4) and '+-*'."
+        )
+    generator = torch.Generator().manual_seed(_STREAM)
+    numbers = torch.randint(least, most, (num_problems, 2), generator=generator).tolist()
+    signs = torch.randint(len(operations), (num_problems,), generator=generator).tolist()
+    rows = []
+    for (first, second), place in zip(numbers, signs, strict=True):
+        expression = f"{first}{operations[place]}{second}"
+        rows.append({"prompt": f"{expression}=", "answer": calculator(expression)})
+    return rows
+
+
+def sft_rows(
+    num_rows: int = 20_000,
+    call_share: float = 0.15,
+    digits: Sequence[int] = (3, 4),
+    operations: str = "+-*",
+) -> list[dict[str, Any]]:
+    """Conversations {"messages", "tools"}, of which `call_share` use the calculator; the others
+    give the number at once, which a small model cannot learn to do."""
+    turns = (
+        SftTurn(prompt, {"expression": prompt.removesuffix("=")}, answer, answer)
+        for prompt, answer in map(
+            itemgetter("prompt", "answer"), problems(num_rows, digits, operations)
+        )
+    )
+    schema = FunctionTool(calculator).schema
+    return sft_conversations(turns, num_rows, call_share, schema, _STREAM)
+
+
+def build_model(
+    seed: int = 0,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    max_len: int = 128,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A small Llama with random weights, drawn with `seed`, and its tokenizer."""
+    tokenizer = build_tokenizer()
+    model = small_llama(
+        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
+        max_len=max_len,
+    )  # fmt: skip
+    return model, tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character and for each piece that a call is made of."""
+    return chat_tokenizer(_CHARACTERS, _PIECES)

@@ -1,0 +1,96 @@
+"""rllib_llm/Lookup-v0: facts that stand in texts alone, the smallest task with a search.
+
+"kqx?" is asked, and "417" is right because a passage says "kqx: 417". Nobody can know it: the
+policy may search in its first turn, and say in its second what was found. Everything is generated:
+`build_model` makes the model and its tokenizer, `sft_rows` conversations to start it with.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.tools.search import SearchTool
+from rllib_llm.examples.characters import (
+    SftTurn,
+    chat_tokenizer,
+    says_answer,
+    sft_conversations,
+    small_llama,
+)
+
+MODEL = "rllib_llm.examples.lookup.build_model"
+_PIECES = ("search", '{"query": "', "Nothing found.")
+_CHARACTERS = f"{string.ascii_lowercase}0123456789?: "
+_STREAM = 43  # key of the facts' random numbers
+_SFT_SEED = 1  # of facts that are in no text of the environment
+_NUM_LETTERS, _NUM_DIGITS = 3, 3
+
+
+class Lookup(ConversationEnv):
+    """A question, a search, and 1 where the last words are the right number."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": MODEL,
+        "eval_fraction": 0.1,
+        "max_turns": 3,
+        "num_facts": 500,
+    }
+
+    def tools(self) -> Sequence[Any]:
+        return [SearchTool(facts(self.settings["num_facts"]), num_results=1)]
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        found = facts(self.settings["num_facts"])
+        return [{"prompt": f"{key}?", "answer": value} for key, value in found.items()]
+
+    def score(self, conversation: Conversation) -> float:
+        return says_answer(conversation)
+
+
+def facts(num_facts: int = 500, seed: int = 0) -> dict[str, str]:
+    """{title: text} of passages such as {"kqx": "417"}, no title twice."""
+    generator = torch.Generator().manual_seed(_STREAM + seed)
+    titles = torch.randperm(26**_NUM_LETTERS, generator=generator)[:num_facts].tolist()
+    values = torch.randint(10**_NUM_DIGITS, (num_facts,), generator=generator).tolist()
+    return {_title(t): str(v).zfill(_NUM_DIGITS) for t, v in zip(titles, values, strict=True)}
+
+
+def sft_rows(num_rows: int = 8000, call_share: float = 1.0) -> list[dict[str, Any]]:
+    """Conversations {"messages", "tools"} about other facts than the environment's, of which
+    `call_share` search; the others guess."""
+    turns = (
+        SftTurn(f"{key}?", {"query": key}, f"{key}: {value}", value)
+        for key, value in facts(num_rows, _SFT_SEED).items()
+    )
+    return sft_conversations(turns, num_rows, call_share, SearchTool({"a": "b"}).schema, _STREAM)
+
+
+def build_model(
+    seed: int = 0,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    max_len: int = 96,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A small Llama with random weights, drawn with `seed`, and its tokenizer."""
+    tokenizer = chat_tokenizer(_CHARACTERS, _PIECES)
+    model = small_llama(
+        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
+        max_len=max_len,
+    )  # fmt: skip
+    return model, tokenizer
+
+
+def _title(number: int) -> str:
+    letters = []
+    for _ in range(_NUM_LETTERS):
+        number, place = divmod(number, 26)
+        letters.append(string.ascii_lowercase[place])
+    return "".join(letters)

@@ -1,0 +1,61 @@
+"""rllib_llm/Reviews-v0: product reviews with an exact judge, the default to try things with.
+
+The prompt opens a review ("My aunt gave me this tent"), the completion finishes it. Prompts, texts
+and preference pairs come from a grammar, so nothing is downloaded, and the grammar's own judge
+tells how good completions really are, whatever a learned reward says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rllib_llm.envs import rlhf
+from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.examples.reviews_grammar import judge, prompts
+
+MODEL = "rllib_llm.examples.reviews_model.build_model"
+DEFAULTS: dict[str, Any] = {
+    # Held-out openings are the grammar's: there is no share of them to choose.
+    **{key: value for key, value in rlhf.COMMON_DEFAULTS.items() if key != "eval_fraction"},
+    "model": MODEL,
+    "max_prompt_len": 16,
+    "max_completion_len": 48,
+    "reward_model": None,  # {model, quantization, weight, ...} or just the model
+    "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
+}
+
+
+def create(env_config: Mapping[str, Any]) -> BanditEnv:
+    """The environment; its keys and their defaults are `DEFAULTS`.
+
+    The reward is that of `reward_model` and `reward_functions`; without either it is the grammar's
+    own: the gold score, or -3 where the text is no review. Metrics in any case: gold_score [B],
+    -3..+3, the sentiment of what is said, and grammatical [B], 0 or 1.
+    """
+    settings = rlhf.with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Reviews-v0")
+    functions = settings["reward_functions"] or []
+    if isinstance(functions, (str, Mapping)) or callable(functions):
+        functions = [functions]
+    is_judged_otherwise = bool(settings["reward_model"] or functions)
+    gold_term = {"function": gold, "weight": 0.0 if is_judged_otherwise else 1.0}
+    return rlhf.create(
+        {
+            **settings,
+            "prompts": prompts("train"),
+            "eval_prompts": prompts("eval") if settings["split"] == "eval" else None,
+            "reward_functions": [*functions, gold_term],
+        }
+    )
+
+
+def gold(
+    prompts: Sequence[str], completions: Sequence[str]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """What the grammar's judge makes of the texts [B], and gold_score [B] and grammatical [B]."""
+    texts = (prompt + completion for prompt, completion in zip(prompts, completions, strict=True))
+    judgements = [judge(text) for text in texts]
+    scores = [judgement.score for judgement in judgements]
+    grammatical = [float(judgement.grammatical) for judgement in judgements]
+    gold_scores = [float(judgement.sentiment) for judgement in judgements]
+    return scores, {"gold_score": gold_scores, "grammatical": grammatical}
