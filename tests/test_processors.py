@@ -22,10 +22,16 @@ LIMITS = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
     },
-    # Not AVX512_CORE: torch asks the processor whether int8 products saturate, not oneDNN.
-    "AVX512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    "MKL's kernels for any processor": {"MKL_CBWR": "COMPATIBLE"},
-    "MKL's kernels for AVX2": {"MKL_CBWR": "AVX2"},
+    # oneDNN and MKL choose on their own, so one run limits both. Not AVX512_CORE: torch asks the
+    # processor whether int8 products saturate, not oneDNN.
+    "oneDNN without bfloat16, MKL for any processor": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "MKL_CBWR": "COMPATIBLE",
+    },
+    "oneDNN without AMX, MKL for AVX2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "MKL_CBWR": "AVX2",
+    },
     "no vectors in torch": {"ATEN_CPU_CAPABILITY": "default"},
     # Threads that wait let others have their core: here other tests run beside them.
     "two threads": {

@@ -17,7 +17,7 @@ from rllib_llm.modules.packing.logprobs import (
 )
 from rllib_llm.numerics.kl import full_kl
 from tests.modules.tiny_models import FAMILIES, VOCAB, tiny_model
-from tests.rounding import assert_as_near
+from tests.rounding import assert_as_near, neighbour
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -142,8 +142,12 @@ def test_gradients_are_those_of_the_models_own_logits(family, logits_chunk_token
         (logprobs.sum() + 0.3 * entropy.square().sum()).backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    plain, exact = (
-        gradients(one, *own_stats(one, rows, temperature=0.7)) for one in (model, exactly(model))
+    # Round-off of tied weights moves gradients of 86 by some 1e-3. A single run of the plain path
+    # is off by anything between 5e-4 and 3e-3, so that run alone is no bound.
+    moved = [neighbour(model, seed) for seed in range(3)]
+    plain, exact, *neighbours = (
+        gradients(one, *own_stats(one, rows, temperature=0.7))
+        for one in (model, exactly(model), *moved)
     )
     outputs = score_completions(
         model, **rows, temperature=0.7, entropy=True, logits_chunk_tokens=logits_chunk_tokens
@@ -151,7 +155,7 @@ def test_gradients_are_those_of_the_models_own_logits(family, logits_chunk_token
     found = gradients(model, outputs.logprobs, outputs.entropy)
     for (name, _), one, *others in zip(model.named_parameters(), found, plain, exact, strict=True):
         assert one.shape == others[0].shape, name
-    assert_as_near(found, plain, exact)
+    assert_as_near(found, plain, exact, neighbours=neighbours)
 
 
 def test_gradient_through_the_entropy_alone_and_the_hidden_states():
