@@ -14,8 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_schema import SCHEMA, check_version, other_version
-from rllib_llm.data.rollout_store import FIRST_STORE_FILE, STORE_FILE
+from rllib_llm.data.rollout_store import (
+    FIRST_STORE_FILE,
+    SCHEMA,
+    STORE_FILE,
+    check_version,
+    other_version,
+)
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.storage import Place, UrlPath, place
 

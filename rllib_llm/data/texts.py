@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from rllib_llm.data.chats import as_turns, encode_chat
+from rllib_llm.data.chats import Part, as_turns, encode_chat, parts_of_rows
 from rllib_llm.data.encoding import encode_ended, vocabulary_hash
 from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.thoughts import Part, parts_of_rows
 from rllib_llm.shared import columns
 from rllib_llm.shared.padding import pad_right
 

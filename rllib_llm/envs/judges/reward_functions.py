@@ -6,13 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rllib_llm.shared.dotted import import_dotted
 
 RewardFunction = Callable[..., Any]
+"""A plain function, or a `Judge`."""
 _SPEC_KEYS = ("function", "weight", "name", "kwargs")
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
@@ -84,6 +85,23 @@ class RewardBatch:
             context_messages=self.context_messages and self.context_messages[i : i + 1],
             columns={key: values[i : i + 1] for key, values in self.columns.items()},
         )
+
+
+class Judge(Protocol):
+    """Something that judges completions, and says how it wants to be called; see `RewardTerm`,
+    which calls plain functions and judges alike."""
+
+    wants_tokens: bool = False
+    wants_texts: bool = False
+    wants_transcripts: bool = False
+
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        """A number for each completion, `Invalid` where it could not be judged, None where it is
+        not this judge's; or these and {metric name: numbers}. It may be async."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers by name, of all calls so far or of the last one."""
+        return {}
 
 
 class RewardTerm:

@@ -7,12 +7,13 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rllib_llm.envs.event_loop import EventLoop, ExitedError, harmless
 from rllib_llm.envs.judges.reward_functions import (
     Invalid,
     RewardBatch,
@@ -138,7 +139,7 @@ class RewardSum:
     def _results(self, batch: RewardBatch) -> list[RewardResult]:
         """Async functions wait together in the background while the others compute."""
         waiting = {
-            term.name: asyncio.run_coroutine_threadsafe(_judge_async(term, batch), _loop())
+            term.name: _loop().submit(_judge_async(term, batch))
             for term in self.terms
             if term.is_async
         }
@@ -187,56 +188,38 @@ class RewardSum:
             )
 
 
-# Whatever a user's function raises costs its rows, `sys.exit` as well: hence the breadth.
-RAISED = (Exception, SystemExit)
-
-
 def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
-            answer = asyncio.run_coroutine_threadsafe(_awaited(answer), _loop()).result()
-            if isinstance(answer, _Raised):
-                raise answer.error
-    except RAISED as error:
+            answer = _loop().run(harmless(answer))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
-            return failed_result(batch, error)
+            return failed_result(batch, _cause(error))
         return join_rows([_judge(term, batch.row(i)) for i in range(len(batch))])
     return read_answer(term, answer, batch)
 
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
-    answer = await _awaited(term.call(batch))
-    if not isinstance(answer, _Raised):
-        return read_answer(term, answer, batch)
-    if len(batch) == 1:
-        return failed_result(batch, answer.error)
-    rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
-    return join_rows(await asyncio.gather(*rows))
+    try:
+        answer = await harmless(term.call(batch))
+    except Exception as error:  # noqa: BLE001  (as above)
+        if len(batch) == 1:
+            return failed_result(batch, _cause(error))
+        rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
+        return join_rows(await asyncio.gather(*rows))
+    return read_answer(term, answer, batch)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the function itself raised."""
+    return error.__cause__ or error if isinstance(error, ExitedError) else error
 
 
 @functools.lru_cache(maxsize=1)
-def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the process, in a thread of its own, so that clients bound to a loop live
-    from batch to batch, and a loop already running in this thread (a notebook's) is no matter."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True).start()
-    return loop
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """An exception in place of an answer."""
-
-    error: BaseException
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    """The answer, or what was raised: `SystemExit` would end the loop and its thread."""
-    try:
-        return await answer
-    except RAISED as error:
-        return _Raised(error)
+def _loop() -> EventLoop:
+    """That of all reward functions in this process."""
+    return EventLoop("async-rewards")
 
 
 _SHOWN = 120  # characters of a text in a message

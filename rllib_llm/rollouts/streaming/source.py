@@ -53,6 +53,7 @@ from rllib_llm.weights.published import PublishedWeights
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5  # for a batch, between looks at samplers
+SECONDS_BETWEEN_REPORTS = 0.02  # of the ledger, while a state waits for older weights' groups
 SECONDS_BETWEEN_WORDS = 60.0  # about who is waited for
 
 
@@ -245,7 +246,7 @@ class Rollouts:
         while self.look()["num_old"]:
             self._workers.work()
             self._attend(self._ledger.call("report", self._num_seen))
-            time.sleep(0.02)
+            time.sleep(SECONDS_BETWEEN_REPORTS)
         ledger = self._ledger.state()
         closed, num_closed = ledger["closed"]
         known = max(0, self._num_seen - num_closed + len(closed))
