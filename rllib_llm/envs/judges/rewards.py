@@ -28,7 +28,7 @@ __all__ = [
 
 
 class UnjudgedError(RewardError):
-    """A reward function failed on every row of a batch."""
+    """No row of a batch could be judged."""
 
 
 @dataclass(frozen=True)
