@@ -8,6 +8,7 @@ from typing import Any
 from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.errors import PublishedWeightsLostError
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.samples import texts_are_due
 from rllib_llm.weights.published import PublishedWeights
 
 
@@ -60,7 +61,7 @@ class OnPolicy:
             position=self.position,
             num_prompts=self._num_prompts,
             num_completions=self._num_completions,
-            return_texts=bool(every) and self._weights.version % every == 0,
+            return_texts=texts_are_due(self._weights.version, every),
         )
         return self._collector.collect(request, self._weights)
 

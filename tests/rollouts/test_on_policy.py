@@ -8,6 +8,7 @@ import torch
 from rllib_llm.rollouts.errors import BrokenSamplerError, PublishedWeightsLostError
 from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.samples import texts_are_due
 from rllib_llm.shared import columns
 from tests.rollouts.tiny_samplers import publication
 
@@ -55,11 +56,11 @@ def test_each_batch_has_the_newest_weights():
     assert made.position == 12
 
 
-def test_texts_come_with_every_second_batch():
+def test_texts_come_with_every_second_batch_and_the_second():
     collector = ScriptedCollector()
     learn(source(collector, texts_every=2), 4)
     wanted = {position: texts for position, _, texts in collector.requests}
-    assert [wanted[position] for position in (0, 4, 8, 12)] == [True, False, True, False]
+    assert [wanted[position] for position in (0, 4, 8, 12)] == [True, True, True, False]
 
 
 def test_a_restored_source_goes_on_behind_what_was_learnt_from():
@@ -92,3 +93,10 @@ def test_a_failure_is_raised_and_the_same_prompts_are_sampled_next():
     with pytest.raises(BrokenSamplerError, match="no judge"):
         made.next()
     assert learn(made, 1) == [(0, 0)]
+
+
+def test_texts_of_short_runs_are_logged_more_than_once():
+    assert [version for version in range(31) if texts_are_due(version, 10)] == [
+        0, 1, 2, 4, 8, 10, 20, 30
+    ]  # fmt: skip
+    assert not any(texts_are_due(version, 0) for version in range(31))
