@@ -38,9 +38,9 @@ from rllib_llm.rollouts.replayed import replayed
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
-from rllib_llm.rollouts.samples import SampleLog, texts_are_due
+from rllib_llm.rollouts.samples import SampleLog
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
 from rllib_llm.rollouts.streaming.sampler import ServingSettings
 from rllib_llm.rollouts.streaming.source import Rollouts, open_rollouts
 from rllib_llm.shared import columns

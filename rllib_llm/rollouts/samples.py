@@ -13,14 +13,6 @@ from rllib_llm.shared.storage import BestEffort, keep_json_rows
 SAMPLES_FILE = "samples.jsonl"
 
 
-def texts_are_due(version: int, every: int) -> bool:
-    """Whether the texts of the batch that weights of `version` sampled are logged: every `every`-th
-    batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0 none."""
-    return every > 0 and (
-        version % every == 0 or (version < every and version & (version - 1) == 0)
-    )
-
-
 class SampleLog:
     """Appends rows {iteration, split, prompt_index, prompt, completion, score, <components>,
     <metrics>}. The first it writes replaces rows of that iteration and later ones: of a process

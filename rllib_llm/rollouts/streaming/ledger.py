@@ -23,11 +23,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rllib_llm.rollouts.failure import SampleFailure
-from rllib_llm.rollouts.samples import texts_are_due
 from rllib_llm.rollouts.streaming.entry import Answer, Entry, JudgedGroup, Lease, State, Tokens
 from rllib_llm.rollouts.streaming.leases import Leases
 from rllib_llm.rollouts.streaming.outcomes import Outcomes, TokenAccount
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
 from rllib_llm.rollouts.streaming.schedule import open_schedule
 from rllib_llm.rollouts.streaming.table import GroupTable
 from rllib_llm.shared.process import TimeLimit
