@@ -57,10 +57,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], ...]] = {
     "fused": (_without(f"{PACKING}.trunk", "is_fusible"),),
     "half": (_without(f"{PACKING}.llama_trunk", "reads_half"),),
     "dense": (_without(f"{PACKING}.trunk", "reads_dense"),),
-    "llama_step": (
-        _without("rllib_llm.engines.decode_step", "is_llama_shaped"),
-        _without("rllib_llm.engines.decoder", "is_llama_shaped"),
-    ),
+    "llama_step": (_without("rllib_llm.engines.decode_step", "is_llama_shaped"),),
 }
 
 

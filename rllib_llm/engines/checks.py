@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from rllib_llm.engines.decode_step import open_decode_step, prefill
-from rllib_llm.engines.kv_cache import make_cache
+from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.modules.model_limits import longrope_border
 
@@ -182,8 +181,9 @@ def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torc
     mask[1, :_PADDING] = False
     # Padding that is an ordinary token: the mask alone says that it does not count.
     prompts = ids[:_PROMPT_LEN].where(mask[:, :_PROMPT_LEN], ids[-1])
-    cache = make_cache(model.config, 1, len(ids))
-    with open_decode_step(model, cache, 2) as step:
+    plan = DecodePlan.of(model)
+    cache = plan.make_cache(1, len(ids))
+    with open_decode_step(plan, cache, 2) as step:
         first = prefill(model, None, prompts, mask[:, :_PROMPT_LEN], cache)
         yield "prompts", first.float()
         positions = mask[:, :_PROMPT_LEN].sum(dim=1)

@@ -5,29 +5,87 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache
 
-from rllib_llm.engines.kv_cache import RepeatedPromptCache, SharedPromptCache
+from rllib_llm.engines.kv_cache import (
+    RepeatedPromptCache,
+    SharedPromptCache,
+    num_shared_layers,
+)
 from rllib_llm.engines.llama_step import LlamaStep, decode_layout, is_llama_shaped
+from rllib_llm.engines.row_blocks import cost_of_block
 from rllib_llm.engines.static_step import CudaGraph, StaticLlamaStep, can_be_recorded
 from rllib_llm.modules.packing.dense_packing import recurring_size
 from rllib_llm.modules.packing.lm_head import take_apart
+from rllib_llm.modules.packing.trunk import wants_recurring_sizes
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How a model is decoded, decided once by whoever loads it: its layers are what they are then,
+    and it stays on its device, in its dtype.
+
+    num_layers: attention layers of a `SharedPromptCache`; None: it wants transformers' own cache.
+    is_llama: whether `LlamaStep` computes what the model computes. is_recordable: whether its step
+    can be recorded, too. block_cost: row positions that one more block has to save; infinite where
+    the step knows none, or where the rotation of all rows is that of the longest beside them.
+    has_recurring_sizes: whether prompts are read in sizes that come again.
+    """
+
+    model: nn.Module
+    num_layers: int | None
+    is_llama: bool
+    is_recordable: bool
+    block_cost: float
+    has_recurring_sizes: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DecodePlan:
+        """The plan of a causal LM of transformers."""
+        weight = next(model.parameters())
+        is_llama = is_llama_shaped(model)
+        is_recordable = is_llama and can_be_recorded(model)
+        cost = float("inf")
+        if is_recordable:
+            cost = cost_of_block(model.config, weight.element_size(), weight.device)
+        return cls(
+            model, num_shared_layers(model.config), is_llama, is_recordable, cost,
+            wants_recurring_sizes(weight),
+        )  # fmt: skip
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether completions share the keys and values of their prompt."""
+        return self.num_layers is not None
+
+    def make_cache(self, num_completions: int, capacity: int) -> Cache:
+        """The fastest cache that is right for the model's layers.
+
+        Args:
+            num_completions: completions per prompt.
+            capacity: prompt and completion positions to hold.
+        """
+        if self.num_layers is None:
+            return RepeatedPromptCache(config=self.model.config)
+        return SharedPromptCache(self.num_layers, num_completions, capacity)
+
 
 # tokens [rows] int64, their positions [rows] int64, cache, padding mask [rows, seen + 1] bool or
 # None -> logits [rows, vocab]; the cache holds the tokens afterwards. With a value head the values
 # of the same states are one more column.
 DecodeStep = Callable[[torch.Tensor, torch.Tensor, Cache, torch.Tensor | None], torch.Tensor]
 # As `open_decode_step` with its default settings.
-OpenStep = Callable[[nn.Module, Cache, int, nn.Module | None], AbstractContextManager[DecodeStep]]
+OpenStep = Callable[[DecodePlan, Cache, int, nn.Module | None], AbstractContextManager[DecodeStep]]
 
 
 @contextmanager
 def open_decode_step(
-    model: nn.Module,
+    plan: DecodePlan,
     cache: Cache,
     steps: int,
     value_head: nn.Module | None = None,
@@ -36,16 +94,17 @@ def open_decode_step(
     """A step of the model as it is now, valid inside the context.
 
     Args:
-        model: causal LM of transformers.
+        plan: of the model.
         cache: the cache the step will be used with.
         steps: how often the step will be taken at most.
         value_head: a linear layer of the trunk's last state, as `linear`, whose result is appended.
         cuda_graphs: whether the step may be recorded and replayed on a CUDA device.
     """
-    if isinstance(cache, SharedPromptCache) and is_llama_shaped(model):
+    model = plan.model
+    if plan.is_llama and isinstance(cache, SharedPromptCache):
         llama_step = LlamaStep(model, steps, value_head)
         device = llama_step.embedding.device
-        if cuda_graphs and device.type == "cuda" and can_be_recorded(model):
+        if cuda_graphs and device.type == "cuda" and plan.is_recordable:
             yield StaticLlamaStep(llama_step, functools.partial(CudaGraph, device=device))
         else:
             yield llama_step

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from rllib_llm.engines.batch_rows import BatchRows, Group, PromptQueue, fill_gaps, padded
 from rllib_llm.engines.completions import CompletionBuffers
 from rllib_llm.engines.decode_step import (
+    DecodePlan,
     DecodeStep,
     OpenStep,
     open_decode_step,
@@ -33,15 +34,11 @@ from rllib_llm.engines.kv_cache import (
     RepeatedPromptCache,
     SharedPromptCache,
     fill,
-    make_cache,
-    shares_prompts,
 )
-from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
+from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.protocol import Guide
-from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike, cost_of_block
+from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike
 from rllib_llm.engines.sampling import TokenCounts, choose_for_rows
-from rllib_llm.engines.static_step import can_be_recorded
-from rllib_llm.modules.packing.trunk import wants_recurring_sizes
 
 # Further turns of conversations wait for each other until they have waited for so many steps
 # together, as a share of the rows that are sampled meanwhile: a prefill costs about as much as a
@@ -53,7 +50,7 @@ class Decoder:
     """State of a generation that never needs to end.
 
     Args:
-        model: causal LM of transformers in eval mode.
+        plan: of a causal LM of transformers in eval mode.
         buffers: what is sampled is written to.
         steps: how many tokens will be decoded at most: whether weights are laid out for it.
         steps_between_looks: steps between two looks at which rows were ended by a stop token.
@@ -72,7 +69,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: nn.Module,
+        plan: DecodePlan,
         buffers: CompletionBuffers,
         *,
         steps: int,
@@ -84,7 +81,8 @@ class Decoder:
         value_head: nn.Module | None = None,
         block_cost: float | None = None,
     ) -> None:
-        self.model, self.buffers, self.steps = model, buffers, steps
+        self.plan, self.buffers, self.steps = plan, buffers, steps
+        self.model = model = plan.model
         self.steps_between_looks, self.free_share = steps_between_looks, free_share
         self.max_rows, self.room = max_rows, room
         self.open_step, self.value_head = open_step, value_head
@@ -101,11 +99,9 @@ class Decoder:
         self.num_prefilled = 0  # tokens of prompts that were computed so far
         self._num_waited = 0  # steps that turns have waited for each other, each row's counted
         self.clock = 0
-        if block_cost is None:
-            block_cost = _cost_of_block(model, self.device)
-        self.blocks = RowBlocks(model.config, self.device, block_cost)
-        self._shares = shares_prompts(model.config)
-        self._recurs = wants_recurring_sizes(next(model.parameters()))
+        block_cost = plan.block_cost if block_cost is None else block_cost
+        device = self.device  # not through the decoder, which its caches would outlive
+        self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost)
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 
@@ -144,7 +140,7 @@ class Decoder:
     def _opened_step(self) -> DecodeStep:
         if self._decode_step is None:
             cache = next(iter(self.blocks)).cache
-            opened = self.open_step(self.model, cache, self.steps, self.value_head)
+            opened = self.open_step(self.plan, cache, self.steps, self.value_head)
             self._decode_step = self._held.enter_context(opened)
             if not isinstance(self._decode_step, LlamaStep):
                 self.blocks.cost = float("inf")
@@ -244,7 +240,7 @@ class Decoder:
     def _next_groups(self) -> list[Group]:
         """The prompts that are let in now."""
         running = len(self.rows)
-        if not len(self.queue) or (running and not self._shares):
+        if not len(self.queue) or (running and not self.plan.shares_prompts):
             return []
         free = float("inf") if self.max_rows is None else self.max_rows - running
         count = self.queue.fitting(free, whatever=not running)
@@ -275,7 +271,7 @@ class Decoder:
 
     def _length_to_read(self, num_prompts: int, length: int) -> int:
         """How many positions of so many prompts are read where `length` would do."""
-        return recurring_length(num_prompts, length) if self._recurs else length
+        return recurring_length(num_prompts, length) if self.plan.has_recurring_sizes else length
 
     def _prefill(self, groups: Sequence[Group]) -> None:
         """Lets prompts of like length in."""
@@ -283,12 +279,13 @@ class Decoder:
         ids, mask = padded(groups)
         longest = ids.shape[1]
         block = self.blocks.block_for(*_sizes(groups))
-        more = self._length_to_read(len(groups), longest) - longest if self._shares else 0
+        shares = self.plan.shares_prompts
+        more = self._length_to_read(len(groups), longest) - longest if shares else 0
         if more:
             ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
-        prompts = make_cache(self.model.config, 1, longest + more)
+        prompts = self.plan.make_cache(1, longest + more)
         repeats = torch.tensor(copies, device=self.device)
-        if not self._shares:
+        if not shares:
             block.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
         self.num_prefilled += sum(group.length for group in groups)
@@ -296,9 +293,9 @@ class Decoder:
         if more:
             prompts.look_from(more)
         before = len(self.rows)
-        room = self._room_for(block, groups, longest) if self._shares else (0, 0)
+        room = self._room_for(block, groups, longest) if shares else (0, 0)
         self._admit(block, prompts, groups, longest, room)
-        if self._shares:
+        if shares:
             logits = logits.repeat_interleave(repeats, dim=0)
         self._take(logits, before)
 
@@ -312,7 +309,7 @@ class Decoder:
         longer = self._length_to_read(len(groups), new)
         if longer < longest:
             new = longer
-        if new >= longest or not self._shares:
+        if new >= longest or not self.plan.shares_prompts:
             self._prefill(groups)
             return
         ids, mask = padded(groups)
@@ -320,7 +317,7 @@ class Decoder:
         room = self._room_for(block, groups, longest)
         # Where nobody is in the block its own cache is filled, and nothing has to be copied to it.
         is_beside = len(block) > 0
-        prompts = make_cache(self.model.config, 1, longest) if is_beside else block.cache
+        prompts = self.plan.make_cache(1, longest) if is_beside else block.cache
         fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
         self.num_prefilled += sum(min(length, new) for length in lengths)
         logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)
@@ -379,14 +376,6 @@ class Decoder:
         if self.blocks.cost < float("inf"):
             bound = min(bound, positions)
         return rows, max(bound, block.length if len(block) else longest)
-
-
-def _cost_of_block(model: nn.Module, device: torch.device) -> float:
-    """Row positions that one more block has to save; infinite where the step knows none, or where
-    the rotation of all rows is that of the longest beside them."""
-    if not (is_llama_shaped(model) and can_be_recorded(model)):
-        return float("inf")
-    return cost_of_block(model.config, next(model.parameters()).element_size(), device)
 
 
 def _sizes(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:

@@ -18,9 +18,8 @@ from torch import nn
 from rllib_llm.engines.batch_rows import Group, Prompts
 from rllib_llm.engines.checks import check_at_least_one, check_decoding_once, check_inputs
 from rllib_llm.engines.completions import CompletionBuffers, Completions
-from rllib_llm.engines.decode_step import open_decode_step
+from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.kv_cache import shares_prompts
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.row_budget import row_budget, with_fewer_rows
 
@@ -47,6 +46,7 @@ def generate(
     value_head: nn.Module | None = None,
     on_step: Callable[[], None] | None = None,
     on_fewer_rows: Callable[[int], None] | None = None,
+    plan: DecodePlan | None = None,
 ) -> Completions:
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -71,6 +71,7 @@ def generate(
         on_step: called after each step, for whoever watches.
         on_fewer_rows: called with the rows that are decoded at once, where a GPU's memory does not
             suffice for as many as were meant; the same completions are made of them.
+        plan: of the model, by whoever generates with it again and again.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
@@ -80,13 +81,14 @@ def generate(
     check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
     check_decoding_once(model)
     check_at_least_one(steps_between_looks=steps_between_looks, max_rows=max_rows)
+    plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     if steps_between_looks is None:
         steps_between_looks = 1 if device.type == "cpu" else _STEPS_BETWEEN_LOOKS_ON_GPU
     prompts = Prompts(prompt_ids.to(device), prompt_mask.to(device))
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
-        model, prompt_mask, params, num_completions, steps_between_looks, max_rows
+        plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
     )
 
     def completions(rows_at_once: int) -> Completions:
@@ -96,7 +98,7 @@ def generate(
             noise=None if noise is None or params.greedy else noise.to(device),
         )  # fmt: skip
         decoder = Decoder(
-            model,
+            plan,
             buffers,
             steps=params.max_new_tokens,
             steps_between_looks=steps_between_looks,
@@ -123,7 +125,7 @@ def generate(
 
 
 def _places(
-    model: nn.Module,
+    plan: DecodePlan,
     prompt_mask: torch.Tensor,
     params: SamplingParams,
     num_completions: int,
@@ -132,6 +134,7 @@ def _places(
 ) -> tuple[int, int]:
     """(rows that are decoded at once, positions that their cache has)."""
     groups, prompt_len = prompt_mask.shape
+    model = plan.model
     if max_rows is None:
         max_rows = row_budget(model, prompt_len + params.max_new_tokens)
         if max_rows is not None and max_rows < groups * num_completions:
@@ -140,7 +143,7 @@ def _places(
     if max_rows is not None:
         groups_at_once = min(groups, max(1, max_rows // num_completions))
     # Rows without stop tokens end together: there is no place before all are free.
-    waits = groups_at_once < groups and params.stop_token_ids and shares_prompts(model.config)
+    waits = groups_at_once < groups and params.stop_token_ids and plan.shares_prompts
     longest = int(prompt_mask.any(dim=0).sum())
     if waits:
         positions = capacity(longest, params, steps_between_looks)

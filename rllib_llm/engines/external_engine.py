@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rllib_llm.shared.errors import SettingError
+
 if TYPE_CHECKING:
     from rllib_llm.engines.servers import ClientPolicy, CompletionClient
     from rllib_llm.engines.vllm_engine import VLLMEngine
@@ -65,9 +67,12 @@ def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -
     from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 
     if endpoint not in ENDPOINTS:
-        raise ValueError(
-            f"engine_settings['endpoint']={endpoint!r} must be one of {ENDPOINTS}: a server is "
-            "asked in no other way. Use 'tokens' for one that gives token ids."
+        raise SettingError(
+            name="engine_settings['endpoint']",
+            value=endpoint,
+            rule=f"be one of {ENDPOINTS}",
+            reason="a server is asked in no other way",
+            remedy="Use 'tokens' for one that gives token ids",
         )
     tokenizer = load_tokenizer(model)
     client: CompletionClient

@@ -281,24 +281,10 @@ class RepeatedPromptCache(DynamicCache):
         self.reorder_cache(order)
 
 
-def shares_prompts(config: PretrainedConfig) -> bool:
-    """Whether a `SharedPromptCache` is right for the model's layers."""
+def num_shared_layers(config: PretrainedConfig) -> int | None:
+    """Layers of a `SharedPromptCache` of the model; None where one is not right for its layers."""
     layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return _MASKED_LAYER_TYPES.issuperset(layer_types)
-
-
-def make_cache(config: PretrainedConfig, num_completions: int, capacity: int) -> Cache:
-    """The fastest cache that is right for the model's layers.
-
-    Args:
-        config: the model's config.
-        num_completions: completions per prompt.
-        capacity: prompt and completion positions to hold.
-    """
-    if shares_prompts(config):
-        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        return SharedPromptCache(len(layer_types), num_completions, capacity)
-    return RepeatedPromptCache(config=config)
+    return len(layer_types) if _MASKED_LAYER_TYPES.issuperset(layer_types) else None
 
 
 # --- KV caches of rows that have ended, for the next turn of their conversation

@@ -7,6 +7,7 @@ up to round-off.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,41 +144,44 @@ def is_llama_shaped(model: nn.Module) -> bool:
 
 
 class _Projection:
-    """x @ matrix + bias for one or several linear layers with the same input, side by side."""
+    """x @ matrix + bias for one or several linear layers with the same input, side by side, in the
+    way that is decided here once: by `apply` to inputs, or by `add_to` to (residual, inputs)."""
+
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    add_to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __init__(self, linears: Sequence[nn.Linear], steps: int) -> None:
         weights = [linear.weight for linear in linears]
-        self.packed: torch.Tensor | None = None
-        self.products = products_of(linears[0], weights[0])
+        bias = None
+        if any(linear.bias is not None for linear in linears):
+            bias = torch.cat([_bias_of(linear) for linear in linears])
+        is_onednn = products_of(linears[0], weights[0]) is ONEDNN
         if pays(weights[0], steps):
-            self.matrix = transposed(weights)
+            matrix = transposed(weights)
         else:
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             if pays_packed(whole, steps):
-                self.packed = packed(whole)
-            else:
-                self.matrix = whole.t()
-        self.bias = None
-        if any(linear.bias is not None for linear in linears):
-            self.bias = torch.cat([_bias_of(linear) for linear in linears])
+                self.matrix = packed(whole)
+                self.apply = functools.partial(packed_linear, weight=self.matrix, bias=bias)
+                self.add_to = functools.partial(_add_packed, weight=self.matrix, bias=bias)
+                return
+            matrix = whole.t()
+        self.matrix = matrix
+        if is_onednn:
+            self.apply = functools.partial(ONEDNN.linear, weight=matrix.t(), bias=bias)
+            self.add_to = functools.partial(ONEDNN.add_linear, weight=matrix.t(), bias=bias)
+        elif bias is None:
+            self.apply = functools.partial(torch.mm, mat2=matrix)
+            self.add_to = functools.partial(torch.addmm, mat2=matrix)
+        else:
+            self.apply = functools.partial(torch.addmm, bias, mat2=matrix)
+            self.add_to = lambda residual, inputs: torch.addmm(residual, inputs, matrix).add_(bias)
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            return packed_linear(inputs, self.packed, self.bias)
-        if self.products is ONEDNN:
-            return ONEDNN.linear(inputs, self.matrix.t(), self.bias)
-        if self.bias is None:
-            return torch.mm(inputs, self.matrix)
-        return torch.addmm(self.bias, inputs, self.matrix)
 
-    def add_to(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """residual + x @ matrix + bias."""
-        if self.packed is not None:
-            return packed_linear(inputs, self.packed, self.bias, residual)
-        if self.products is ONEDNN:
-            return ONEDNN.add_linear(residual, inputs, self.matrix.t(), self.bias)
-        total = torch.addmm(residual, inputs, self.matrix)
-        return total if self.bias is None else total.add_(self.bias)
+def _add_packed(
+    residual: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return packed_linear(inputs, weight, bias, residual)
 
 
 def _bias_of(linear: nn.Linear) -> torch.Tensor:
@@ -188,11 +192,10 @@ def _norm(module: nn.Module) -> _Norm:
     """The RMS norm in one operation instead of six, where it is the one of these models."""
     if not is_rms_norm(module):
         return module.forward
-
-    def norm(inputs: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(inputs, module.weight.shape, module.weight, module.variance_epsilon)
-
-    return norm
+    weight, epsilon = module.weight, module.variance_epsilon
+    return functools.partial(
+        torch.rms_norm, normalized_shape=list(weight.shape), weight=weight, eps=epsilon
+    )
 
 
 @dataclass
@@ -235,13 +238,13 @@ class _Layer:
     ) -> torch.Tensor:
         hidden = self.output.add_to(hidden, self._attend(hidden, rotate, seen))
         normed = self.mlp_norm(hidden)
-        gated = self.activation(self.gate(normed)).mul_(self.up(normed))
+        gated = self.activation(self.gate.apply(normed)).mul_(self.up.apply(normed))
         return self.down.add_to(hidden, gated)
 
     def _attend(
         self, hidden: torch.Tensor, rotate: _Rotation, seen: Sequence[_Seen]
     ) -> torch.Tensor:
-        heads = self.qkv(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv.apply(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
         values = heads[:, self.num_query_heads + self.num_key_heads :]
         if self.head_norms is None:
             rotated = rotate(heads[:, : self.num_query_heads + self.num_key_heads])
@@ -345,7 +348,7 @@ class LlamaStep:
         layers = zip(*(cache.layers for cache, _ in blocks), strict=True)
         seen = [list(zip(caches, masks, strict=True)) for caches in layers]
         hidden = self._states(tokens[there], positions[there], seen)
-        return self.head(self.norm(hidden[back]))
+        return self.head.apply(self.norm(hidden[back]))
 
     def _added(self, padding_mask: torch.Tensor | None) -> torch.Tensor | None:
         return None if padding_mask is None else additive(padding_mask, self.embedding.dtype)
@@ -355,7 +358,7 @@ class LlamaStep:
     ) -> torch.Tensor:
         """As `__call__`; of each layer what the rows look at, those of several blocks one block
         after the other."""
-        return self.head(self.norm(self._states(tokens, positions, seen)))
+        return self.head.apply(self.norm(self._states(tokens, positions, seen)))
 
     def _states(
         self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]

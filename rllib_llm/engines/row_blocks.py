@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from rllib_llm.engines.kv_cache import (
     Layers,
     RepeatedPromptCache,
     SharedPromptCache,
-    make_cache,
     row_of,
 )
 from rllib_llm.engines.row_budget import numbers_of_position
@@ -245,13 +244,15 @@ class RowBlocks:
     """Blocks that each have rows; one block, perhaps without, where nobody is in the batch.
 
     Args:
-        config: the model's.
+        new_block: gives one without rows.
         device: of the model.
         cost: row positions that one more block has to save; infinite for one block of all rows.
     """
 
-    def __init__(self, config: PretrainedConfig, device: torch.device, cost: float) -> None:
-        self._config, self._device, self.cost = config, device, cost
+    def __init__(
+        self, new_block: Callable[[], RowBlock], device: torch.device, cost: float
+    ) -> None:
+        self._new_block, self._device, self.cost = new_block, device, cost
         self._blocks = [self._new_block()]
         # Where the rows of the blocks, one after the other, stand in the batch, and where the rows
         # of the batch stand there, [rows] int64 each; None where both are one and the same.
@@ -262,9 +263,6 @@ class RowBlocks:
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def _new_block(self) -> RowBlock:
-        return RowBlock(make_cache(self._config, 1, 0), self._device)
 
     def block_for(self, lengths: np.ndarray, copies: np.ndarray) -> RowBlock:
         """The block whose attention costs least more with rows of prompts that are alike, if they

@@ -15,7 +15,7 @@ from torch import nn
 from rllib_llm.engines.batch_rows import Group, Prompts
 from rllib_llm.engines.checks import check_bias, check_decoding_once, check_positions
 from rllib_llm.engines.completions import CompletionBuffers, Likeliest, Tokens
-from rllib_llm.engines.decode_step import open_decode_step
+from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.noise import uniform_noise
@@ -140,6 +140,7 @@ class TorchEngine:
             parameters by name.
         cuda_graphs: see `engine.generate`.
         kept_bytes: KV cache of conversations that is kept between turns.
+        plan: see `engine.generate`.
 
     Raises:
         ValueError: the model cannot be decoded here.
@@ -156,6 +157,7 @@ class TorchEngine:
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
         cuda_graphs: bool = True,
         kept_bytes: int = _KEPT_BYTES,
+        plan: DecodePlan | None = None,
     ) -> None:
         self.model, self._version = model, version
         self.device = next(model.parameters()).device
@@ -167,7 +169,8 @@ class TorchEngine:
         self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
         self._buffers.version = version or 0
         self._decoder = Decoder(
-            model, self._buffers, steps=_MANY_STEPS, steps_between_looks=steps_between_looks,
+            plan or DecodePlan.of(model), self._buffers, steps=_MANY_STEPS,
+            steps_between_looks=steps_between_looks,
             max_rows=max_rows or row_budget(model, max_positions),
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         )  # fmt: skip

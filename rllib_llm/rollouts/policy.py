@@ -14,6 +14,7 @@ import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rllib_llm.engines.checks import check_decoding_once
+from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
@@ -125,6 +126,7 @@ class ModulePolicy:
         self.has_weights = is_pretrained
         self._make_module = make_module
         self._max_rows = max_rows
+        self._plan: DecodePlan | None = None
         self._cuda_graphs = cuda_graphs
         self._is_shared = False
         self._pending_state: Mapping[str, torch.Tensor] | None = None
@@ -185,7 +187,8 @@ class ModulePolicy:
         made = forward(
             dict(prompts), params=params,
             generate=functools.partial(
-                generate, on_step=asked.on_step, on_fewer_rows=self._decode_at_most
+                generate, on_step=asked.on_step, on_fewer_rows=self._decode_at_most,
+                plan=self._decode_plan(),
             ),
             num_completions=asked.num_completions, noise=noise,
             max_rows=self._max_rows, cuda_graphs=self._cuda_graphs,
@@ -193,6 +196,13 @@ class ModulePolicy:
         # A module shared with a learner on a GPU generates there.
         device = prompts[columns.PROMPT_IDS].device
         return {name: column.to(device) for name, column in made.items()}
+
+    def _decode_plan(self) -> DecodePlan:
+        """How the module's model is decoded, decided once."""
+        model = self.build().computing_model
+        if self._plan is None or self._plan.model is not model:
+            self._plan = DecodePlan.of(model)
+        return self._plan
 
     def _decode_at_most(self, rows: int) -> None:
         self._max_rows = rows
@@ -204,7 +214,7 @@ class ModulePolicy:
         module = self.build()
         return TorchEngine(
             module.computing_model, version=version, max_rows=self._max_rows,
-            cuda_graphs=self._cuda_graphs, load_weights=load_weights,
+            cuda_graphs=self._cuda_graphs, load_weights=load_weights, plan=self._decode_plan(),
         )  # fmt: skip
 
     def load(self, weights: FlatBuffer) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.checks import check_decoding
+from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.torch_engine import TorchEngine
 from tests.engines.tiny_generations import MODELS, greedy, ragged_prompts, seeded
 from tests.modules.tiny_models import VOCAB, tiny_model
@@ -75,3 +76,13 @@ def test_a_model_is_tried_at_its_first_generation_and_once():
     ):
         with pytest.raises(ValueError, match="must give the same logits with a cache"):
             start()
+
+
+def test_how_a_model_is_decoded_is_decided_from_its_layers_and_dtype():
+    model = tiny_model("llama")
+    plan = DecodePlan.of(model)
+    assert plan.is_llama and plan.is_recordable and plan.num_layers == len(model.model.layers)
+    # Twice as many bytes of a row position: a block has to save half as many of them.
+    assert DecodePlan.of(model.double()).block_cost == plan.block_cost / 2
+    other = DecodePlan.of(tiny_model("gpt2"))
+    assert other.shares_prompts and not other.is_llama and other.block_cost == float("inf")

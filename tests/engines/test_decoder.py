@@ -7,6 +7,7 @@ import torch
 
 from rllib_llm.engines.batch_rows import Prompts
 from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import capacity, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
@@ -96,8 +97,9 @@ def test_places_are_filled_again_and_the_cache_stays_small():
     noise = uniform_noise(1, range(NUM_GROUPS * N), STEPS)
     buffers = CompletionBuffers(STEPS, NUM_GROUPS * N, PAD, ids.device, noise=noise)
     decoder = Decoder(
-        model, buffers, steps=STEPS, max_rows=3 * N, room=(3 * N, capacity(9, params, 1))
-    )
+        DecodePlan.of(model), buffers, steps=STEPS, max_rows=3 * N,
+        room=(3 * N, capacity(9, params, 1)),
+    )  # fmt: skip
     decoder.queue.put(groups_of(Prompts(ids, mask), params, N))
     most, addresses = 0, set()
     with torch.inference_mode():

@@ -7,9 +7,8 @@ from transformers import AutoConfig
 
 from rllib_llm.engines.kv_cache import (
     RepeatedPromptCache,
-    SharedPromptCache,
     SharedPromptLayer,
-    make_cache,
+    num_shared_layers,
 )
 
 
@@ -75,8 +74,8 @@ def test_models_whose_pattern_lives_in_the_mask_share_prompts():
         ("gemma2", {}),
         ("gpt2", {}),
     ):
-        cache = make_cache(AutoConfig.for_model(name, **settings), 2, 8)
-        assert isinstance(cache, SharedPromptCache), name
+        config = AutoConfig.for_model(name, **settings)
+        assert num_shared_layers(config) == config.num_hidden_layers, name
 
 
 def test_other_layers_get_the_cache_of_transformers():
@@ -84,7 +83,7 @@ def test_other_layers_get_the_cache_of_transformers():
         "lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]
     )
 
-    assert isinstance(make_cache(config, 2, 8), RepeatedPromptCache)
+    assert num_shared_layers(config) is None
 
 
 def test_the_cache_of_transformers_moves_rows_too():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.engines.decode_step import prefill, recurring_length
-from rllib_llm.engines.kv_cache import make_cache
+from rllib_llm.engines.decode_step import DecodePlan, prefill, recurring_length
 from tests.engines.test_torch_engine import tiny_model
 
 LENGTHS = (9, 4, 7)
@@ -21,7 +20,7 @@ def prompts():
 def filled(model, piece_tokens: int):
     """Logits, the cache, and how many tokens each pass had."""
     ids, mask = prompts()
-    cache, passes = make_cache(model.config, 1, 12), []
+    cache, passes = DecodePlan.of(model).make_cache(1, 12), []
 
     def count(module, args, kwargs):
         passes.append(kwargs["input_ids"].numel())

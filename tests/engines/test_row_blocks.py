@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from rllib_llm.engines.batch_rows import Prompts
 from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import groups_of
 from rllib_llm.engines.noise import uniform_noise
@@ -114,7 +115,8 @@ def decoder(cost: float, lengths=LENGTHS, steps=STEPS) -> Decoder:
     noise = uniform_noise(0, range(rows), steps)
     buffers = CompletionBuffers(steps, rows, PAD, ids.device, noise=noise)
     room = rows, max(lengths) + steps
-    made = Decoder(tiny_model("llama"), buffers, steps=steps, room=room, block_cost=cost)
+    plan = DecodePlan.of(tiny_model("llama"))
+    made = Decoder(plan, buffers, steps=steps, room=room, block_cost=cost)
     params = SamplingParams(PAD, max_new_tokens=steps)
     made.queue.put(groups_of(Prompts(ids.masked_fill(~mask, PAD), mask), params, 1))
     return made
