@@ -11,14 +11,13 @@ It stands in torch's dispatcher. A `TorchDispatchMode` would belong to one threa
 decode in threads of their own, and would see `linear` and `scaled_dot_product_attention` as wholes
 in inference mode. Here those are the products that they consist of, and backward passes are, too.
 Workers of the Ray that the tests share are shaken as well (`ray_session`), and so is any other
-process of a test that imports `tests`. Programs that know nothing of the tests (`rllib train`, a Ray
-of their own) are not.
+process of a test that imports `tests`. Programs that know nothing of the tests (`rllib train`, a
+Ray of their own) are not.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import zlib
 
 import torch
