@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat, Messages
-from rllib_llm.conversations.nodes import NO_VERSION, Node, path_to
 from rllib_llm.conversations.tool_calls import ParsedReply
-from rllib_llm.conversations.training_rows import TrainingRow, rows_of
+from rllib_llm.conversations.training_rows import Node, TrainingRow, path_to, rows_of
+from rllib_llm.shared.columns import NO_VERSION
 
 
 class ConversationError(ValueError):

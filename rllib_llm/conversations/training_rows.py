@@ -1,12 +1,62 @@
-"""What is learnt from a conversation: a row of tokens for each of its paths."""
+"""What a conversation is made of, and what is learnt from it.
+
+Nodes know the one before them; each path of them is a row of tokens, and rows are columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from rllib_llm.conversations.nodes import NO_VERSION, Node, path_to
+import torch
+
+from rllib_llm.shared import columns
+from rllib_llm.shared.columns import NO_VERSION
+from rllib_llm.shared.padding import pad_left, pad_right
+
+if TYPE_CHECKING:
+    from rllib_llm.conversations.conversation import Conversation
+
+
+@dataclass
+class Node:
+    """What one append added.
+
+    parent: index of the node before it; None: it begins a path. messages: what it says, as chat
+    templates take it; a node that begins a later path repeats what was said before. token_ids:
+    those that it adds. Of a sampled one: `logprobs` and weight `versions` of each token, `finish`,
+    and the `reward` that it earned.
+    """
+
+    parent: int | None
+    messages: tuple[Mapping[str, Any], ...]
+    token_ids: tuple[int, ...]
+    sampled: bool = False
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish: str = ""
+    reward: float = 0.0
+
+    @property
+    def role(self) -> str:
+        """Of its last message."""
+        return str(self.messages[-1]["role"]) if self.messages else ""
+
+    @property
+    def version_spans(self) -> list[tuple[int, int]]:
+        """(version of the weights, tokens in a row that they sampled)."""
+        return [(version, len(list(run))) for version, run in groupby(self.versions)]
+
+
+def path_to(nodes: Sequence[Node], leaf: int | None) -> list[Node]:
+    """The nodes from the first to `leaf`; none where it is None."""
+    place, path = leaf, []
+    while place is not None:
+        path.append(nodes[place])
+        place = nodes[place].parent
+    return path[::-1]
 
 
 @dataclass
@@ -71,3 +121,70 @@ def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
             row.rewards[-1] = node.reward
             row.finished = node.finish == "stop"
     return row.cut()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A conversation that is over, and what is said of it.
+
+    score: all that it earned. valid: False where something failed that is not the policy's doing,
+    for `reason`. group: position of its prompt; row_id: its place among all rollouts; prompt_index:
+    its row in the data set.
+    """
+
+    conversation: Conversation
+    score: float
+    valid: bool
+    reason: str
+    group: int
+    row_id: int
+    prompt_index: int
+
+
+def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """The columns of all rows of these rollouts, one after the other.
+
+    A rollout from which nothing can be learnt has one row all the same, which is not valid: its
+    group has lost a member, and that is seen.
+    """
+    rows: list[TrainingRow] = []
+    owners: list[Rollout] = []
+    weights: list[float] = []
+    for rollout in rollouts:
+        own = rollout.conversation.rows()
+        total = sum(row.num_sampled for row in own)
+        for row in own or [_nothing(rollout.conversation, pad_token_id)]:
+            rows.append(row)
+            owners.append(rollout)
+            weights.append(row.num_sampled / total if total else 1.0)
+
+    def right(name: str, filler: float, dtype: torch.dtype) -> torch.Tensor:
+        return pad_right([getattr(row, name) for row in rows], filler, dtype)[0]
+
+    prompt_ids, prompt_mask = pad_left([row.prompt_ids for row in rows], pad_token_id)
+    completion_ids, completion_mask = pad_right([row.completion_ids for row in rows], pad_token_id)
+    has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
+    valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
+    return {
+        columns.PROMPT_IDS: prompt_ids,
+        columns.PROMPT_MASK: prompt_mask,
+        columns.COMPLETION_IDS: completion_ids,
+        columns.COMPLETION_MASK: completion_mask,
+        columns.LOSS_MASK: right("loss_mask", False, torch.bool),
+        columns.SAMPLER_LOGPROBS: right("logprobs", 0.0, torch.float32),
+        columns.WEIGHTS_VERSION: right("versions", NO_VERSION, torch.int32),
+        columns.REWARDS: right("rewards", 0.0, torch.float32),
+        columns.SCORES: torch.tensor([owner.score for owner in owners], dtype=torch.float32),
+        columns.VALID: valid,
+        columns.FINISHED: torch.tensor([row.finished for row in rows]),
+        columns.ROW_WEIGHT: torch.tensor(weights, dtype=torch.float32),
+        columns.GROUP: torch.tensor([owner.group for owner in owners]),
+        columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
+        columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
+    }
+
+
+def _nothing(conversation: Conversation, pad_token_id: int) -> TrainingRow:
+    """A row without a token that is learnt from."""
+    prompt = conversation.token_ids or [pad_token_id]
+    return TrainingRow(prompt, [pad_token_id], [False], [0.0], [NO_VERSION], [0.0])

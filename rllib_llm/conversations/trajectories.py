@@ -14,7 +14,7 @@ from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.nodes import Node
+from rllib_llm.conversations.training_rows import Node
 
 _JSON = "json:"  # in front of a value that is JSON text in a table
 _MESSAGE_KEYS = ("messages", "conversations", "conversation", "completion")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rllib_llm.data.encoding import Span, encode_spans
-from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.chat_text import render_chat
 
 Messages = list[dict[str, Any]]
@@ -45,9 +45,11 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
         return turns, _num_before_answer(turns)  # a system message, then the prompt
     raise DataSourceError(
-        f"prompt={str(prompt)[:60]!r} must be followed or repeated by the messages that answer it: "
-        f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}. Drop the "
-        "prompt, or let the answer begin with the assistant's turn."
+        name="prompt",
+        value=str(prompt)[:60],
+        rule="be followed or repeated by the messages that answer it",
+        reason=f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
+        remedy="Drop the prompt, or let the answer begin with the assistant's turn",
     )
 
 
@@ -81,9 +83,11 @@ def render(
     """
     if not tokenizer.chat_template:
         raise DataSourceError(
-            "messages must be rendered by a chat template: the tokenizer has none. Set "
-            "chat_template (a file, or the template itself), take an instruction-tuned model, or "
-            "write the rows as text."
+            name="messages",
+            rule="be rendered by a chat template",
+            reason="the tokenizer has none",
+            remedy="Set chat_template (a file, or the template itself), take an "
+            "instruction-tuned model, or write the rows as text",
         )
     return render_chat(
         tokenizer, messages, tools=tools, generation_prompt=generation_prompt,
@@ -113,9 +117,10 @@ def encode_chat(
     ]  # fmt: skip
     if not own:
         raise DataSourceError(
-            f"messages with the roles {[message['role'] for message in messages]} must have a turn "
-            "of 'assistant' to learn from: there is none behind the prompt. Drop the row, or "
-            "rename its roles."
+            name=f"messages with the roles {[message['role'] for message in messages]}",
+            rule="have a turn of 'assistant' to learn from",
+            reason="there is none behind the prompt",
+            remedy="Drop the row, or rename its roles",
         )
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
@@ -171,10 +176,12 @@ def sampled_end(tokenizer: Any, upto: str, start: int) -> int:
 def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
     same = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
     return DataSourceError(
-        f"messages[{turn}] must be rendered by the chat template as it is before an answer: there "
-        f"it writes {part[same : same + 40]!r} where the whole conversation has "
-        f"{text[same : same + 40]!r}, so that it is not known which tokens are the assistant's, "
-        f"and a model would be asked for them after another text. {_SPLIT_IT}."
+        name=f"messages[{turn}]",
+        rule="be rendered by the chat template as it is before an answer",
+        reason=f"there it writes {part[same : same + 40]!r} where the whole conversation has "
+        f"{text[same : same + 40]!r}, so that it is not known which tokens are the "
+        "assistant's, and a model would be asked for them after another text",
+        remedy=_SPLIT_IT,
     )
 
 
@@ -198,7 +205,90 @@ def _encode_marked(
         marked = [one and other for one, other in zip(marked, later, strict=True)]
     if not any(marked):
         raise DataSourceError(
-            "messages must have tokens that the chat template marks with {% generation %}: it "
-            "marks none here. Put the marks around the assistant's turns, or remove them all."
+            name="messages",
+            rule="have tokens that the chat template marks with {% generation %}",
+            reason="it marks none here",
+            remedy="Put the marks around the assistant's turns, or remove them all",
         )
     return ids, marked
+
+
+_REASONING = "reasoning_content"
+_ASK: dict[str, Any] = {"role": "user", "content": "x"}
+_SAY: dict[str, Any] = {"role": "assistant", "content": "y", _REASONING: "qqq"}
+
+
+class Part(NamedTuple):
+    """A training row of a conversation: its first `end` messages, of which the assistant's turns
+    from message `start` on are learnt from."""
+
+    row: int
+    start: int
+    end: int
+
+
+def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
+    """The training rows of a data set; None where they are its own.
+
+    Many templates write the thoughts of the newest turn alone:
+
+        said in turn 1:   [ask 1] <think> a </think> answer 1
+        said in turn 2:   [ask 1] answer 1 [ask 2] <think> b </think> answer 2
+
+    What turn 1 says is learnt from where it stands as it was said: in a row of its own. In the
+    second row it is only read; a target there would teach the model not to think.
+    """
+    if "messages" not in rows.columns or not _drops_thoughts(tokenizer):
+        return None
+    return [
+        Part(place, *borders)
+        for place, row in enumerate(rows)
+        for borders in borders_of_parts(tokenizer, list(row["messages"]), row.get("tools"))
+    ]
+
+
+def borders_of_parts(
+    tokenizer: Any, messages: Messages, tools: Sequence[Any] | None
+) -> list[tuple[int, int]]:
+    """(start, end) of each training row of a conversation, see `Part`."""
+    ends: dict[int, int] = {}  # by the assistant's turn: the longest conversation that shows it
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            ends[turn] = _shown_until(tokenizer, messages, turn, tools)
+    parts: list[tuple[int, int]] = []
+    for turn, end in ends.items():
+        if not parts or end != parts[-1][1]:
+            parts.append((turn, end))
+    return parts or [(0, len(messages))]
+
+
+def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[Any] | None) -> int:
+    """The most messages whose rendering has a turn with thoughts as it was said; all of them for
+    one without."""
+    thoughts = str(messages[turn].get(_REASONING) or "").strip()
+    if not thoughts:
+        return len(messages)
+    before = render(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
+    newest = render(tokenizer, messages[: turn + 1], tools=tools)
+    if thoughts in newest[len(before) :]:
+        said = newest[: sampled_end(tokenizer, newest, len(before))]
+        ends = range(len(messages), turn, -1)
+        return next(
+            end for end in ends if render(tokenizer, messages[:end], tools=tools).startswith(said)
+        )
+    raise DataSourceError(
+        name=f"messages[{turn}]",
+        rule="have its thoughts written by the chat template where it is the newest turn",
+        reason=f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        remedy=f"Give a template that writes {_REASONING}, or put the thoughts into the content",
+    )
+
+
+def _drops_thoughts(tokenizer: Any) -> bool:
+    """Whether the template writes the thoughts of the newest turn, and not those of old ones."""
+    if not tokenizer.chat_template or _REASONING not in str(tokenizer.chat_template):
+        return False
+    newest = render(tokenizer, [_ASK, _SAY])
+    older: Sequence[Mapping[str, Any]] = [_ASK, _SAY, _ASK, {**_SAY, _REASONING: ""}]
+    thoughts = str(_SAY[_REASONING])
+    return thoughts in newest and thoughts not in render(tokenizer, older)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import SettingError
 
 
 def pairs_from_labels(
@@ -35,16 +37,19 @@ def pairs_from_labels(
         num_pairs: how many; None: until the texts of the commonest label have all been drawn once.
         seed: of the order, 0 or more.
         rewrite: function of a text, or its dotted path, applied to every text: e.g.
-            `rllib_llm.data.prose.as_prose` where reviews are stored as tokens.
+            `rllib_llm.data.pairs.as_prose` where reviews are stored as tokens.
 
     Raises:
         DataSourceError: no such column, a label that is no number, or only one label.
         ValueError: `num_pairs` below 1.
     """
     if num_pairs is not None and num_pairs < 1:
-        raise ValueError(
-            f"num_pairs={num_pairs!r} must be at least 1, or null: it counts preference pairs. "
-            "Leave it out to draw every text once."
+        raise SettingError(
+            name="num_pairs",
+            value=num_pairs,
+            rule="be at least 1, or null",
+            reason="it counts preference pairs",
+            remedy="Leave it out to draw every text once",
         )
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
@@ -87,7 +92,37 @@ def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[flo
         groups.setdefault(float(label), []).append(row[text_column])
     if len(groups) < 2:
         raise DataSourceError(
-            f"{label_column} of {rows.description} must hold at least two different labels: all "
-            f"{len(rows)} rows have {next(iter(groups))}. Name the column of the labels."
+            name=f"{label_column} of {rows.description}",
+            rule="hold at least two different labels",
+            reason=f"all {len(rows)} rows have {next(iter(groups))}",
+            remedy="Name the column of the labels",
         )
     return groups
+
+
+# Penn Treebank's spelling of brackets and quotation marks, and the spaces around its tokens.
+_REPLACEMENTS = tuple(
+    (re.compile(pattern, re.IGNORECASE), replacement)
+    for pattern, replacement in (
+        (r"-lrb- ?", "("),
+        (r" ?-rrb-", ")"),
+        (r"`` ?", '"'),
+        (r" ?''", '"'),
+        (r"(?<=\w) n't\b", "n't"),
+        (r"(?<=\w) ('(?:s|re|ve|ll|d|m)\b|'(?= |$))", r"\1"),
+        (r" ([,.;:!?%)])", r"\1"),
+        (r"([($#]) ", r"\1"),
+        (r" {2,}", " "),
+    )
+)
+_SENTENCE_START = re.compile(r"(^|[.!?]\s+)([a-z])")
+
+
+def as_prose(text: str) -> str:
+    """`text` with the spaces of tokenised corpora (Penn Treebank) removed, sentences capitalised.
+
+    "it 's a joy , and you wo n't regret it ." becomes "It's a joy, and you won't regret it."
+    """
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    return _SENTENCE_START.sub(lambda match: match[1] + match[2].upper(), text.strip())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rllib_llm.shared.errors import SettingError
 
-class DataSourceError(ValueError):
+
+class DataSourceError(SettingError):
     """A data source that cannot be read, is empty, or lacks a column."""
 
 
@@ -137,6 +140,30 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
         near = difflib.get_close_matches(name, rows.columns, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise DataSourceError(
-            f"column={name!r} must be a column of {rows.description}: it has "
-            f"{rows.columns}. {hint}Name another column, or rename this one."
+            name="column",
+            value=name,
+            rule=f"be a column of {rows.description}",
+            reason=f"it has {rows.columns}",
+            remedy=f"{hint}Name another column, or rename this one",
         )
+
+
+class MadeRows(Sequence):
+    """A sequence of `size` rows, each a function of its index alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @abstractmethod
+    def make(self, index: int) -> dict[str, Any]:
+        """The row at `index`, which is from 0 up and below the size."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"row {index} of {self._size}")
+        return self.make(int(index) % self._size)

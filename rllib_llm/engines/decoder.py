@@ -101,9 +101,7 @@ class Decoder:
         self.clock = 0
         block_cost = plan.block_cost if block_cost is None else block_cost
         device = self.device  # not through the decoder, which its caches would outlive
-        self.blocks = RowBlocks(
-            lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost
-        )
+        self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost)
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rllib_llm.shared import columns
+from rllib_llm.shared.columns import NO_VERSION
 from rllib_llm.shared.padding import pad_right
 
 if TYPE_CHECKING:
@@ -123,7 +124,6 @@ def _check_tensor(
         )
 
 
-NO_VERSION = -1  # of a token that no weights sampled
 _DTYPES = {
     columns.LOSS_MASK: torch.bool,
     columns.WEIGHTS_VERSION: torch.int32,

@@ -1,7 +1,7 @@
-"""The event loop of an environment replica, in a thread of its own, and calls that may block.
+"""An event loop in a thread of its own, and calls that may block.
 
-One loop lives as long as the replica, so that clients bound to it live from batch to batch, and a
-loop that already runs in the caller's thread (a notebook's) is no matter.
+It lives from batch to batch, as the clients do that are bound to it, and a loop that already runs
+in the caller's thread (a notebook's) is no matter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -35,12 +36,16 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """What the coroutine returns; it is cancelled where this is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Begins the coroutine."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Ends the loop and its thread."""
@@ -57,7 +62,7 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     up neither the loop nor the end of the process.
     """
     if inspect.iscoroutinefunction(function):
-        return await _harmless(function(*args, **kwargs))
+        return await harmless(function(*args, **kwargs))
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()
 
@@ -82,10 +87,15 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
     threading.Thread(target=work, name="conversation-call", daemon=True).start()
     result = await waiting
-    return await _harmless(result) if inspect.isawaitable(result) else result
+    return await harmless(result) if inspect.isawaitable(result) else result
 
 
-async def _harmless(awaitable: Awaitable[Any]) -> Any:
+async def harmless(awaitable: Awaitable[Any]) -> Any:
+    """What is awaited.
+
+    Raises:
+        ExitedError: it raised what would end the loop and its thread.
+    """
     try:
         return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:

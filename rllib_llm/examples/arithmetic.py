@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rllib_llm.data.made_rows import MadeRows
+from rllib_llm.data.rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (

@@ -270,17 +270,14 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         would see a dead sampler instead of the reason.
         """
         if not self.worker_index:
-            return self._serve(request, published)
+            return self._told_of(self.sampler.serve(request, published))
         try:
             with self._listener:
-                batch = self._serve(request, published)
+                batch = self._told_of(self.sampler.serve(request, published))
             batch.messages = self._listener.take()
             return batch
-        except Exception as error:  # noqa: BLE001  (the border of the process; raised by collect)
+        except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
-
-    def _serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        return self._told_of(self.sampler.serve(request, published))
 
     def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
         """Completions made with the published weights, to be given to `judge`."""

@@ -12,9 +12,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rllib_llm.envs.actions import NO_VERSION, decode_completions
+from rllib_llm.envs.actions import decode_completions
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
+from rllib_llm.shared.columns import NO_VERSION
 
 ONE_AFTER_THE_OTHER = ("generate_seconds", "judge_seconds")  # timings that follow one another
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+NO_VERSION = -1  # in WEIGHTS_VERSION: no weights sampled the token
+
 # --- made by the environment and the sampler -------------------------------------------------
 PROMPT_IDS = "prompt_ids"  # [B, P] int64, left-padded
 PROMPT_MASK = "prompt_mask"  # [B, P] bool

@@ -12,8 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rllib_llm.data.rollout_schema import SCHEMA, RolloutSchemaError, conform
-from rllib_llm.data.rollout_store import QUEUE_SIZE, RolloutStore, RolloutStoreError
+from rllib_llm.data.rollout_store import (
+    QUEUE_SIZE,
+    SCHEMA,
+    RolloutSchemaError,
+    RolloutStore,
+    RolloutStoreError,
+    conform,
+)
 from rllib_llm.data.rollouts import open_rollouts, rollout_folders
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows

@@ -30,7 +30,7 @@ def test_they_are_public_and_new_each_time():
 def test_a_tuner_that_restarts_its_trial(tmp_path, ray_session):
     results = tune.Tuner(
         Counter,
-        param_space={"fail_at": 4},
+        param_space={"fail_at": 4, "stale": 0},
         run_config=tune.RunConfig(
             name="run",
             storage_path=str(tmp_path),

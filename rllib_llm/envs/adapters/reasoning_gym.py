@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from rllib_llm.data.made_rows import MadeRows
+from rllib_llm.data.rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
-from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
 from rllib_llm.envs.rlhf import (
     EnvConfigError,
@@ -265,7 +265,7 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
     return rows
 
 
-class Scorer:
+class Scorer(Judge):
     """A reward function: what each completion is worth for its task.
 
     Args:

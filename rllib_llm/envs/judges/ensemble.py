@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+from rllib_llm.envs.judges.reward_functions import Judge
 
 COMBINATIONS = ("mean", "min", "mean_minus_std")
 DISAGREEMENT = "reward_disagreement"
 
 
-class RewardModelEnsemble:
+class RewardModelEnsemble(Judge):
     """One score from several reward models, lower where they disagree, as is chosen.
 
     What a policy gains from the faults of one model is not gained from all of them (Coste et al.

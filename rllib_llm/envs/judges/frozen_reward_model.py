@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rllib_llm.data.chats import encode_judged_chat
 from rllib_llm.data.encoding import encode_text, keep_end
+from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.envs.reference import check_measure_drift, log_drift
 from rllib_llm.modules.drift import score_drift
 from rllib_llm.modules.packing.sequence_scores import label_index, sequence_scores
@@ -164,7 +165,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_BATCH_TOKENS = 16_384
 
 
-class RewardModelScorer:
+class RewardModelScorer(Judge):
     """Scores of completions by a sequence classifier; each replica loads its own.
 
     Where the reward model has the policy's tokenizer it reads the token ids exactly as they were

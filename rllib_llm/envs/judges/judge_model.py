@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import jsonschema
 
-from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
 Read = TypeVar("Read")
@@ -266,7 +266,7 @@ SYSTEM = (
 )
 
 
-class SchemaJudge:
+class SchemaJudge(Judge):
     """A judge model whose verdicts are JSON of one schema: a short reasoning, then `properties`.
 
     Args:

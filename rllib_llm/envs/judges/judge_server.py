@@ -12,7 +12,7 @@ from rllib_llm.envs.judges.judge_model import (
     UnreadableReply,
     without_thoughts,
 )
-from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ TEMPLATE = (
 )
 
 
-class JudgeServer:
+class JudgeServer(Judge):
     """Scores completions with the number that a chat model replies.
 
     In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.judge_server.JudgeServer,

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
 SHAPES = ("openrlhf", "slime", "rllib")
@@ -25,7 +25,7 @@ TOKEN_ENV = "RLLIB_REWARD_TOKEN"
 _NOT_SENT = ("completion_ids", "trainer_state")
 
 
-class RemoteReward:
+class RemoteReward(Judge):
     """A reward function that a service computes.
 
     Args:

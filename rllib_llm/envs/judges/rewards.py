@@ -7,12 +7,13 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rllib_llm.envs.event_loop import EventLoop, ExitedError, harmless
 from rllib_llm.envs.judges.reward_functions import (
     Invalid,
     RewardBatch,
@@ -27,7 +28,7 @@ __all__ = [
 
 
 class UnjudgedError(RewardError):
-    """A reward function failed on every row of a batch."""
+    """No row of a batch could be judged."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ class RewardSum:
         if not names or len(set(names)) < len(names):
             problem = f"the names {names} repeat" if names else "there is none"
             raise RewardError(
-                f"reward_functions={functions!r} must be one or more functions with names of their "
-                f"own: {problem}. Give each a 'function' and a 'name'."
+                name="reward_functions",
+                value=functions,
+                rule="be one or more functions with names of their own",
+                reason=problem,
+                remedy="Give each a 'function' and a 'name'",
             )
         self.num_failed = dict.fromkeys(names, 0)
         self._warned: set[str] = set()
@@ -122,8 +126,11 @@ class RewardSum:
             for name, values in result.metrics.items():
                 if name in metrics:
                     raise RewardError(
-                        f"metric={name!r} must come from one reward function: {term.name!r} and "
-                        "another return it. Rename one."
+                        name="metric",
+                        value=name,
+                        rule="come from one reward function",
+                        reason=f"{term.name!r} and another return it",
+                        remedy="Rename one",
                     )
                 metrics[name] = values
             for name, value in term.metrics().items():
@@ -138,7 +145,7 @@ class RewardSum:
     def _results(self, batch: RewardBatch) -> list[RewardResult]:
         """Async functions wait together in the background while the others compute."""
         waiting = {
-            term.name: asyncio.run_coroutine_threadsafe(_judge_async(term, batch), _loop())
+            term.name: _loop().submit(_judge_async(term, batch))
             for term in self.terms
             if term.is_async
         }
@@ -159,9 +166,12 @@ class RewardSum:
         if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
             names = list(self.num_failed)
             raise RewardError(
-                f"reward functions {names!r} must judge some completion: they returned None for "
-                f"all {self._num_unjudged} so far, the last one {shown_row(batch, -1)}. None means "
-                "that a function does not judge a row; return a number, as 0.0 for a wrong answer."
+                name=f"reward functions {names!r}",
+                rule="judge some completion",
+                reason=f"they returned None for all {self._num_unjudged} so far, the last one "
+                f"{shown_row(batch, -1)}",
+                remedy="None means that a function does not judge a row; return a number, as 0.0 "
+                "for a wrong answer",
             )
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
@@ -187,56 +197,38 @@ class RewardSum:
             )
 
 
-# Whatever a user's function raises costs its rows, `sys.exit` as well: hence the breadth.
-RAISED = (Exception, SystemExit)
-
-
 def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
-            answer = asyncio.run_coroutine_threadsafe(_awaited(answer), _loop()).result()
-            if isinstance(answer, _Raised):
-                raise answer.error
-    except RAISED as error:
+            answer = _loop().run(harmless(answer))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
-            return failed_result(batch, error)
+            return failed_result(batch, _cause(error))
         return join_rows([_judge(term, batch.row(i)) for i in range(len(batch))])
     return read_answer(term, answer, batch)
 
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
-    answer = await _awaited(term.call(batch))
-    if not isinstance(answer, _Raised):
-        return read_answer(term, answer, batch)
-    if len(batch) == 1:
-        return failed_result(batch, answer.error)
-    rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
-    return join_rows(await asyncio.gather(*rows))
+    try:
+        answer = await harmless(term.call(batch))
+    except Exception as error:  # noqa: BLE001  (as above)
+        if len(batch) == 1:
+            return failed_result(batch, _cause(error))
+        rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
+        return join_rows(await asyncio.gather(*rows))
+    return read_answer(term, answer, batch)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the function itself raised."""
+    return error.__cause__ or error if isinstance(error, ExitedError) else error
 
 
 @functools.lru_cache(maxsize=1)
-def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the process, in a thread of its own, so that clients bound to a loop live
-    from batch to batch, and a loop already running in this thread (a notebook's) is no matter."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async-rewards", daemon=True).start()
-    return loop
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """An exception in place of an answer."""
-
-    error: BaseException
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    """The answer, or what was raised: `SystemExit` would end the loop and its thread."""
-    try:
-        return await answer
-    except RAISED as error:
-        return _Raised(error)
+def _loop() -> EventLoop:
+    """That of all reward functions in this process."""
+    return EventLoop("async-rewards")
 
 
 _SHOWN = 120  # characters of a text in a message

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.envs.judges.reward_functions import required_column
+from rllib_llm.envs.judges.reward_functions import Judge, required_column
 from rllib_llm.envs.sandbox import WorkerPool
 
 
-class Verifier:
+class Verifier(Judge):
     """A function of one completion as a reward function, in processes with hard deadlines, without
     network, and with files that it cannot change.
 
@@ -54,7 +54,7 @@ MISSING = (
 )
 
 
-class MathVerify:
+class MathVerify(Judge):
     """1 where a completion's answer equals the data set's, mathematically; 0 where it does not.
 
     In `env_config`: `reward_functions: [rllib_llm.envs.judges.verifier.MathVerify]`.

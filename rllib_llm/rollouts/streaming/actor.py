@@ -111,7 +111,8 @@ class LedgerActor:
 
     async def look(self) -> dict[str, Any]:
         """See `LedgerCalls`."""
-        return looked(self._journaled)
+        cpu_seconds, pid = time.process_time(), os.getpid()
+        return looked(self._journaled) | {"cpu_seconds": cpu_seconds, "pid": pid}
 
 
 async def _wait(future: asyncio.Future, seconds: float) -> bool:
@@ -121,13 +122,11 @@ async def _wait(future: asyncio.Future, seconds: float) -> bool:
 
 
 def looked(journaled: JournaledLedger) -> dict[str, Any]:
-    """See `LedgerCalls.look`."""
+    """See `LedgerCalls.look`, without what is of the ledger's process."""
     ledger = journaled.ledger
     return {
         "metrics": ledger.metrics(),
         "position": ledger.table.position,
         "waits_for": ledger.waits_for(),
         "num_old": ledger.num_old,
-        "cpu_seconds": time.process_time(),
-        "pid": os.getpid(),
     }

@@ -586,12 +586,12 @@ def test_a_run_that_was_synchronous_goes_on_after_samplers_began():
 
 def test_what_cannot_be_judged_for_long_ends_the_run_with_the_cause():
     made = ledger(max_staleness=0)
-    for number in range(1, 10):
+    for number in range(1, 9):
         (lease,) = made.lease("1", 1)
         group = judged(lease.position, 0, reason="unjudged")
         made.push(lease.id, [dataclasses.replace(group, cause="KeyError: no answer")])
-        ended = Ending("unjudged", {"unjudged": 9}, 8, "KeyError: no answer")
-        expected = None if number < 9 else ended
+        ended = Ending("unjudged", {"unjudged": 8}, 7, "KeyError: no answer")
+        expected = None if number < 8 else ended
         assert made.take(0).ending == expected
     # One that is judged in between: it is prompts, not the judge.
     made = ledger(max_staleness=0)
@@ -625,5 +625,5 @@ def test_in_lockstep_nothing_behind_the_end_is_decided():
         made = ledger(max_staleness=3)
         leases = sorted(made.lease("1", 16), key=lambda lease: lease.position < first)
         for lease in leases:
-            serve(made, lease, lambda p: "unjudged" if p < 9 else "")
-        assert made.take(0).ending == Ending("unjudged", {"unjudged": 9}, 8)
+            serve(made, lease, lambda p: "unjudged" if p < 8 else "")
+        assert made.take(0).ending == Ending("unjudged", {"unjudged": 8}, 7)

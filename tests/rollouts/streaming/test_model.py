@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.rollouts.streaming import sampler as module
+from rllib_llm.rollouts.streaming import sampler, source
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from tests.rollouts.streaming.world import LIMIT, World
 
@@ -34,16 +34,17 @@ def any_rules(draw, schedules=("lockstep", "free")):
     )
 
 
-RANDOM = st.randoms(use_true_random=False)
+# A seed: a schedule has more events than Hypothesis would draw one by one.
+RANDOM = st.randoms(use_true_random=True)
 IN_FLIGHT = st.sampled_from(["finish", "finish", "keep", "recompute"])
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Nobody waits for time that passes outside of the world."""
-    monkeypatch.setattr(module, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_RENEWALS", 0.0)
-
+    monkeypatch.setattr(sampler, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(sampler, "SECONDS_BETWEEN_RENEWALS", 0.0)
+    monkeypatch.setattr(source, "SECONDS_BETWEEN_REPORTS", 0.0)
 
 
 
