@@ -316,3 +316,11 @@ def test_a_value_is_checked_strictly_and_its_error_has_fields(name, right, wrong
             row.check(value)
         assert (error.value.name, error.value.value is value) == (name, True)
         assert error.value.rule.startswith("be ") and error.value.reason and error.value.remedy
+
+
+def test_settings_among_the_arguments_of_a_config_are_told_their_place():
+    with pytest.raises(ValueError, match=r"GRPOConfig\(\).training\(lr=.*called 'lr' here"):
+        GRPOConfig(learning_rate=1e-5)
+    with pytest.raises(ValueError, match=r"unknown key 'num_completions'"):
+        GRPOConfig(num_completions=4)
+    assert GRPOConfig(algo_class=None).copy().lr == GRPOConfig().lr

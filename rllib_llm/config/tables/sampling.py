@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from rllib_llm.config.setting import Condition, Section, Settings, setting
 from rllib_llm.config.tables.model import StartingPoint
-from rllib_llm.engines.external_engine import ENGINES
 
 ENGINE_OF_ITS_OWN = Condition(
     "engine is 'vllm' or 'openai'",
@@ -143,7 +142,7 @@ class Sampling(Drawn):
         acts=(TORCH_SAMPLES,),
         also=("enforce_eager",),
     )
-    engine: str = setting(
+    engine: Literal["torch", "vllm", "openai"] = setting(
         "torch",
         "what generates in remote samplers",
         note='"torch" is our decode loop; "openai", a server with that interface, is for '
@@ -151,7 +150,6 @@ class Sampling(Drawn):
         "engine_settings for training: such a server gives token ids, log-probs and versions "
         "of the weights that it follows. A sampler in the driver's process shares "
         'the learner\'s module and generates with "torch" instead of "vllm".',
-        choices=tuple(ENGINES),
         acts=(OWN_MODULE,),
         trl=("use_vllm",),
         also=("backend", "rollout_engine"),
@@ -206,7 +204,7 @@ class Sampling(Drawn):
     log_samples_every: int = setting(
         10,
         "how far training samples in samples.jsonl are apart",
-        note="0: none.",
+        note="Before the first ten, say, those of iterations 1, 2, 3, 5 and 9 too. 0: none.",
         unit="iterations",
         least=0,
         trl=("log_completions",),
