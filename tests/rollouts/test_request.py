@@ -34,11 +34,6 @@ def batch(prompts, completions, *, valid=None, scores=None, components=None, tim
     )
 
 
-def test_a_part_names_its_own_positions():
-    request = SampleRequest(10, 8, 3, explore=False, return_texts=True)
-    assert request.part(5, 2) == SampleRequest(15, 2, 3, explore=False, return_texts=True)
-
-
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     whole = concatenate([batch([[1], [2]], [[3, 4, 5], [6, 0, 0]]), batch([[0, 7, 8]], [[9]],
                                                                           timing=3.0)])  # fmt: skip

@@ -26,7 +26,7 @@ from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.entry import Answer, Entry, JudgedGroup, Lease, State, Tokens
 from rllib_llm.rollouts.streaming.leases import Leases
 from rllib_llm.rollouts.streaming.outcomes import Outcomes, TokenAccount
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
 from rllib_llm.rollouts.streaming.schedule import open_schedule
 from rllib_llm.rollouts.streaming.table import GroupTable
 from rllib_llm.shared.process import TimeLimit
@@ -232,13 +232,12 @@ class Ledger:
         first = entries[0]
         version = self._schedule.version(first)
         assert version is not None, "only what can be sampled is leased"
-        every = self.rules.texts_every
         return Lease(
             self._leases.give(sampler, entries, self._clock()),
             first.position,
             len(entries),
             self._weights[version],
-            return_texts=bool(every) and version % every == 0,
+            return_texts=texts_are_due(version, self.rules.texts_every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
         )
