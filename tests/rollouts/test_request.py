@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.failure import SampleFailure
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest, concatenate
+from rllib_llm.rollouts.request import JudgedBatch, concatenate
 from rllib_llm.shared import columns
 
 

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+
 def texts_are_due(version: int, every: int) -> bool:
     """Whether completions that weights of `version` sample come with their texts, to be logged:
     every `every`-th batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0
