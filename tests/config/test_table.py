@@ -288,3 +288,11 @@ def test_an_attribute_that_nobody_reads_is_told():
     config.num_generations = 16
     with pytest.warns(UserWarning, match="unknown key 'num_generations'.*'num_completions'"):
         config.validate()
+
+
+def test_settings_among_the_arguments_of_a_config_are_told_their_place():
+    with pytest.raises(ValueError, match=r"GRPOConfig\(\).training\(lr=.*called 'lr' here"):
+        GRPOConfig(learning_rate=1e-5)
+    with pytest.raises(ValueError, match=r"unknown key 'num_completions'"):
+        GRPOConfig(num_completions=4)
+    assert GRPOConfig(algo_class=None).copy().lr == GRPOConfig().lr

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.config.setting import Condition, Section, Setting
-from rllib_llm.engines.external_engine import ENGINES
 
 ENGINE_OF_ITS_OWN = Condition(
     "engine is 'vllm' or 'openai'",
@@ -155,7 +154,7 @@ SAMPLING = Section(
             name="engine",
             type=str,
             default="torch",
-            choices=tuple(ENGINES),
+            choices=("torch", "vllm", "openai"),
             meaning="what generates in remote samplers",
             note='"torch" is our decode loop; "openai", a server with that interface, is for '
             "evaluation, in `evaluation_config`, and with `endpoint: tokens` among its "
@@ -232,7 +231,7 @@ SAMPLING = Section(
             least=0,
             unit="iterations",
             meaning="how far training samples in samples.jsonl are apart",
-            note="0: none.",
+            note="Before the first ten, say, those of iterations 1, 2, 3, 5 and 9 too. 0: none.",
             reason="it counts",
             remedy="Use 0 for none",
             trl=("log_completions",),

@@ -232,12 +232,13 @@ class Ledger:
         first = entries[0]
         version = self._schedule.version(first)
         assert version is not None, "only what can be sampled is leased"
+        every = self.rules.texts_every
         return Lease(
             self._leases.give(sampler, entries, self._clock()),
             first.position,
             len(entries),
             self._weights[version],
-            return_texts=texts_are_due(version, self.rules.texts_every),
+            return_texts=texts_are_due(version, every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
         )

@@ -6,16 +6,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-
-def texts_are_due(version: int, every: int) -> bool:
-    """Whether completions that weights of `version` sample come with their texts, to be logged:
-    every `every`-th batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0
-    none."""
-    return every > 0 and (
-        version % every == 0 or (version < every and version & (version - 1) == 0)
-    )
-
-
 Schedule = Literal["lockstep", "free"]
 OnStale = Literal["train", "drop"]
 
@@ -39,7 +29,8 @@ class StreamRules:
     max_rejected: groups that may be rejected one after the other before a batch is full.
     max_failures: exceptions that may pass by themselves, after which a group has failed; in
         lockstep none does, since what takes its place would depend on the fault.
-    texts_every: see `texts_are_due`; of texts that no reward function needs.
+    texts_every: weights from those whose completions come with texts that no reward function needs
+        to the next; 0: none do.
     bounds_age: whether ages are asserted: not where a server samples with weights from elsewhere.
     timeout_s: of a lease, see `TimeLimit`.
     """
@@ -86,3 +77,11 @@ class StreamRules:
         that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
         """
         return (self.capacity + self.window - 2) // self.num_groups
+
+
+def texts_are_due(version: int, every: int) -> bool:
+    """Whether the texts of the batch that weights of `version` sampled are logged: every `every`-th
+    batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0 none."""
+    return every > 0 and (
+        version % every == 0 or (version < every and version & (version - 1) == 0)
+    )
