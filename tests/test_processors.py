@@ -52,7 +52,7 @@ TESTS = [
     "tests/modules/packing/test_logprobs.py",
     "tests/engines/test_decoder.py",
     "tests/engines/test_static_step.py",
-    "tests/rollouts/test_collect.py",
+    "tests/rollouts/test_asked_workers.py",
 ]
 
 

@@ -23,7 +23,8 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.algorithms.pass_metrics import pass_metrics
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.streaming.sampler import ServingSettings
 from rllib_llm.shared import columns
 
 logger = logging.getLogger(__name__)
@@ -109,14 +110,8 @@ def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
     """`evaluation_duration` completions by the samplers of an evaluation."""
     # Greedy completions of a prompt are all alike.
     n = config.num_completions if config.explore else 1
-    request = SampleRequest(
-        position=0,
-        num_prompts=-(-config.evaluation_duration // n),
-        num_completions=n,
-        explore=config.explore,
-        return_texts=True,
-    )
-    return algorithm.collect(group, request)
+    settings = ServingSettings(n, explore=config.explore, min_valid=0)
+    return algorithm.sample_held_out(group, -(-config.evaluation_duration // n), settings)
 
 
 def _results(batch: JudgedBatch, config) -> dict[str, float]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import SettingError
 
 
 def pass_metrics(
@@ -32,9 +33,12 @@ def pass_metrics(
     column = batch.columns[columns.SCORES] if on is None else batch.components.get(on)
     if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
         found = "there is none" if column is None else "it has other numbers than 0 and 1"
-        raise ValueError(
-            f"pass_on={on!r} must name a component of the reward that is 0 or 1, of "
-            f"{sorted(batch.components)}: {found}. Name one, or None where the score itself is."
+        raise SettingError(
+            name="pass_on",
+            value=on,
+            rule=f"name a component of the reward that is 0 or 1, of {sorted(batch.components)}",
+            reason=found,
+            remedy="Name one, or None where the score itself is",
         )
     right, groups, counts = column == 1, batch.columns[columns.GROUP], valid & ~column.isnan()
     found_rates = rates(right, groups, counts, ks)

@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_class
 
 ALGORITHMS: dict[str, str] = {
@@ -20,7 +21,7 @@ ALGORITHMS: dict[str, str] = {
 }
 
 
-class UnknownAlgorithmError(ValueError):
+class UnknownAlgorithmError(SettingError):
     """A name that neither this package nor RLlib knows."""
 
 
@@ -42,8 +43,11 @@ def get_algorithm_class(name: str) -> type:
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
     hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
     raise UnknownAlgorithmError(
-        f"run={name!r} must be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path: "
-        f"it is none of these. {hint}."
+        name="run",
+        value=name,
+        rule=f"be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path",
+        reason="it is none of these",
+        remedy=hint,
     )
 
 

@@ -3,8 +3,8 @@
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
 `RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
-business of the rollout source (`rollouts/on_policy.py`): with `max_staleness` above 0 samplers make
-the next batches while the learners learn from this one (`rollouts/streaming/`). The settings are in
+business of the rollout source and its ledger (`rollouts/streaming/`): with `max_staleness` above 0
+samplers make the next batches while the learners learn from this one. The settings are in
 `rlhf_config.py`; what an algorithm adds is in its learner class.
 """
 
@@ -30,19 +30,19 @@ from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
-from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
-from rllib_llm.rollouts.errors import PublishedWeightsLostError
+from rllib_llm.rollouts.errors import BrokenSamplerError, PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
-from rllib_llm.rollouts.on_policy import OnPolicy
 from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
 from rllib_llm.rollouts.replayed import replayed
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.samples import SampleLog
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streaming.source import open_stream
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
+from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.source import Rollouts, open_rollouts
 from rllib_llm.shared import columns
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.published import PublishedWeights
@@ -69,7 +69,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self._server: Any = None  # beside the run
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
-        self._collectors: dict[EnvRunnerGroup, Collector] = {}
+        self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
+        self._held_out: dict[EnvRunnerGroup, Rollouts] = {}
         self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
         start = time.monotonic()
         try:
@@ -79,9 +80,9 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             raise
         if self.eval_env_runner_group is not None:
             self.evaluation_groups = open_eval_envs(self)
-        self._collectors = self._make_collectors(time.monotonic() - start)
-        for collector in self._collectors.values():
-            collector.pool.require_built()
+        self._pools = self._make_pools(time.monotonic() - start)
+        for pool in self._pools.values():
+            pool.require_built()
         self.samples = SampleLog(self.trial_folder)
         self.weights = RunWeights(
             self.learner_group, self.config, self.trial_folder, self.export_model
@@ -102,24 +103,16 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
-        config, collector = self.config, self._collectors[self.env_runner_group]
-        if config.streams:
-            return open_stream(
-                collector,
-                config.stream_rules(),
-                config.serving_settings(),
-                folder=self.trial_folder / "ledger",
-                recorder=self.recorder,
-                keeps_rejected=not isinstance(self.recorder, RecordsNothing),
-                publish_again=self._publish_again,
-                tell=self._tell_of_answers,
-            )
-        return OnPolicy(
-            collector,
-            num_prompts=config.num_prompts_per_iteration,
-            num_completions=config.num_completions,
-            texts_every=config.log_samples_every,
+        return open_rollouts(
+            self._pools[self.env_runner_group],
+            self.env_runner,
+            self.config.stream_rules(),
+            self.config.serving_settings(),
+            folder=self.trial_folder / "ledger",
+            recorder=self.recorder,
+            keeps_rejected=not isinstance(self.recorder, RecordsNothing),
             publish_again=self._publish_again,
+            tell=self._tell_of_answers,
         )
 
     def make_recorder(self) -> RolloutRecorder:
@@ -144,7 +137,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
         of_samplers = {**sampled.timings, **sampled.weights}
-        if not self._collectors[self.env_runner_group].pool.num_samplers:
+        if not self._pools[self.env_runner_group].num_samplers:
             of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
         self.oversight.waited(learn_start - start, of_samplers)
         publish_start = self.learn(sampled)
@@ -212,16 +205,30 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
     def _publish(self) -> None:
         self.rollouts.publish(self.weights.publish(self.weights_version))
 
-    def collect(self, group: EnvRunnerGroup, request: SampleRequest) -> JudgedBatch:
-        """The answer of a group of samplers, made with the weights as they are published."""
-        collector = self._collectors[group]
-        remote = collector.pool.num_samplers > 0
-        published = self.weights.in_store() if remote else self.weights.published
-        try:
-            batch = collector.collect(request, published)
-        except PublishedWeightsLostError as error:
-            batch = collector.collect(request, self._publish_again(error))
+    def sample_held_out(
+        self, group: EnvRunnerGroup, num_prompts: int, settings: ServingSettings
+    ) -> JudgedBatch:
+        """Completions of the first prompts by a group of samplers, as `settings` say, made with the
+        weights as they are published.
+
+        Raises:
+            BrokenSamplerError: none of them could be judged.
+        """
+        pool = self._pools[group]
+        if group not in self._held_out:
+            rules = StreamRules(
+                num_prompts, max_staleness=0, num_parts=max(1, pool.num_parts), texts_every=1,
+                bounds_age=False, timeout_s=self.config.sampler_timeout_s,
+            )  # fmt: skip
+            self._held_out[group] = open_rollouts(
+                pool, group.local_env_runner, rules, settings, folder=self.trial_folder,
+                recorder=RecordsNothing(), keeps_rejected=False, publish_again=self._publish_again,
+            )  # fmt: skip
+        published = self.weights.in_store() if pool.num_samplers else self.weights.published
+        batch = self._held_out[group].next_from(0, published)
         self.tell(batch.messages)
+        if batch.cause and not bool(batch.columns[columns.VALID].any()):
+            raise BrokenSamplerError(batch.cause)
         return batch
 
     def _publish_again(self, error: PublishedWeightsLostError) -> PublishedWeights:
@@ -306,8 +313,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "eps": sampled.num_rows / seconds["iteration"],
         }
         rlhf_results.log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
-        every = self.config.log_samples_every
-        if every and (self.weights_version - 1) % every == 0:
+        if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
             self.samples.write(
                 sampled,
                 iteration=self.iteration + 1,
@@ -325,37 +331,27 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     # --- samplers ----------------------------------------------------------------------------
 
-    def _make_collectors(self, start_seconds: float) -> dict[EnvRunnerGroup, Collector]:
+    def _make_pools(self, start_seconds: float) -> dict[EnvRunnerGroup, SamplerPool]:
+        own, parts = self.env_runner_group, self.config.sampling_parts
+        named = (group for _, group in self.evaluation_groups.values())
         return {
-            group: Collector(
-                SamplerPool(
-                    SamplerActors(group),
-                    self.faults,
-                    start_seconds,
-                    self.config.sampling_parts if group is self.env_runner_group else None,
-                ),
-                local=group.local_env_runner,
-                timeout_s=self.config.sampler_timeout_s,
-                **({"tell": self._tell_of_answers} if group is self.env_runner_group else {}),
+            group: SamplerPool(
+                SamplerActors(group), self.faults, start_seconds, parts if group is own else None
             )
-            for group in (
-                self.env_runner_group,
-                self.eval_env_runner_group,
-                *(group for _, group in self.evaluation_groups.values()),
-            )
+            for group in (own, self.eval_env_runner_group, *named)
             if group is not None
         }
 
     def scale_samplers(self, num_samplers: int) -> str:
         """As of all algorithms: between two iterations, and what is learnt stays the same."""
-        pool = self._collectors[self.env_runner_group].pool
+        pool = self._pools[self.env_runner_group]
         # Where groups stream, each is leased by whoever has nothing to do.
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
         """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be
         restored: a request brings the weights with it."""
-        return self._collectors[env_runner_group].pool.pop_revived()
+        return self._pools[env_runner_group].pop_revived()
 
     def cleanup(self) -> None:
         self.stop_own_loop()
@@ -364,8 +360,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self.rollouts.stop()
         self.recorder.stop()
         self.weights.stop()
-        for collector in self._collectors.values():
-            collector.pool.actors.stop()
+        for pool in self._pools.values():
+            pool.actors.stop()
         super().cleanup()
 
     # --- state -------------------------------------------------------------------------------

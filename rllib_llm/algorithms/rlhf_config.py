@@ -138,20 +138,22 @@ class RLHFConfig(LanguageModelConfig):
         return bool(self.max_staleness or self.oversample > 1)
 
     def stream_rules(self) -> StreamRules:
-        """How far samplers may be ahead, where groups stream."""
+        """How far samplers may be ahead, and in which order groups are learnt from."""
         num_groups, num_extra = self.num_prompts_per_iteration, self.num_extra_groups
         # The first that are finished of all that are begun for an iteration.
         any_begun = num_groups + num_extra if num_extra and self.schedule == "free" else 1
         return StreamRules(
             num_groups=num_groups,
             max_staleness=self.max_staleness,
-            schedule=self.schedule,
-            window=max(self.window, any_begun),
+            schedule=self.schedule if self.streams else "lockstep",
+            window=max(self.window, any_begun) if self.streams else 1,
             num_extra=num_extra,
             on_stale=self.on_stale,
             groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
             max_rejected=int(self.max_resampling * num_groups),
-            returns_texts=bool(self.log_samples_every),
+            num_parts=None if self.streams else self.sampling_parts or max(1, self.num_env_runners),
+            texts_every=min(1, self.log_samples_every) if self.streams else self.log_samples_every,
+            bounds_age=not self.asks_a_server,
             timeout_s=self.sampler_timeout_s,
         )
 
@@ -161,7 +163,7 @@ class RLHFConfig(LanguageModelConfig):
         return math.ceil(round((self.oversample - 1) * self.num_prompts_per_iteration, 6))
 
     def serving_settings(self) -> ServingSettings:
-        """What every sampler goes by, where groups stream."""
+        """What every sampler goes by."""
         rules = self.stream_rules()
         return ServingSettings(
             num_completions=self.num_completions,

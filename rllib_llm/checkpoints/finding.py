@@ -30,8 +30,11 @@ def restore_source(
     folder = fetched(given)
     if not folder.is_dir():
         raise UserError(
-            f"{where}={given!r} must be a checkpoint folder: there is none. "
-            "`rllib train` prints the checkpoints it wrote."
+            name=where,
+            value=given,
+            rule="be a checkpoint folder",
+            reason="there is none",
+            remedy="`rllib train` prints the checkpoints it wrote",
         )
     if not issubclass(algo_class, WholeCheckpoints):
         return folder.resolve()
@@ -40,8 +43,11 @@ def restore_source(
     limit = (stop or {}).get("training_iteration")
     if limit is not None and limit <= done:
         raise UserError(
-            f"stop.training_iteration={limit!r} must be above {done}, where {where}={given!r} is: "
-            "iterations count on from a checkpoint. Raise it to the total."
+            name="stop.training_iteration",
+            value=limit,
+            rule=f"be above {done}, where {where}={given!r} is",
+            reason="iterations count on from a checkpoint",
+            remedy="Raise it to the total",
         )
     return source.resolve()
 

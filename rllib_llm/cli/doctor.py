@@ -126,7 +126,7 @@ def _show(found: list[Finding], console: Console) -> None:
         if finding.where:
             head.append(f"  ({finding.where})", style="dim")
         console.print(head)
-        for line in (finding.found, finding.rule, finding.remedy):
+        for line in (finding.sentence, finding.remedy):
             if line:
                 console.print(Text(f"  {line}"), highlight=False)
     counts = {name: sum(f.severity == name for f in found) for name in ("error", "warning")}

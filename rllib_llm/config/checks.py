@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from rllib_llm.learners.schedule import learning_rate_factor
-from rllib_llm.shared.errors import complain, noted
+from rllib_llm.shared.errors import SettingError, complain, noted
 
 Value = TypeVar("Value")
 
 
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
-    """Raises ValueError "`name`=`value` must be `rule`: `reason`. `remedy`." unless `condition`;
-    within `all_complaints` it is noted."""
+    """Raises SettingError with the rule "be `rule`" unless `condition`; it is noted within
+    `all_complaints`."""
     if not condition:
         complain(_broken(name, value, rule, reason, remedy))
 
@@ -24,8 +24,8 @@ def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -
     return value
 
 
-def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> ValueError:
-    return ValueError(f"{name}={value!r} must be {rule}: {reason}. {remedy}.")
+def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> SettingError:
+    return SettingError(name=name, value=value, rule=f"be {rule}", reason=reason, remedy=remedy)
 
 
 def check_range(

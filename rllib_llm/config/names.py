@@ -16,7 +16,7 @@ from rllib_llm.config.lookup import (
 from rllib_llm.config.rllib_names import RETIRED
 from rllib_llm.config.setting import IN_ENV, Setting
 from rllib_llm.config.tables.rllib import INSTEAD
-from rllib_llm.shared.errors import closest
+from rllib_llm.shared.errors import SettingError, closest
 
 # What others set in their config, and what it is part of here.
 ELSEWHERE = {
@@ -40,8 +40,8 @@ ELSEWHERE = {
 }
 
 
-class UnknownSettingError(ValueError):
-    """Names that are no settings; the message has what each is called here, or resembles."""
+class UnknownSettingError(SettingError):
+    """Names that are no settings; the remedy has what each is called here, or resembles."""
 
 
 def unknown_settings(
@@ -53,8 +53,12 @@ def unknown_settings(
         where: how the message names the place, e.g. "ppo.config" or "PPOPtxConfig.training".
         section: the section that they were given in.
     """
-    said = (f"unknown key {name!r}. {hint(config_class, str(name), section)}" for name in names)
-    return UnknownSettingError(f"{where}: {' Also '.join(said)}")
+    first, *others = names
+    said = [f"unknown key {name!r}. {hint(config_class, str(name), section)}" for name in others]
+    return UnknownSettingError(
+        f"unknown key {first!r}", name=str(first), where=where, unknown=True,
+        remedy=" Also ".join([hint(config_class, str(first), section), *said]),
+    )  # fmt: skip
 
 
 def hint(config_class: ConfigClass, name: str, section: str = "") -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rllib_llm.config.lookup import defaults, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG
+from rllib_llm.shared.errors import SettingWarning, shown
 
 
 def warn_of_no_effect(config: Any) -> None:
@@ -17,9 +18,10 @@ def warn_of_no_effect(config: Any) -> None:
     for name, why, remedy in _unused(config):
         value = _value(config, name)
         if value != _value(default, name):
-            warnings.warn(f"{name}={value!r} has no effect {why}. {remedy}.", stacklevel=4)
-    for text in _unsuited(config):
-        warnings.warn(text, stacklevel=4)
+            found = f"{name}={shown(value)} has no effect {why}"
+            warnings.warn(SettingWarning(f"no_effect.{name}", found, "", remedy), stacklevel=4)
+    for warning in _unsuited(config):
+        warnings.warn(warning, stacklevel=4)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -40,19 +42,21 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
             yield row.name, *unused
 
 
-def _unsuited(config: Any) -> Iterator[str]:
+def _unsuited(config: Any) -> Iterator[SettingWarning]:
     """Clip ranges of PPO under losses whose papers have others."""
     loss, low = getattr(config, "policy_loss", None), getattr(config, "clip_param", 0.0)
     if loss == "gspo" and low >= 0.1:
-        yield (
-            f"clip_param={low!r} hardly ever clips with policy_loss='gspo': the ratio of a whole "
-            "completion is its tokens' geometric mean, which stays near 1. Zheng et al. 2025 use "
-            "clip_param=3e-4 and clip_param_high=4e-4 for completions of thousands of tokens; "
-            "about 0.03 suits short ones."
+        yield SettingWarning(
+            "settings.clip_param",
+            f"clip_param={low!r} hardly ever clips with policy_loss='gspo'",
+            "the ratio of a whole completion is its tokens' geometric mean, which stays near 1",
+            "Zheng et al. 2025 use clip_param=3e-4 and clip_param_high=4e-4 for completions of "
+            "thousands of tokens; about 0.03 suits short ones",
         )
     if loss == "cispo" and low < 1:
-        yield (
-            f"clip_param={low!r} holds weights from below with policy_loss='cispo', which its "
-            "paper does not (MiniMax-M1 2025). Use clip_param=1.0, and clip_param_high to bound "
-            "them from above."
+        yield SettingWarning(
+            "settings.clip_param",
+            f"clip_param={low!r} holds weights from below with policy_loss='cispo'",
+            "its paper does not (MiniMax-M1 2025)",
+            "Use clip_param=1.0, and clip_param_high to bound them from above",
         )

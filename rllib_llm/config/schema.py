@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rllib_llm.config.rllib_names import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import complain, noted, suggestion
+from rllib_llm.shared.errors import SettingError, complain, noted, suggestion, unknown_key
 
 if TYPE_CHECKING:
     from ray.rllib.algorithms import Algorithm
@@ -97,8 +97,8 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
     if unknown and isinstance(config, Tabled):
         raise config.unknown(unknown, where)
     if unknown:
-        said = (f"unknown key {key!r}. {_hint(str(key), allowed)}" for key in unknown)
-        raise ValueError(f"{where}: {' Also '.join(said)}")
+        for key in unknown:
+            complain(unknown_key(where, key, allowed, _hint(str(key), allowed)))
     overrides = settings.get("evaluation_config")
     if isinstance(overrides, Mapping):
         check_keys(config, flat_settings(config, overrides), f"{where}.evaluation_config")
@@ -128,24 +128,39 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
 
 def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
     if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
-        raise ValueError(
-            f"{where}.{key}={value!r} must not be -1: RLlib reads -1 as 'not set' and drops "
-            "it. Leave the key out for its default, or use null or 0 where it means 'off'."
+        raise SettingError(
+            name=f"{where}.{key}",
+            value=value,
+            rule="not be -1",
+            reason="RLlib reads -1 as 'not set' and drops it",
+            remedy="Leave the key out for its default, or use null or 0 where it means 'off'",
         )
     if key.startswith("num_") and isinstance(value, int | float) and value < 0:
-        raise ValueError(f"{where}.{key}={value!r} must be at least 0: it counts. Use 0 for none.")
+        raise SettingError(
+            name=f"{where}.{key}",
+            value=value,
+            rule="be at least 0",
+            reason="it counts",
+            remedy="Use 0 for none",
+        )
     default = getattr(config, RENAMED.get(key, key), None)
     if isinstance(default, int | float) and isinstance(value, str) and value != "auto":
         kind = "true or false" if isinstance(default, bool) else "a number"
-        raise ValueError(
-            f"{where}.{key}={value!r} must be {kind}: its default is {default!r}. "
-            f"Write {kind} without quotes."
+        raise SettingError(
+            name=f"{where}.{key}",
+            value=value,
+            rule=f"be {kind}",
+            reason=f"its default is {default!r}",
+            remedy=f"Write {kind} without quotes",
         )
     of_rllib = not isinstance(config, Tabled)  # the others check their settings' types
     if of_rllib and isinstance(default, dict) and not isinstance(value, Mapping | None):
-        raise ValueError(
-            f"{where}.{key}={value!r} must be a mapping: {type(config).__name__} keeps several "
-            f"settings there. Write `{key}: {{name: value}}`."
+        raise SettingError(
+            name=f"{where}.{key}",
+            value=value,
+            rule="be a mapping",
+            reason=f"{type(config).__name__} keeps several settings there",
+            remedy=f"Write `{key}: {{name: value}}`",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from rllib_llm.config.rllib_names import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.section_method import SectionMethod, rllib_parameters, shown_rows
 from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting
 from rllib_llm.config.tables import rllib
-from rllib_llm.shared.errors import complain, noted
+from rllib_llm.shared.errors import SettingError, SettingWarning, complain
 
 OWN_ENVS = "rllib_llm/"  # what the names of environments of this package begin with
 RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # beside its attributes
@@ -53,6 +54,16 @@ class TabledConfig(AlgorithmConfig):
     environment = SectionMethod()
     env_runners = SectionMethod()
     rl_module = SectionMethod()
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """As of all classes; settings among the arguments are refused with the method's name."""
+        taken = inspect.signature(cls.__init__).parameters
+        if unknown := [name for name in kwargs if name not in taken]:
+            where = (
+                f"{cls.__name__}(...) takes no settings: write {cls.__name__}().training(lr=...)"
+            )
+            raise unknown_settings(cls, unknown, where)
+        return super().__new__(cls)
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)
@@ -186,8 +197,7 @@ class TabledConfig(AlgorithmConfig):
             if row.place == IN_CONFIG:
                 row.check(row.value(self))
         self._check_env_rows(self.env_config)
-        with noted():
-            refuse_inert(self)
+        refuse_inert(self)
         warn_of_strangers(self)
         overlays = {"evaluation_config": self.evaluation_config}
         named = getattr(self, "eval_envs", None) or {}
@@ -264,9 +274,12 @@ def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | 
 
 def _add(flat: dict[str, Any], name: str, value: Any, where: str) -> None:
     if name in flat:
-        raise ValueError(
-            f"{where}={value!r} must be the only one: {name}={flat[name]!r} is given as well. "
-            "Leave one of them out."
+        raise SettingError(
+            name=where,
+            value=value,
+            rule="be the only one",
+            reason=f"{name}={flat[name]!r} is given as well",
+            remedy="Leave one of them out",
         )
     flat[name] = value
 
@@ -284,14 +297,17 @@ def warn_of_strangers(config: TabledConfig) -> None:
     for name in vars(config).keys() - known:
         if not name.startswith("_"):
             error = unknown_settings(type(config), [name], type(config).__name__)
-            warnings.warn(f"{error} It was set as an attribute and has no effect.", stacklevel=4)
+            found = f"{error.found} was set as an attribute of {error.where} and has no effect"
+            warnings.warn(
+                SettingWarning("no_effect.unknown", found, "", error.remedy), stacklevel=4
+            )
 
 
 def refuse_inert(config: TabledConfig) -> None:
     """Refuses settings of RLlib that were changed and act on nothing here.
 
     Raises:
-        ValueError: naming them all, and what does instead.
+        SettingError: the first of them, and what does instead; within `all_complaints` each.
     """
     acting = {
         row.attribute or row.name
@@ -307,14 +323,14 @@ def refuse_inert(config: TabledConfig) -> None:
         and not (isinstance(value, int) and value == DEPRECATED_VALUE)
         and getattr(config, name) != getattr(untouched, name)
     ]
-    if not names:
-        return
     algorithm = type(config).__name__.removesuffix("Config")
-    raise ValueError(
-        " ".join(
-            f"{name}={getattr(config, name)!r} must be left at {getattr(untouched, name)!r}: it is "
-            f"a setting of RLlib that acts on nothing in {algorithm}. "
-            f"{rllib.INSTEAD.get(name, 'Leave it out')}."
-            for name in names
+    for name in names:
+        complain(
+            SettingError(
+                name=name,
+                value=getattr(config, name),
+                rule=f"be left at {getattr(untouched, name)!r}",
+                reason=f"it is a setting of RLlib that acts on nothing in {algorithm}",
+                remedy=rllib.INSTEAD.get(name, "Leave it out"),
+            )
         )
-    )

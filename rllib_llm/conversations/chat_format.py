@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 from rllib_llm.conversations.families import AUTO, bridged, family_renderer
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
 from rllib_llm.shared.chat_text import render_chat
+from rllib_llm.shared.errors import SettingError
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -34,7 +35,7 @@ _THOUGHTS = "<think>"
 _MARKER = "qqq"
 
 
-class ChatFormatError(ValueError):
+class ChatFormatError(SettingError):
     """A template that cannot write a conversation of several turns, or these messages."""
 
 
@@ -94,9 +95,12 @@ class ChatFormat:
     ) -> None:
         if not tokenizer.chat_template:
             raise ChatFormatError(
-                "chat_template=None must be a template: the tokenizer has none, and a conversation "
-                "is rendered by it. Set chat_template (a file, or the template itself), or take an "
-                "instruction-tuned model."
+                name="chat_template",
+                value=None,
+                rule="be a template",
+                reason="the tokenizer has none, and a conversation is rendered by it",
+                remedy="Set chat_template (a file, or the template itself), or take an "
+                "instruction-tuned model",
             )
         if history not in HISTORIES or (syntax is not None and syntax not in SYNTAXES):
             raise ChatFormatError(
@@ -289,9 +293,11 @@ class ChatFormat:
         parts = text.split(end, count)
         if len(parts) <= count or not count:
             raise ChatFormatError(
-                f"a turn must end with {end!r} wherever it stands: the chat template "
-                f"wrote {text.count(end)} such ends in place of {max(count, 1)}. Give a "
-                "template that renders turns alike."
+                name="a turn",
+                rule=f"end with {end!r} wherever it stands",
+                reason=f"the chat template wrote {text.count(end)} such ends in place of "
+                f"{max(count, 1)}",
+                remedy="Give a template that renders turns alike",
             )
         return text[: len(text) - len(parts[-1])]
 
@@ -302,8 +308,11 @@ class ChatFormat:
         ids = self.encode(end + text)
         if ids[: len(anchor)] != anchor:
             raise ChatFormatError(
-                f"turn_end={end!r} must keep its tokens whatever follows: with "
-                f"{text[:40]!r} behind it they differ. Make it a special token of the tokenizer."
+                name="turn_end",
+                value=end,
+                rule="keep its tokens whatever follows",
+                reason=f"with {text[:40]!r} behind it they differ",
+                remedy="Make it a special token of the tokenizer",
             )
         closed = {anchor[-1]}
         if end == self._ends.text:  # the newest turn may be closed by another token than old ones
@@ -329,10 +338,11 @@ class ChatFormat:
         last = last or text
         if text is None or last is None:
             raise ChatFormatError(
-                f"the end of an assistant's turn, {tail[:40]!r}, must begin "
-                "with a special token: what ends the sampled turn would not be what the chat "
-                "template writes, and the next turn would be read after another text. Give a "
-                "template that ends turns with the EOS token."
+                name=f"the end of an assistant's turn, {tail[:40]!r},",
+                rule="begin with a special token",
+                reason="what ends the sampled turn would not be what the chat template writes, "
+                "and the next turn would be read after another text",
+                remedy="Give a template that ends turns with the EOS token",
             )
         calls = last
         if self.tools:

@@ -155,9 +155,11 @@ def require_tools(chat_format: ChatFormat, findings: list[Proof]) -> None:
     unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
     if unknown or calls.outcome in _NO_TOOLS or chat_format.syntax == "none":
         raise ChatFormatError(
-            f"chat_template must write tools, their calls and results: it does not name {unknown}, "
-            f"dialogues with {calls}, and calls are of the syntax {chat_format.syntax!r}. Give a "
-            "template that writes them, or remove the tools."
+            name="chat_template",
+            rule="write tools, their calls and results",
+            reason=f"it does not name {unknown}, dialogues with {calls}, and calls are of the "
+            f"syntax {chat_format.syntax!r}",
+            remedy="Give a template that writes them, or remove the tools",
         )
 
 
@@ -242,8 +244,10 @@ def _compared(
     )
     decode = chat_format.tokenizer.decode
     raise ChatFormatError(
-        f"chat_template must write a dialogue with {name} as its turns were read: token {same} is "
-        f"{decode(walked[same : same + 8])!r} where the whole has "
-        f"{decode(expected[same : same + 8])!r}, and the policy would be trained on text that "
-        "nobody asks it for. Give a template that renders turns alike wherever they stand."
+        name="chat_template",
+        rule=f"write a dialogue with {name} as its turns were read",
+        reason=f"token {same} is {decode(walked[same : same + 8])!r} where the whole has "
+        f"{decode(expected[same : same + 8])!r}, and the policy would be trained on "
+        "text that nobody asks it for",
+        remedy="Give a template that renders turns alike wherever they stand",
     )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rllib_llm.conversations.conversation import Conversation
 
 
-
 @dataclass
 class Node:
     """What one append added.

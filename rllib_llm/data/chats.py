@@ -45,9 +45,11 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
         return turns, _num_before_answer(turns)  # a system message, then the prompt
     raise DataSourceError(
-        f"prompt={str(prompt)[:60]!r} must be followed or repeated by the messages that answer it: "
-        f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}. Drop the "
-        "prompt, or let the answer begin with the assistant's turn."
+        name="prompt",
+        value=str(prompt)[:60],
+        rule="be followed or repeated by the messages that answer it",
+        reason=f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
+        remedy="Drop the prompt, or let the answer begin with the assistant's turn",
     )
 
 
@@ -81,9 +83,11 @@ def render(
     """
     if not tokenizer.chat_template:
         raise DataSourceError(
-            "messages must be rendered by a chat template: the tokenizer has none. Set "
-            "chat_template (a file, or the template itself), take an instruction-tuned model, or "
-            "write the rows as text."
+            name="messages",
+            rule="be rendered by a chat template",
+            reason="the tokenizer has none",
+            remedy="Set chat_template (a file, or the template itself), take an "
+            "instruction-tuned model, or write the rows as text",
         )
     return render_chat(
         tokenizer, messages, tools=tools, generation_prompt=generation_prompt,
@@ -113,9 +117,10 @@ def encode_chat(
     ]  # fmt: skip
     if not own:
         raise DataSourceError(
-            f"messages with the roles {[message['role'] for message in messages]} must have a turn "
-            "of 'assistant' to learn from: there is none behind the prompt. Drop the row, or "
-            "rename its roles."
+            name=f"messages with the roles {[message['role'] for message in messages]}",
+            rule="have a turn of 'assistant' to learn from",
+            reason="there is none behind the prompt",
+            remedy="Drop the row, or rename its roles",
         )
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
@@ -171,10 +176,12 @@ def sampled_end(tokenizer: Any, upto: str, start: int) -> int:
 def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
     same = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
     return DataSourceError(
-        f"messages[{turn}] must be rendered by the chat template as it is before an answer: there "
-        f"it writes {part[same : same + 40]!r} where the whole conversation has "
-        f"{text[same : same + 40]!r}, so that it is not known which tokens are the assistant's, "
-        f"and a model would be asked for them after another text. {_SPLIT_IT}."
+        name=f"messages[{turn}]",
+        rule="be rendered by the chat template as it is before an answer",
+        reason=f"there it writes {part[same : same + 40]!r} where the whole conversation has "
+        f"{text[same : same + 40]!r}, so that it is not known which tokens are the "
+        "assistant's, and a model would be asked for them after another text",
+        remedy=_SPLIT_IT,
     )
 
 
@@ -198,8 +205,10 @@ def _encode_marked(
         marked = [one and other for one, other in zip(marked, later, strict=True)]
     if not any(marked):
         raise DataSourceError(
-            "messages must have tokens that the chat template marks with {% generation %}: it "
-            "marks none here. Put the marks around the assistant's turns, or remove them all."
+            name="messages",
+            rule="have tokens that the chat template marks with {% generation %}",
+            reason="it marks none here",
+            remedy="Put the marks around the assistant's turns, or remove them all",
         )
     return ids, marked
 
@@ -268,9 +277,10 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
             end for end in ends if render(tokenizer, messages[:end], tools=tools).startswith(said)
         )
     raise DataSourceError(
-        f"messages[{turn}] must have its thoughts written by the chat template where it is the "
-        f"newest turn: {thoughts[:40]!r} is not in it, and would never be learnt. Give a template "
-        f"that writes {_REASONING}, or put the thoughts into the content."
+        name=f"messages[{turn}]",
+        rule="have its thoughts written by the chat template where it is the newest turn",
+        reason=f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        remedy=f"Give a template that writes {_REASONING}, or put the thoughts into the content",
     )
 
 

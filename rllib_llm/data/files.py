@@ -25,8 +25,8 @@ _ALWAYS_TEXT = (
 )  # fmt: skip
 
 
-def missing_file(path: Path, text: str, name: str) -> str:
-    """The message for a file that is not there, with the nearest name that is."""
+def missing_file(path: Path, text: str, name: str) -> DataSourceError:
+    """The error for a file that is not there, with the nearest name that is."""
     parent = path.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
@@ -36,7 +36,13 @@ def missing_file(path: Path, text: str, name: str) -> str:
         remedy = f"The folder {str(parent.absolute())!r} does not exist either: check the path"
     else:
         remedy = f"Check the path (relative paths start at {str(Path.cwd())!r})"
-    return f"{name}={text!r} must be a file or folder that exists: there is none. {remedy}."
+    return DataSourceError(
+        name=name,
+        value=text,
+        rule="be a file or folder that exists",
+        reason="there is none",
+        remedy=remedy,
+    )
 
 
 def read_file(path: Path, name: str) -> Rows:
@@ -46,7 +52,7 @@ def read_file(path: Path, name: str) -> Rows:
         DataSourceError: no such file, another format, a broken line (numbered).
     """
     if not path.is_file():
-        raise DataSourceError(missing_file(path, str(path), name))
+        raise missing_file(path, str(path), name)
     if path.suffix in _PARQUET:
         return _read_parquet(path, name)
     if path.suffix in _TEXT:
@@ -57,8 +63,11 @@ def read_file(path: Path, name: str) -> Rows:
     if path.suffix in _JSON_LINES:
         return rows_of(_json_values(path, name), str(path), name)
     raise DataSourceError(
-        f"{name}={str(path)!r} must end in one of {list(SUFFIXES)}: the format of "
-        f"{path.suffix or 'a name without an ending'!r} is not known. Rename or convert it."
+        name=name,
+        value=str(path),
+        rule=f"end in one of {list(SUFFIXES)}",
+        reason=f"the format of {path.suffix or 'a name without an ending'!r} is not known",
+        remedy="Rename or convert it",
     )
 
 
@@ -76,9 +85,13 @@ def _text(path: Path, name: str) -> str:
         utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
         raise DataSourceError(
-            f"{name}={str(path)!r} must be text in UTF-8: line {line} holds the byte "
-            f"0x{content[error.start]:02x}, so that it is probably {likely}. Convert it: "
-            f"iconv -f {'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}."
+            name=name,
+            value=str(path),
+            rule="be text in UTF-8",
+            reason=f"line {line} holds the byte 0x{content[error.start]:02x}, so that it is "
+            f"probably {likely}",
+            remedy=f"Convert it: iconv -f {'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 "
+            f"{path.name}",
         ) from error
 
 
@@ -95,21 +108,29 @@ def _read_table(path: Path, name: str) -> Rows:
         for row in reader:
             if len(row) > len(names) or (len(row) < len(names) and any(row)):
                 raise DataSourceError(
-                    f"{name}={str(path)!r} must have as many values in each row as columns "
-                    f"{names}: the row that ends in line {reader.line_num} has {len(row)}. Put "
-                    "values that hold the separator into double quotes."
+                    name=name,
+                    value=str(path),
+                    rule=f"have as many values in each row as columns {names}",
+                    reason=f"the row that ends in line {reader.line_num} has {len(row)}",
+                    remedy="Put values that hold the separator into double quotes",
                 )
             if any(row):
                 rows.append(row)
     except csv.Error as error:
         raise DataSourceError(
-            f"{name}={str(path)!r} must be a table of values separated by {separator!r}: line "
-            f"{reader.line_num} is not ({error}). Correct its quotation marks."
+            name=name,
+            value=str(path),
+            rule=f"be a table of values separated by {separator!r}",
+            reason=f"line {reader.line_num} is not ({error})",
+            remedy="Correct its quotation marks",
         ) from error
     if not all(names) or len({*names}) < len(names):
         raise DataSourceError(
-            f"{name}={str(path)!r} must begin with a line of column names, each its own: it begins "
-            f"with {names}. Add the line, or rename a column."
+            name=name,
+            value=str(path),
+            rule="begin with a line of column names, each its own",
+            reason=f"it begins with {names}",
+            remedy="Add the line, or rename a column",
         )
     columns = [_as_typed([row[i] for row in rows], column) for i, column in enumerate(names)]
     values = zip(*columns, strict=True)
@@ -144,8 +165,11 @@ def _read_parquet(path: Path, name: str) -> Rows:
         return Rows(pq.read_table(path), str(path))
     except pa.ArrowInvalid as error:
         raise DataSourceError(
-            f"{name}={str(path)!r} must be a Parquet file: {error}. Write it again as Parquet, "
-            "or give it the ending of its format."
+            name=name,
+            value=str(path),
+            rule="be a Parquet file",
+            reason=error,
+            remedy="Write it again as Parquet, or give it the ending of its format",
         ) from error
 
 
@@ -170,8 +194,11 @@ def _json_values(path: Path, name: str) -> Iterator[Any]:
             yield from json.loads(text)
         except json.JSONDecodeError as error:
             raise DataSourceError(
-                f"{name}={str(path)!r} must hold a JSON array or one JSON object for each line: "
-                f"{error}. Correct the file."
+                name=name,
+                value=str(path),
+                rule="hold a JSON array or one JSON object for each line",
+                reason=error,
+                remedy="Correct the file",
             ) from error
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -181,8 +208,11 @@ def _json_values(path: Path, name: str) -> Iterator[Any]:
             yield json.loads(line)
         except json.JSONDecodeError as error:
             raise DataSourceError(
-                f"{name}={str(path)!r} must hold one JSON object for each line: line {number} is "
-                f"{line[:80]!r} ({error}). Correct or remove the line."
+                name=name,
+                value=str(path),
+                rule="hold one JSON object for each line",
+                reason=f"line {number} is {line[:80]!r} ({error})",
+                remedy="Correct or remove the line",
             ) from error
 
 

@@ -12,6 +12,7 @@ from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import SettingError
 
 
 def pairs_from_labels(
@@ -43,9 +44,12 @@ def pairs_from_labels(
         ValueError: `num_pairs` below 1.
     """
     if num_pairs is not None and num_pairs < 1:
-        raise ValueError(
-            f"num_pairs={num_pairs!r} must be at least 1, or null: it counts preference pairs. "
-            "Leave it out to draw every text once."
+        raise SettingError(
+            name="num_pairs",
+            value=num_pairs,
+            rule="be at least 1, or null",
+            reason="it counts preference pairs",
+            remedy="Leave it out to draw every text once",
         )
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
@@ -88,8 +92,10 @@ def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[flo
         groups.setdefault(float(label), []).append(row[text_column])
     if len(groups) < 2:
         raise DataSourceError(
-            f"{label_column} of {rows.description} must hold at least two different labels: all "
-            f"{len(rows)} rows have {next(iter(groups))}. Name the column of the labels."
+            name=f"{label_column} of {rows.description}",
+            rule="hold at least two different labels",
+            reason=f"all {len(rows)} rows have {next(iter(groups))}",
+            remedy="Name the column of the labels",
         )
     return groups
 

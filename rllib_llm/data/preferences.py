@@ -93,7 +93,7 @@ class PreferenceSource:
         try:
             return self._encode(self._rows[index])
         except DataSourceError as error:
-            raise DataSourceError(f"row {index} of {self._rows.description}: {error}") from error
+            raise error.at(f"row {index} of {self._rows.description}") from error
 
     def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]:
         raise NotImplementedError(f"{type(self).__name__} must define _encode.")
@@ -167,9 +167,11 @@ class PromptedPairSource(PreferenceSource):
         prompt = chosen[:border]
         if not prompt:
             raise DataSourceError(
-                "a pair must have a prompt, or texts that begin alike: the answers' first tokens "
-                "are predicted from what stands before them, and the tokenizer has no BOS. Add "
-                "the column 'prompt'."
+                name="a pair",
+                rule="have a prompt, or texts that begin alike",
+                reason="the answers' first tokens are predicted from what stands before them, and "
+                "the tokenizer has no BOS",
+                remedy="Add the column 'prompt'",
             )
         return self._shorten(prompt, chosen[border:], rejected[border:])
 
@@ -192,9 +194,10 @@ class PromptedPairSource(PreferenceSource):
             turn["role"] != "assistant" for turn in answers
         ):
             raise DataSourceError(
-                "chosen and rejected messages must answer the same prompt, with nothing but turns "
-                "of the assistant: what others say is not the policy's to learn. Put all turns "
-                "before the answer into 'prompt'."
+                name="chosen and rejected messages",
+                rule="answer the same prompt, with nothing but turns of the assistant",
+                reason="what others say is not the policy's to learn",
+                remedy="Put all turns before the answer into 'prompt'",
             )
         chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns)
         rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other)
@@ -251,23 +254,28 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
     for name in ("chosen", "rejected"):
         if name not in rows.columns:
             raise DataSourceError(
-                f"{rows.description} has columns {sorted(rows.columns)} and must have 'chosen' "
-                "and 'rejected' (and 'prompt', where they lack it): a pair is two texts. "
-                "Rename a column, or make pairs with rllib_llm.data.pairs."
+                where=rows.description,
+                name=f"a row with the columns {sorted(rows.columns)}",
+                rule="have 'chosen' and 'rejected' (and 'prompt', where they lack it)",
+                reason="a pair is two texts",
+                remedy="Rename a column, or make pairs with rllib_llm.data.pairs",
             )
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):
         if not all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair):
             raise DataSourceError(
-                f"row {index} of {rows.description} must have text or messages as 'chosen' and "
-                f"'rejected': they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}. Correct "
-                "the row, or drop it."
+                name=f"row {index} of {rows.description}",
+                rule="have text or messages as 'chosen' and 'rejected'",
+                reason=f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}",
+                remedy="Correct the row, or drop it",
             )
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
     if not differ:
         raise DataSourceError(
-            f"{rows.description} must have pairs whose chosen and rejected texts differ: all "
-            f"{len(rows)} are the same. Check the columns."
+            name=rows.description,
+            rule="have pairs whose chosen and rejected texts differ",
+            reason=f"all {len(rows)} are the same",
+            remedy="Check the columns",
         )
     if len(differ) < len(rows):
         warnings.warn(

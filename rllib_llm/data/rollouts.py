@@ -175,8 +175,11 @@ def load_rollouts(
     """
     if best_of_group is not None and best_of_group < 1:
         raise DataSourceError(
-            f"{name}['best_of_group']={best_of_group!r} must be at least 1: it counts completions. "
-            "Leave it out for all."
+            name=f"{name}['best_of_group']",
+            value=best_of_group,
+            rule="be at least 1",
+            reason="it counts completions",
+            remedy="Leave it out for all",
         )
     try:
         rollouts = open_rollouts([Path(folder)])
@@ -240,8 +243,10 @@ def pairs_of_rollouts(rows: Rows) -> Rows:
             pairs.append(_pair(rows[whole[0]], rows[whole[-1]]))
     if not pairs:
         raise DataSourceError(
-            f"{rows.description} must hold a group with two scores: the best and the worst of a "
-            "group become a pair, rollouts of one row each. Sample more completions of each prompt."
+            name=rows.description,
+            rule="hold a group with two scores",
+            reason="the best and the worst of a group become a pair, rollouts of one row each",
+            remedy="Sample more completions of each prompt",
         )
     return Rows(pairs, f"pairs of {rows.description}")
 

@@ -7,8 +7,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rllib_llm.shared.errors import SettingError
 
-class DataSourceError(ValueError):
+
+class DataSourceError(SettingError):
     """A data source that cannot be read, is empty, or lacks a column."""
 
 
@@ -138,8 +140,11 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
         near = difflib.get_close_matches(name, rows.columns, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise DataSourceError(
-            f"column={name!r} must be a column of {rows.description}: it has "
-            f"{rows.columns}. {hint}Name another column, or rename this one."
+            name="column",
+            value=name,
+            rule=f"be a column of {rows.description}",
+            reason=f"it has {rows.columns}",
+            remedy=f"{hint}Name another column, or rename this one",
         )
 
 

@@ -64,8 +64,10 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
         rows = rows.first(int(options["limit"]))
     if len(rows) == 0:
         raise DataSourceError(
-            f"{name}={rows.description} must hold at least one row: it is empty. "
-            "Point it at a source with rows."
+            name=name,
+            rule="hold at least one row",
+            reason=f"{rows.description} is empty",
+            remedy="Point it at a source with rows",
         )
     return rows
 
@@ -106,12 +108,18 @@ def _source_options(source: Mapping[str, Any], name: str) -> dict[str, Any]:
             near = difflib.get_close_matches(str(key), _SOURCE_KEYS, n=1)
             hint = f"Did you mean {near[0]!r}" if near else "Remove it"
             raise DataSourceError(
-                f"{name}[{key!r}] must be one of {list(_SOURCE_KEYS)}: unknown key. {hint}."
+                name=f"{name}[{key!r}]",
+                rule=f"be one of {list(_SOURCE_KEYS)}",
+                reason="unknown key",
+                remedy=hint,
             )
     if "path" not in source:
         raise DataSourceError(
-            f"{name}={dict(source)!r} must have a 'path': nothing says where the rows are. "
-            f"Set it to {_ALLOWED}."
+            name=name,
+            value=dict(source),
+            rule="have a 'path'",
+            reason="nothing says where the rows are",
+            remedy=f"Set it to {_ALLOWED}",
         )
     return dict(source)
 
@@ -132,8 +140,11 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
     if isinstance(source, Iterable):
         return rows_of(source, f"a {type(source).__name__} of rows", name)
     raise DataSourceError(
-        f"{name}={source!r} must be {_ALLOWED}: {type(source).__name__} is none of these. "
-        "Pass a path or a list of rows."
+        name=name,
+        value=source,
+        rule=f"be {_ALLOWED}",
+        reason=f"{type(source).__name__} is none of these",
+        remedy="Pass a path or a list of rows",
     )
 
 
@@ -153,8 +164,11 @@ def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
     for key in ("where", "best_of_group"):
         if options.get(key) is not None:
             raise DataSourceError(
-                f"{name}[{key!r}]={options[key]!r} must be left out: {text!r} holds no rollouts of "
-                "a run. Choose its rows beforehand."
+                name=f"{name}[{key!r}]",
+                value=options[key],
+                rule="be left out",
+                reason=f"{text!r} holds no rollouts of a run",
+                remedy="Choose its rows beforehand",
             )
     if isinstance(found, list):
         return _read_files(found, text, name)
@@ -179,7 +193,7 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
         if matches:
             return [Path(match) for match in matches]
     if path.suffix in SUFFIXES or text.startswith((".", "/", "~")):
-        raise DataSourceError(missing_file(path, text, name))
+        raise missing_file(path, text, name)
     if looks_dotted(text):
         function = import_dotted(text, name=name)
         if not callable(function):
@@ -197,8 +211,11 @@ def _bound(
     except TypeError as error:
         allowed = list(inspect.signature(function).parameters)
         raise DataSourceError(
-            f"{name} kwargs={dict(kwargs)!r} must be arguments of {text!r}, which has "
-            f"{allowed or 'none'}: {error}. Correct them."
+            name=f"{name} kwargs",
+            value=dict(kwargs),
+            rule=f"be arguments of {text!r}, which has {allowed or 'none'}",
+            reason=error,
+            remedy="Correct them",
         ) from error
     return functools.partial(function, **kwargs)
 
@@ -220,16 +237,22 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
         looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
         found = "the folder is there" if Path(text).is_dir() else looked
         raise DataSourceError(
-            f"{name}={text!r} must be {_ALLOWED}: {found}, and reading it as a data set failed "
-            f"({type(error).__name__}: {str(error)[:300]}). Check the spelling, or the connection "
-            "where it is a hub id."
+            name=name,
+            value=text,
+            rule=f"be {_ALLOWED}",
+            reason=f"{found}, and reading it as a data set failed ({type(error).__name__}: "
+            f"{str(error)[:300]})",
+            remedy="Check the spelling, or the connection where it is a hub id",
         ) from error
     if isinstance(loaded, Mapping):
         wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))
         if wanted not in loaded:
             raise DataSourceError(
-                f"{name} split={wanted!r} must be a split of {text!r}: it has {list(loaded)}. "
-                f"Write {{'path': {text!r}, 'split': ...}}."
+                name=f"{name} split",
+                value=wanted,
+                rule=f"be a split of {text!r}",
+                reason=f"it has {list(loaded)}",
+                remedy=f"Write {{'path': {text!r}, 'split': ...}}",
             )
         loaded = loaded[wanted]
     return Rows(loaded, text)

@@ -19,6 +19,7 @@ from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.padding import pad_right
 
 LOSS_ON = ("completion", "all")
@@ -57,14 +58,20 @@ class TextSource:
         (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
         a text that is cut keeps its last token, EOS, for judges that read their score there."""
         if loss_on not in LOSS_ON:
-            raise ValueError(
-                f"loss_on={loss_on!r} must be one of {LOSS_ON}: it says which tokens are targets. "
-                "Use 'completion' to leave prompts out."
+            raise SettingError(
+                name="loss_on",
+                value=loss_on,
+                rule=f"be one of {LOSS_ON}",
+                reason="it says which tokens are targets",
+                remedy="Use 'completion' to leave prompts out",
             )
         if tokenizer.eos_token_id is None:
-            raise ValueError(
-                "tokenizer.eos_token=None must be a token: every text ends with it, or the model "
-                "never learns to stop. Set tokenizer.eos_token and save the tokenizer again."
+            raise SettingError(
+                name="tokenizer.eos_token",
+                value=None,
+                rule="be a token",
+                reason="every text ends with it, or the model never learns to stop",
+                remedy="Set tokenizer.eos_token and save the tokenizer again",
             )
         self._rows = load_rows(data)
         self._tokenizer = tokenizer
@@ -128,7 +135,7 @@ class TextSource:
         try:
             ids, targets = self._encode(row) if part is None else self._encode_part(row, part)
         except DataSourceError as error:
-            raise DataSourceError(f"row {place} of {self._rows.description}: {error}") from error
+            raise error.at(f"row {place} of {self._rows.description}") from error
         return ids, [True] * len(ids) if self._loss_on == "all" else targets
 
     def _encode_part(self, row: dict[str, Any], part: Part) -> TokenizedText:
@@ -152,9 +159,10 @@ class TextSource:
             ids, _ = encode_ended(self._tokenizer, "", row["text"])
             return ids, [True] * len(ids)
         raise DataSourceError(
-            f"it has columns {sorted(row)} and must have 'text', or 'prompt' and 'completion', or "
-            "'messages': nothing else is a text. Rename a column, e.g. with "
-            "{path: ..., columns: {text: yours}}."
+            name=f"a row with the columns {sorted(row)}",
+            rule="have 'text', or 'prompt' and 'completion', or 'messages'",
+            reason="nothing else is a text",
+            remedy="Rename a column, e.g. with {path: ..., columns: {text: yours}}",
         )
 
 

@@ -101,9 +101,7 @@ class Decoder:
         self.clock = 0
         block_cost = plan.block_cost if block_cost is None else block_cost
         device = self.device  # not through the decoder, which its caches would outlive
-        self.blocks = RowBlocks(
-            lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost
-        )
+        self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost)
         self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 
@@ -302,7 +300,7 @@ class Decoder:
         self._take(logits, before)
 
     def _prefill_rest(self, groups: Sequence[Group]) -> None:
-        """Lets prompts of like length in that begin with a kept prefix; see `kept_prefixes`."""
+        """Lets prompts of like length in that begin with a kept prefix; see `KeptPrefixes`."""
         prefixes = [group.prefix for group in groups if group.prefix is not None]
         lengths = [group.length for group in groups]
         held = [len(prefix.token_ids) for prefix in prefixes]

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rllib_llm.shared.errors import SettingError
+
 # Settings that act on tokens that have occurred, and the values that switch them off.
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
@@ -99,49 +101,56 @@ class SamplingParams:
             self.max_new_tokens >= 1,
             "max_new_tokens",
             self.max_new_tokens,
-            "at least 1: a completion without tokens cannot be judged or learnt from",
+            "at least 1",
+            "a completion without tokens cannot be judged or learnt from",
             "Set the longest completion you want",
         )
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
             "min_new_tokens",
             self.min_new_tokens,
-            f"within 0 and max_new_tokens={self.max_new_tokens}: more can never be sampled",
+            f"within 0 and max_new_tokens={self.max_new_tokens}",
+            "more can never be sampled",
             "Lower min_new_tokens or raise max_new_tokens",
         )
         _require(
             math.isfinite(self.temperature) and self.temperature > 0,
             "temperature",
             self.temperature,
-            "a finite number above 0: logits are divided by it",
+            "a finite number above 0",
+            "logits are divided by it",
             "Use greedy=True for the limit of temperature 0",
         )
         _require(
             self.top_k >= 0,
             "top_k",
             self.top_k,
-            "0 or more: it counts the tokens that stay",
+            "0 or more",
+            "it counts the tokens that stay",
             "Use 0 to switch it off",
         )
         _require(
             0.0 < self.top_p <= 1.0,
             "top_p",
             self.top_p,
-            "above 0 and at most 1: it is a probability mass",
+            "above 0 and at most 1",
+            "it is a probability mass",
             "Use 1.0 to switch it off",
         )
         _require(
             self.top_logprobs >= 0,
             "top_logprobs",
             self.top_logprobs,
-            "0 or more: it counts tokens",
+            "0 or more",
+            "it counts tokens",
             "Use 0 for none",
         )
         _require(
             0.0 <= self.min_p <= 1.0,
             "min_p",
             self.min_p,
-            "within 0 and 1: it is a share of the likeliest token's probability",
+            "within 0 and 1",
+            "it is a share of the likeliest token's probability",
             "Use 0.0 to switch it off",
         )
         for name in ("frequency_penalty", "presence_penalty"):
@@ -150,14 +159,16 @@ class SamplingParams:
                 -2.0 <= value <= 2.0,
                 name,
                 value,
-                "within -2 and 2, as OpenAI's: it is subtracted from logits",
+                "within -2 and 2, as OpenAI's",
+                "it is subtracted from logits",
                 "Use 0.0 to switch it off",
             )
         _require(
             math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
             "repetition_penalty",
             self.repetition_penalty,
-            "a finite number above 0: logits are divided by it",
+            "a finite number above 0",
+            "logits are divided by it",
             "Use 1.0 to switch it off",
         )
         self._check_token_ids()
@@ -167,21 +178,24 @@ class SamplingParams:
             self.pad_token_id >= 0,
             "pad_token_id",
             self.pad_token_id,
-            "0 or more: it is a row of the embedding",
+            "0 or more",
+            "it is a row of the embedding",
             "Give the tokenizer's pad_token_id",
         )
         _require(
             all(token >= 0 for token in self.stop_token_ids),
             "stop_token_ids",
             self.stop_token_ids,
-            "ids of 0 or more: they are rows of the embedding",
+            "ids of 0 or more",
+            "they are rows of the embedding",
             "Give ids of the tokenizer's vocabulary",
         )
         _require(
             len(set(self.stop_token_ids)) == len(self.stop_token_ids),
             "stop_token_ids",
             self.stop_token_ids,
-            "distinct: a repeated id has no effect",
+            "distinct",
+            "a repeated id has no effect",
             "Name each stop token once",
         )
         ids = [token for token, _ in self.logit_bias]
@@ -189,18 +203,20 @@ class SamplingParams:
             all(token >= 0 for token in ids) and len(set(ids)) == len(ids),
             "logit_bias",
             self.logit_bias,
-            "of distinct ids of 0 or more: they are rows of the embedding",
+            "of distinct ids of 0 or more",
+            "they are rows of the embedding",
             "Give ids of the tokenizer's vocabulary",
         )
         _require(
             all(-100.0 <= value <= 100.0 for _, value in self.logit_bias),
             "logit_bias",
             self.logit_bias,
-            "of numbers within -100 and 100, as OpenAI's: they are added to logits",
+            "of numbers within -100 and 100, as OpenAI's",
+            "they are added to logits",
             "Use -100 for tokens that must not come",
         )
 
 
-def _require(holds: bool, name: str, value: object, rule_and_reason: str, remedy: str) -> None:
+def _require(holds: bool, name: str, value: object, rule: str, reason: str, remedy: str) -> None:
     if not holds:
-        raise ValueError(f"{name}={value!r} must be {rule_and_reason}. {remedy}.")
+        raise SettingError(name=name, value=value, rule=f"be {rule}", reason=reason, remedy=remedy)

@@ -15,6 +15,7 @@ import torch
 from rllib_llm.engines.completions import Completions, pad_completions, prompts_of
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Finish, Noise
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 # --- Asking for completions one by one, and batches of them, of whoever gives them
@@ -137,9 +138,12 @@ class OpenAICompletions:
         **client: Any,
     ) -> None:
         if prompt_format not in PROMPT_FORMATS:
-            raise ValueError(
-                f"engine_settings['prompt_format']={prompt_format!r} must be one of "
-                f"{PROMPT_FORMATS}: prompts travel in no other way. Use 'token_ids'."
+            raise SettingError(
+                name="engine_settings['prompt_format']",
+                value=prompt_format,
+                rule=f"be one of {PROMPT_FORMATS}",
+                reason="prompts travel in no other way",
+                remedy="Use 'token_ids'",
             )
         self._tokenizer = tokenizer
         self._served_model, self._prompt_format = served_model, prompt_format
@@ -181,10 +185,13 @@ class OpenAICompletions:
             token_ids = token_ids[1:]
         special = set(self._tokenizer.all_special_ids).intersection(token_ids)
         if special:
-            raise ValueError(
-                "engine_settings['prompt_format']='text' must be used with prompts of plain text: "
-                f"special tokens {self._tokenizer.convert_ids_to_tokens(sorted(special))} of chat "
-                "markup would vanish. Use 'token_ids' and a server of the policy's tokenizer."
+            raise SettingError(
+                name="engine_settings['prompt_format']",
+                value="text",
+                rule="be used with prompts of plain text",
+                reason=f"special tokens {self._tokenizer.convert_ids_to_tokens(sorted(special))} "
+                "of chat markup would vanish",
+                remedy="Use 'token_ids' and a server of the policy's tokenizer",
             )
         return str(self._tokenizer.decode(token_ids))
 
@@ -357,3 +364,38 @@ def read_label(label: Any) -> tuple[int | None, int]:
         raise ValueError(f"weight version {label!r} has no number at its end")
     epoch, version = found.groups()
     return None if epoch is None else int(epoch), int(version)
+
+
+ENDPOINTS = ("completions", "tokens")
+"""Of a server: OpenAI's texts, for evaluation; token ids in and out, for training too."""
+
+
+def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -> ClientPolicy:
+    """Completions by a server.
+
+    Args:
+        model: folder, hub id or dotted path of the policy, for its tokenizer.
+        endpoint: one of `ENDPOINTS`.
+        settings: of `OpenAICompletions` or `TokenCompletions`.
+
+    Raises:
+        ValueError: an unknown endpoint.
+    """
+    # Here, since transformers would make importing the package slow.
+    from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
+
+    if endpoint not in ENDPOINTS:
+        raise SettingError(
+            name="engine_settings['endpoint']",
+            value=endpoint,
+            rule=f"be one of {ENDPOINTS}",
+            reason="a server is asked in no other way",
+            remedy="Use 'tokens' for one that gives token ids",
+        )
+    tokenizer = load_tokenizer(model)
+    client: CompletionClient
+    if endpoint == "tokens":
+        client = TokenCompletions(**settings)
+    else:
+        client = OpenAICompletions(tokenizer, **settings)
+    return ClientPolicy(client, tokenizer, policy_eos_ids(model, tokenizer))

@@ -32,6 +32,7 @@ from rllib_llm.engines.protocol import Ended, InFlight, Noise, Row, check_versio
 from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
+from rllib_llm.shared.errors import SettingError
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -288,27 +289,36 @@ class VLLMRows:
         names = set(self._rows) | {each.id for each in self._ended}
         for row in rows:
             if row.id in names:
-                raise ValueError(
-                    f"row.id={row.id!r} must be one that is not in the engine: it names the row. "
-                    "Wait until that row has ended, or choose another id."
+                raise SettingError(
+                    name="row.id",
+                    value=row.id,
+                    rule="be one that is not in the engine",
+                    reason="it names the row",
+                    remedy="Wait until that row has ended, or choose another id",
                 )
             names.add(row.id)
             check_version(row, self.version)
             self._check(row.params)
             if row.guide is not None or row.params.top_logprobs:
-                raise ValueError(
-                    f"row.guide={row.guide!r} must be None, and top_logprobs="
-                    f"{row.params.top_logprobs!r} 0, with engine='vllm': they are those of our own "
-                    "decode loop. Use engine='torch'."
+                raise SettingError(
+                    name="row.guide",
+                    value=row.guide,
+                    rule=f"be None, and top_logprobs={row.params.top_logprobs!r} 0, with "
+                    "engine='vllm'",
+                    reason="they are those of our own decode loop",
+                    remedy="Use engine='torch'",
                 )
         self._rows |= {row.id: _Held(row) for row in rows}
 
     def _check(self, params: SamplingParams) -> None:
         temperature = self._engine.temperature
         if not params.greedy and params.temperature != temperature:
-            raise ValueError(
-                f"temperature={params.temperature!r} must be {temperature!r} with "
-                "engine='vllm': it was started to give log-probs at that one. Start another engine."
+            raise SettingError(
+                name="temperature",
+                value=params.temperature,
+                rule=f"be {temperature!r} with engine='vllm'",
+                reason="it was started to give log-probs at that one",
+                remedy="Start another engine",
             )
         check_row(params, temperature)
 
@@ -405,10 +415,11 @@ def check_row(params: SamplingParams, temperature: float) -> None:
     that `SamplingParams` documents: those of the distribution before truncation."""
     check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
     if params.adjustments and temperature == 1:
-        raise ValueError(
-            f"{', '.join(params.adjustments)} must be off with engine='vllm' and temperature=1: "
-            "there it gives log-probs of the model's own logits, without penalties and bias. Use "
-            "engine='torch'."
+        raise SettingError(
+            name=", ".join(params.adjustments),
+            rule="be off with engine='vllm' and temperature=1",
+            reason="there it gives log-probs of the model's own logits, without penalties and bias",
+            remedy="Use engine='torch'",
         )
 
 
@@ -425,11 +436,13 @@ def check_params(
     }  # fmt: skip
     for name, (value, off) in truncates.items():
         if temperature != 1 and value != off:
-            raise ValueError(
-                f"{name}={value!r} must be {off!r} with engine='vllm' and "
-                f"temperature={temperature!r}: vLLM gives log-probs either before the temperature "
-                "or after truncation, and the loss needs neither. Use temperature=1, or "
-                "engine='torch'."
+            raise SettingError(
+                name=name,
+                value=value,
+                rule=f"be {off!r} with engine='vllm' and temperature={temperature!r}",
+                reason="vLLM gives log-probs either before the temperature or after truncation, "
+                "and the loss needs neither",
+                remedy="Use temperature=1, or engine='torch'",
             )
 
 
@@ -456,8 +469,10 @@ def check_heads(config: Any, model: str) -> None:
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     if width < _MIN_HEAD_DIM:
-        raise ValueError(
-            f"model={model!r} must have heads of at least {_MIN_HEAD_DIM} with engine='vllm' on a "
-            f"CPU: its head_dim is {width}, which vLLM's kernels do not know. Use engine='torch', "
-            "or a model with fewer, wider heads."
+        raise SettingError(
+            name="model",
+            value=model,
+            rule=f"have heads of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU",
+            reason=f"its head_dim is {width}, which vLLM's kernels do not know",
+            remedy="Use engine='torch', or a model with fewer, wider heads",
         )

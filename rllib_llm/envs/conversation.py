@@ -71,19 +71,28 @@ def check_limits(settings: Mapping[str, Any]) -> None:
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise EnvConfigError(
-                f"env_config[{name!r}]={value!r} must be a number above 0: it bounds what a "
-                "rollout may take. Raise it."
+                name=f"env_config[{name!r}]",
+                value=value,
+                rule="be a number above 0",
+                reason="it bounds what a rollout may take",
+                remedy="Raise it",
             )
     tokens = settings["max_tokens"]
     if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
         raise EnvConfigError(
-            f"env_config['max_tokens']={tokens!r} must be an integer of at least 1, or None: it "
-            "bounds the tokens of a conversation. None: what the model reads."
+            name="env_config['max_tokens']",
+            value=tokens,
+            rule="be an integer of at least 1, or None",
+            reason="it bounds the tokens of a conversation",
+            remedy="None: what the model reads",
         )
     if settings["tool_errors"] not in ("message", "invalid"):
         raise EnvConfigError(
-            f"env_config['tool_errors']={settings['tool_errors']!r} must be 'message' or "
-            "'invalid': the policy is told of a failed call, or the rollout is left out. Choose."
+            name="env_config['tool_errors']",
+            value=settings["tool_errors"],
+            rule="be 'message' or 'invalid'",
+            reason="the policy is told of a failed call, or the rollout is left out",
+            remedy="Choose",
         )
 
 
@@ -228,8 +237,11 @@ class ConversationEnv:
         settings, rows = self.settings, self.rows()
         if rows is None and not (settings["eval_prompts"] and settings["split"] == "eval"):
             raise EnvConfigError(
-                "env_config['prompts']=None must be a data source: there is no task to talk about. "
-                "Set it to a file (JSONL, Parquet), a data set, rows or a function."
+                name="env_config['prompts']",
+                value=None,
+                rule="be a data source",
+                reason="there is no task to talk about",
+                remedy="Set it to a file (JSONL, Parquet), a data set, rows or a function",
             )
         is_eval = settings["split"] == "eval"
         return PromptSource(

@@ -15,7 +15,7 @@ from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt
 from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
-from rllib_llm.envs.judges.rewards import Rewards
+from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
 
@@ -23,10 +23,6 @@ TURNS = "turns"  # component: what was earned at turns
 SCORE = "score"  # component: what `ConversationEnv.score` says
 ROLLOUT = "rollout"
 _SHOWN = 300  # characters of a reason
-
-
-class AllFailedError(EnvConfigError):
-    """None of the conversations came to an end."""
 
 
 def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -42,7 +38,7 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
     """The columns of rollouts that are over, with their scores.
 
     Raises:
-        AllFailedError: all rollouts failed.
+        UnjudgedError: all rollouts failed.
         EnvConfigError: nothing says what they are worth.
     """
     # Where the policy was never asked there is nothing that could be judged.
@@ -222,7 +218,7 @@ def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[A
         return
     first, count = failed[0], len(failed)
     if not sound:
-        raise AllFailedError(
+        raise UnjudgedError(
             f"at least one of {count} conversations must come to an end: all failed, the first "
             f"with {first.invalid[:_SHOWN]}. Correct the environment, or what it depends on."
         ) from first.error

@@ -14,6 +14,7 @@ from rllib_llm.data.encoding import encode_text, keep_end
 from rllib_llm.data.order import EpochOrder, permuted
 from rllib_llm.data.rows import Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
+from rllib_llm.shared.errors import SettingError
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
@@ -22,7 +23,7 @@ _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch'
 _NUM_REMEMBERED = 2**16  # encoded prompts: some 50 MB of short ones
 
 
-class PromptError(ValueError):
+class PromptError(SettingError):
     """A prompt, or a data set of prompts, that cannot be used."""
 
 
@@ -150,8 +151,11 @@ class PromptEncoder:
     ) -> None:
         if overflow not in PROMPT_OVERFLOWS:
             raise PromptError(
-                f"prompt_overflow={overflow!r} must be one of {list(PROMPT_OVERFLOWS)}: it says "
-                "what becomes of prompts that are too long. Choose one."
+                name="prompt_overflow",
+                value=overflow,
+                rule=f"be one of {list(PROMPT_OVERFLOWS)}",
+                reason="it says what becomes of prompts that are too long",
+                remedy="Choose one",
             )
         self.tokenizer = tokenizer
         self.max_prompt_len = max_prompt_len
@@ -205,9 +209,11 @@ class PromptEncoder:
             return ids, text
         if self.overflow == "error":
             raise PromptError(
-                f"prompt in row {row.index} must have at most max_prompt_len={self.max_prompt_len} "
-                f"tokens: it has {len(ids)} ({text[:60]!r}...). Raise max_prompt_len, shorten "
-                "it, or set prompt_overflow='truncate_left'."
+                where=f"row {row.index}",
+                name="prompt",
+                rule=f"have at most max_prompt_len={self.max_prompt_len} tokens",
+                reason=f"it has {len(ids)} ({text[:60]!r}...)",
+                remedy="Raise max_prompt_len, shorten it, or set prompt_overflow='truncate_left'",
             )
         self._truncated.add(row.index)
         ids = keep_end(ids, self.max_prompt_len, (tokenizer.bos_token_id,))
@@ -227,17 +233,23 @@ class PromptEncoder:
             ids = [tokenizer.bos_token_id]
         if not ids:
             raise PromptError(
-                f"prompt in row {row.index} must have at least one token: it is {row.prompt!r} and "
-                "the tokenizer has no BOS. Remove the row or write a prompt."
+                where=f"row {row.index}",
+                name="prompt",
+                rule="have at least one token",
+                reason=f"it is {row.prompt!r} and the tokenizer has no BOS",
+                remedy="Remove the row or write a prompt",
             )
         return ids, text
 
     def _render_chat(self, row: PromptRow) -> str:
         if not self.tokenizer.chat_template:
             raise PromptError(
-                f"prompt in row {row.index} must be text: it is a list of chat messages and the "
-                "tokenizer has no chat template. Set chat_template (a file, or the template "
-                "itself), take an instruction-tuned model, or write the prompts as text."
+                where=f"row {row.index}",
+                name="prompt",
+                rule="be text",
+                reason="it is a list of chat messages and the tokenizer has no chat template",
+                remedy="Set chat_template (a file, or the template itself), take an "
+                "instruction-tuned model, or write the prompts as text",
             )
         rendered = self.tokenizer.apply_chat_template(
             row.prompt, tokenize=False, add_generation_prompt=True
@@ -248,23 +260,35 @@ class PromptEncoder:
 def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:
     if split not in SPLITS:
         raise PromptError(
-            f"split={split!r} must be one of {list(SPLITS)}: prompts are for training or held out. "
-            "Choose one."
+            name="split",
+            value=split,
+            rule=f"be one of {list(SPLITS)}",
+            reason="prompts are for training or held out",
+            remedy="Choose one",
         )
     if not 0.0 <= eval_fraction < 1.0:
         raise PromptError(
-            f"eval_fraction={eval_fraction!r} must be at least 0 and less than 1: it is the share "
-            "of prompts held out. Take 0.1 for a tenth."
+            name="eval_fraction",
+            value=eval_fraction,
+            rule="be at least 0 and less than 1",
+            reason="it is the share of prompts held out",
+            remedy="Take 0.1 for a tenth",
         )
     if split == "eval" and eval_fraction == 0.0 and eval_data is None:
         raise PromptError(
-            "split='eval' must have prompts of its own: eval_fraction is 0 and there are no "
-            "eval_prompts. Set eval_fraction (0.1 holds out a tenth) or eval_prompts."
+            name="split",
+            value="eval",
+            rule="have prompts of its own",
+            reason="eval_fraction is 0 and there are no eval_prompts",
+            remedy="Set eval_fraction (0.1 holds out a tenth) or eval_prompts",
         )
     if eval_fraction > 0.0 and eval_data is not None:
         raise PromptError(
-            f"eval_fraction={eval_fraction!r} must be 0: eval_prompts are given, and no prompt "
-            "needs to be held out of the others. Remove one of the two."
+            name="eval_fraction",
+            value=eval_fraction,
+            rule="be 0",
+            reason="eval_prompts are given, and no prompt needs to be held out of the others",
+            remedy="Remove one of the two",
         )
 
 
@@ -275,8 +299,11 @@ def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
     num_eval = max(1, round(size * eval_fraction))
     if num_eval >= size:
         raise PromptError(
-            f"eval_fraction={eval_fraction!r} must leave prompts to train on: of {size} rows "
-            f"{num_eval} would be held out. Lower it or add prompts."
+            name="eval_fraction",
+            value=eval_fraction,
+            rule="leave prompts to train on",
+            reason=f"of {size} rows {num_eval} would be held out",
+            remedy="Lower it or add prompts",
         )
     return np.sort(permuted(np.arange(num_eval), size, split_seed, _SPLIT_STREAM))
 
@@ -291,8 +318,11 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
     if len(rows.columns) == 1:
         return rows.columns[0]
     raise PromptError(
-        f"prompt_column=None must be set: {rows.description} has no column 'prompt' but "
-        f"{rows.columns}. Name the one that holds the prompts."
+        name="prompt_column",
+        value=None,
+        rule="be set",
+        reason=f"{rows.description} has no column 'prompt' but {rows.columns}",
+        remedy="Name the one that holds the prompts",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
@@ -42,7 +43,7 @@ SAMPLER_SETTINGS = (
 _CONFIG_PARAMETERS = ("env_config", "config")
 
 
-class UnknownEnvError(ValueError):
+class UnknownEnvError(SettingError):
     """An environment name that is neither registered nor a dotted path."""
 
 
@@ -77,12 +78,15 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         if registered is not None:
             return registered
         if ":" not in env and not looks_dotted(env):
-            raise UnknownEnvError(_unknown(env))
+            raise _unknown(env)
         env = import_dotted(env, name="env")
     if not callable(env):
         raise UnknownEnvError(
-            f"env={env!r} must be an environment's name, dotted path, class or creator function: "
-            f"it is {type(env).__name__}. Pass one of these."
+            name="env",
+            value=env,
+            rule="be an environment's name, dotted path, class or creator function",
+            reason=f"it is {type(env).__name__}",
+            remedy="Pass one of these",
         )
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
@@ -128,8 +132,10 @@ def register_envs() -> None:
 
 def _refuse_single(env_id: str, **env_config: Any) -> Any:
     raise UnknownEnvError(
-        f"gymnasium.make({env_id!r}) must be gymnasium.make_vec({env_id!r}, num_envs=8): one step "
-        "judges a whole batch of completions. Call make_vec."
+        name=f"gymnasium.make({env_id!r})",
+        rule=f"be gymnasium.make_vec({env_id!r}, num_envs=8)",
+        reason="one step judges a whole batch of completions",
+        remedy="Call make_vec",
     )
 
 
@@ -160,10 +166,14 @@ def _make_dotted(path: str, env_config: Mapping[str, Any]) -> Any:
     return creator(import_dotted(path, name="env"))(dict(env_config))
 
 
-def _unknown(env: str) -> str:
+def _unknown(env: str) -> UnknownEnvError:
     near = difflib.get_close_matches(env, ENVIRONMENTS, n=2, cutoff=0.4)
     hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
-    return (
-        f"env={env!r} must be one of {env_ids()}, a name registered with ray.tune.register_env, or "
-        f"a dotted path to an environment: it is none of these. {hint}."
+    return UnknownEnvError(
+        name="env",
+        value=env,
+        rule=f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
+        "path to an environment",
+        reason="it is none of these",
+        remedy=hint,
     )

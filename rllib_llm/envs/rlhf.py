@@ -16,6 +16,7 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.modules.model_limits import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.quantize import check_quantization
+from rllib_llm.shared.errors import SettingError
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
@@ -48,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class EnvConfigError(ValueError):
+class EnvConfigError(SettingError):
     """An env_config that names no environment which can be made."""
 
 
@@ -79,14 +80,19 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     if settings["prompts"] is None and not (settings["eval_prompts"] and _is_eval(settings)):
         raise EnvConfigError(
-            "env_config['prompts']=None must be a data source: there is nothing to complete. Set "
-            "it to a file (JSONL, Parquet, text), a data set or a function."
+            name="env_config['prompts']",
+            value=None,
+            rule="be a data source",
+            reason="there is nothing to complete",
+            remedy="Set it to a file (JSONL, Parquet, text), a data set or a function",
         )
     if not settings["reward_model"] and not settings["reward_functions"]:
         raise EnvConfigError(
-            "env_config must have 'reward_model' or 'reward_functions': nothing judges the "
-            "completions. Set reward_model to a sequence-classification model, or "
-            "reward_functions to the dotted path of a function."
+            name="env_config",
+            rule="have 'reward_model' or 'reward_functions'",
+            reason="nothing judges the completions",
+            remedy="Set reward_model to a sequence-classification model, or reward_functions "
+            "to the dotted path of a function",
         )
 
 
@@ -163,8 +169,10 @@ def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *,
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"Did you mean {near[0]!r}" if near else "Remove it"
             raise EnvConfigError(
-                f"{where}[{key!r}] must be a setting of {of}, one of {sorted(known)}: "
-                f"unknown key. {hint}."
+                name=f"{where}[{key!r}]",
+                rule=f"be a setting of {of}, one of {sorted(known)}",
+                reason="unknown key",
+                remedy=hint,
             )
 
 
@@ -184,9 +192,11 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     chosen = settings["tokenizer"] if settings["tokenizer"] is not None else settings["model"]
     if chosen is None:
         raise EnvConfigError(
-            "env_config must have 'model' (or 'tokenizer'): prompts are handed out as the policy's "
-            "token ids. Set it to the policy's folder, hub id or dotted path (rllib env check: "
-            "--model)."
+            name="env_config",
+            rule="have 'model' (or 'tokenizer')",
+            reason="prompts are handed out as the policy's token ids",
+            remedy="Set it to the policy's folder, hub id or dotted path (rllib env check: "
+            "--model)",
         )
     if isinstance(chosen, PreTrainedTokenizerBase):
         return chosen
@@ -208,8 +218,11 @@ def _as_model_settings(given: Any, key: str) -> dict[str, Any]:
     if isinstance(given, str):
         return {"model": given}
     raise EnvConfigError(
-        f"env_config[{key!r}]={given!r} must be a model (folder, hub id, dotted path) or a dict "
-        f"with 'model': it is {type(given).__name__}. Name the model."
+        name=f"env_config[{key!r}]",
+        value=given,
+        rule="be a model (folder, hub id, dotted path) or a dict with 'model'",
+        reason=f"it is {type(given).__name__}",
+        remedy="Name the model",
     )
 
 
@@ -226,8 +239,11 @@ def check_reference(
     model = chosen.pop("model", None) or settings["model"]
     if model is None:
         raise EnvConfigError(
-            f"env_config['reference']={settings['reference']!r} must name a model: there is no "
-            "'model' of the policy either. Set reference.model."
+            name="env_config['reference']",
+            value=settings["reference"],
+            rule="name a model",
+            reason="there is no 'model' of the policy either",
+            remedy="Set reference.model",
         )
     if model != settings["model"] or settings["tokenizer"] is not None:
         check_reference_vocabulary(model, tokenizer)
@@ -256,8 +272,11 @@ def _reward_model_term(
     chosen = _as_model_settings(settings["reward_model"], "reward_model")
     if bool(chosen.get("model")) == bool(chosen.get("models")):
         raise EnvConfigError(
-            f"env_config['reward_model']={settings['reward_model']!r} must have 'model', or "
-            "'models' for several of them: it says who judges. Set reward_model.model."
+            name="env_config['reward_model']",
+            value=settings["reward_model"],
+            rule="have 'model', or 'models' for several of them",
+            reason="it says who judges",
+            remedy="Set reward_model.model",
         )
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**frozen_defaults(settings), "tokenizer": tokenizer, **chosen}

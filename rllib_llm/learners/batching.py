@@ -35,7 +35,9 @@ _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
     columns.ATTENTION_MASK: (columns.INPUT_IDS, columns.LOSS_MASK, columns.ATTENTION_MASK),
     columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.CHOSEN_LOSS_MASK),
     columns.REJECTED_MASK: (
-        columns.REJECTED_IDS, columns.REJECTED_MASK, columns.REJECTED_LOSS_MASK
+        columns.REJECTED_IDS,
+        columns.REJECTED_MASK,
+        columns.REJECTED_LOSS_MASK,
     ),
 }
 

@@ -35,6 +35,7 @@ from rllib_llm.modules.pretrained import (
 from rllib_llm.modules.quantization import load_quantized
 from rllib_llm.modules.score_normalization import read_score_normalization
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import SettingError
 
 
 class ValueHead(nn.Module):
@@ -251,10 +252,12 @@ def _separate_critic(
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
         return model.base_model, ValueHead(_state_size(model))
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"critic_model={source!r} must have the vocabulary of "
-            f"model={config['pretrained_model']!r}: a critic reads the policy's token ids. Leave "
-            "critic_model out, or train a reward model on the policy's own trunk."
+        raise SettingError(
+            name="critic_model",
+            value=source,
+            rule=f"have the vocabulary of model={config['pretrained_model']!r}",
+            reason="a critic reads the policy's token ids",
+            remedy="Leave critic_model out, or train a reward model on the policy's own trunk",
         )
     model = load_sequence_classifier(source, dtype=config["dtype"])
     head = score_head(model)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.packing.llama_shape import is_plain_tensor
+from rllib_llm.shared.errors import SettingError
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -42,9 +43,12 @@ OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout"
 def check_lora(lora: Any) -> None:
     """Raises ValueError for settings of adapters that are none; see `add_adapters`."""
     if not isinstance(lora, dict):
-        raise ValueError(
-            f"lora={lora!r} must be a dict such as {DEFAULTS} or None: it describes the adapters. "
-            "Use {} for the defaults, None to train all weights."
+        raise SettingError(
+            name="lora",
+            value=lora,
+            rule=f"be a dict such as {DEFAULTS} or None",
+            reason="it describes the adapters",
+            remedy="Use {} for the defaults, None to train all weights",
         )
     allowed = [*DEFAULTS, *PASSED_ON]
     for key in lora:
@@ -52,8 +56,12 @@ def check_lora(lora: Any) -> None:
             called = {**{name: name for name in allowed}, **OTHER_NAMES}
             close = difflib.get_close_matches(str(key), called, n=1)
             hint = f"Did you mean {called[close[0]]!r}?" if close else "Leave it out."
-            raise ValueError(
-                f"lora={lora!r} must hold only {allowed}: {key!r} is none of them. {hint}"
+            raise SettingError(
+                name="lora",
+                value=lora,
+                rule=f"hold only {allowed}",
+                reason=f"{key!r} is none of them",
+                remedy=hint,
             )
     settings = {**DEFAULTS, **lora}
     rules = {
@@ -64,9 +72,12 @@ def check_lora(lora: Any) -> None:
     }
     for key, (holds, rule) in rules.items():
         if not holds:
-            raise ValueError(
-                f"lora.{key}={settings[key]!r} must be {rule}: adapters add alpha/r * B A to a "
-                f"weight. Leave it out for {DEFAULTS[key]!r}."
+            raise SettingError(
+                name=f"lora.{key}",
+                value=settings[key],
+                rule=f"be {rule}",
+                reason="adapters add alpha/r * B A to a weight",
+                remedy=f"Leave it out for {DEFAULTS[key]!r}",
             )
 
 

@@ -17,6 +17,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
+from rllib_llm.shared.errors import SettingError
 
 
 def num_embeddings(model: str | os.PathLike) -> int:
@@ -74,16 +75,20 @@ def check_reference_vocabulary(
     own = _tokens_by_id(reference)
     for i, token in sorted((i, token) for token, i in vocabulary.items()):
         if own.get(i, token) != token:
-            raise ValueError(
-                f"{name} must have the vocabulary of the policy: its token {i} is {own[i]!r}, the "
-                f"policy's {token!r}, and a KL between them would be of nothing. {remedy}, or "
-                "leave reference out."
+            raise SettingError(
+                name=name,
+                rule="have the vocabulary of the policy",
+                reason=f"its token {i} is {own[i]!r}, the policy's {token!r}, and a KL between "
+                "them would be of nothing",
+                remedy=f"{remedy}, or leave reference out",
             )
     rows, largest = num_embeddings(reference), max(vocabulary.values())
     if largest >= rows:
-        raise ValueError(
-            f"{name} must have an embedding for each of the policy's tokens: it has {rows} rows "
-            f"and the policy's largest id is {largest}. {remedy}, or leave reference out."
+        raise SettingError(
+            name=name,
+            rule="have an embedding for each of the policy's tokens",
+            reason=f"it has {rows} rows and the policy's largest id is {largest}",
+            remedy=f"{remedy}, or leave reference out",
         )
 
 
@@ -125,14 +130,16 @@ def check_lengths(
             f"{positions} tokens, of prompt and completion together, and none is left for the "
             "prompt. Lower it, or take a model with more positions."
         )
-    raise ValueError(
-        f"env_config.max_prompt_len={max_prompt_len!r} must be at most {room} with "
-        f"max_new_tokens={max_new_tokens}: {told}{model} reads {positions} tokens, of prompt "
-        f"and completion together. Set max_prompt_len: {room}, or take a model with more positions."
+    raise SettingError(
+        name="env_config.max_prompt_len",
+        value=max_prompt_len,
+        rule=f"be at most {room} with max_new_tokens={max_new_tokens}",
+        reason=f"{told}{model} reads {positions} tokens, of prompt and completion together",
+        remedy=f"Set max_prompt_len: {room}, or take a model with more positions",
     )
 
 
-class TruncatedWeightsError(ValueError):
+class TruncatedWeightsError(SettingError):
     """A safetensors file that ends before its tensors do."""
 
 
@@ -167,6 +174,9 @@ def num_parameters(folder: str | os.PathLike) -> int | None:
 
 def _truncated(file: Path, size: int, needed: int) -> TruncatedWeightsError:
     return TruncatedWeightsError(
-        f"truncated={str(file)!r} must have at least {needed} bytes, as its header says: it has "
-        f"{size}. Copy it again."
+        name="truncated",
+        value=str(file),
+        rule=f"have at least {needed} bytes, as its header says",
+        reason=f"it has {size}",
+        remedy="Copy it again",
     )

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.storage import is_url, local_copy
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,11 @@ _TRANSIENT_ERRNO = {errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ET
 T = TypeVar("T")
 
 
-class ModelSourceError(ValueError):
+class ModelSourceError(SettingError):
     """A `model` setting from which no model can be loaded."""
 
     def __init__(self, model: Any, reason: str, remedy: str, *, name: str = "model"):
-        super().__init__(f"{name}={model!r} must be {ALLOWED}: {reason}. {remedy}.")
+        super().__init__(name=name, value=model, rule=f"be {ALLOWED}", reason=reason, remedy=remedy)
 
 
 def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, str]:

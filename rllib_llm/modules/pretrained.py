@@ -38,6 +38,7 @@ from rllib_llm.modules.tokenizer import (
     load_generation_config,
     load_tokenizer,
 )
+from rllib_llm.shared.errors import SettingError
 
 __all__ = [
     "ModelSourceError",
@@ -193,9 +194,12 @@ def resolve_dtype(dtype: str | torch.dtype, *, name: str = "dtype") -> torch.dty
     """Returns the torch dtype of that name; raises ValueError for one that cannot hold weights."""
     found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype))
     if found is None or found not in DTYPES.values():
-        raise ValueError(
-            f"{name}={dtype!r} must be one of {', '.join(DTYPES)}: weights are kept in it. "
-            "For fewer bits see the quantization setting."
+        raise SettingError(
+            name=name,
+            value=dtype,
+            rule=f"be one of {', '.join(DTYPES)}",
+            reason="weights are kept in it",
+            remedy="For fewer bits see the quantization setting",
         )
     return found
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rllib_llm.shared.errors import SettingError
+
 _NF4_BLOCKS = (64, 32)  # values that share a scale: bitsandbytes' default, and its smallest
 _CLASSIFIER_HEADS = ("score", "classifier", "classification_head")
 
@@ -52,9 +54,13 @@ def verify_quantized(model: PreTrainedModel, quantization: str) -> None:
     layers = list(quantizable_layers(model, head_names(model)))
     left = [name for name, layer in layers if not is_quantized(layer)]
     if len(left) == len(layers):
-        raise ValueError(
-            f"quantization={quantization!r} must find linear layers: {type(model).__name__} has "
-            f"{len(layers)} outside its head and none could be quantised. Choose 'bf16' or 'none'."
+        raise SettingError(
+            name="quantization",
+            value=quantization,
+            rule="find linear layers",
+            reason=f"{type(model).__name__} has {len(layers)} outside its head and none could "
+            "be quantised",
+            remedy="Choose 'bf16' or 'none'",
         )
     if left:
         warnings.warn(
@@ -192,14 +198,20 @@ def check_quantization(quantization: str, backend: str) -> None:
         ("backend", backend, BACKENDS),
     ):
         if given not in allowed:
-            raise ValueError(
-                f"{name}={given!r} must be one of {', '.join(allowed)}: nothing else is built in. "
-                f"{allowed[0]!r} is the default."
+            raise SettingError(
+                name=name,
+                value=given,
+                rule=f"be one of {', '.join(allowed)}",
+                reason="nothing else is built in",
+                remedy=f"{allowed[0]!r} is the default",
             )
     if (quantization, backend) == ("nf4", "torchao"):
-        raise ValueError(
-            "backend='torchao' must be 'bitsandbytes' or 'auto' with quantization='nf4': torchao "
-            "is used for int8 only. Change one of the two."
+        raise SettingError(
+            name="backend",
+            value="torchao",
+            rule="be 'bitsandbytes' or 'auto' with quantization='nf4'",
+            reason="torchao is used for int8 only",
+            remedy="Change one of the two",
         )
 
 
@@ -235,9 +247,12 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
 def refuse_quantized(config: Any, quantization: str, model: object) -> None:
     """Raises ValueError where the `config` of `model` says that its weights are quantised."""
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"quantization={quantization!r} must be 'none' for model={str(model)!r}: it was saved "
-            "quantised already. Use 'none', or the unquantised model."
+        raise SettingError(
+            name="quantization",
+            value=quantization,
+            rule=f"be 'none' for model={str(model)!r}",
+            reason="it was saved quantised already",
+            remedy="Use 'none', or the unquantised model",
         )
 
 

@@ -17,6 +17,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
+from rllib_llm.shared.errors import SettingError, SettingWarning
 
 
 def load_tokenizer(
@@ -67,9 +68,12 @@ def read_chat_template(given: str) -> str:
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     if "{%" not in text and "{{" not in text:
         found = "it holds no Jinja" if file.is_file() else "there is no such file"
-        raise ValueError(
-            f"chat_template={given!r} must be a Jinja template or the file of one: {found}. Give "
-            "the file chat_template.jinja of a model with the same special tokens."
+        raise SettingError(
+            name="chat_template",
+            value=given,
+            rule="be a Jinja template or the file of one",
+            reason=found,
+            remedy="Give the file chat_template.jinja of a model with the same special tokens",
         )
     return text
 
@@ -143,23 +147,22 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
     if choice is not None:
         tokenizer.pad_token = choice
         if old is not None:
-            warnings.warn(
-                f"The pad token {old!r} is an end-of-sequence token; {choice!r} pads instead. "
-                "EOS is learned as usual.",
-                stacklevel=3,
-            )
+            found = f"The pad token {old!r} is an end-of-sequence token"
+            reason = f"{choice!r} pads instead, and EOS is learned as usual"
+            warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=3)
         return
     if tokenizer.eos_token is None:
-        raise ValueError(
-            "tokenizer.pad_token=None must be a token: the vocabulary holds no pad, reserved, "
-            "unknown, BOS or EOS token to pad with. Set tokenizer.pad_token and save it again."
+        raise SettingError(
+            name="tokenizer.pad_token",
+            value=None,
+            rule="be a token",
+            reason="the vocabulary holds no pad, reserved, unknown, BOS or EOS token to pad with",
+            remedy="Set tokenizer.pad_token and save it again",
         )
     tokenizer.pad_token = tokenizer.eos_token
-    warnings.warn(
-        f"The pad token is the EOS token {tokenizer.eos_token!r}, for want of another one. "
-        "Batches carry masks, so EOS is still learned and pads never count.",
-        stacklevel=3,
-    )
+    found = f"The pad token is the EOS token {tokenizer.eos_token!r}, for want of another one"
+    reason = "batches carry masks, so EOS is still learned and pads never count"
+    warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=3)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:

@@ -20,7 +20,7 @@ from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.conversation_judging import AllFailedError, judge, unjudged_columns
+from rllib_llm.envs.conversation_judging import judge, unjudged_columns
 from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
@@ -63,9 +63,12 @@ class ConversationSampler(Sampler):
             self._judging_env.global_step = generated.version
             try:
                 return self._judged_by(self._judging_env, generated)
-            except (UnjudgedError, AllFailedError) as error:
-                rows = unjudged_columns(generated.completions, self.policy.pad_token_id)
-                return self._batch(generated, rows, cause=str(error))
+            except UnjudgedError as error:
+                return self._unjudged(generated, error)
+
+    def _unjudged(self, generated: Generated, error: Exception) -> JudgedBatch:
+        rows = unjudged_columns(generated.completions, self.policy.pad_token_id)
+        return self._batch(generated, rows, cause=str(error))
 
     def _judged_by(self, env: ConversationEnv, generated: Generated) -> JudgedBatch:
         start = time.perf_counter()

@@ -18,6 +18,7 @@ import torch
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.errors import SettingError
 
 
 class Verdict(NamedTuple):
@@ -97,7 +98,7 @@ FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType({
 })  # fmt: skip
 
 
-class FilterError(ValueError):
+class FilterError(SettingError):
     """A filter that there is not, or that does not say what a filter says."""
 
 
@@ -128,8 +129,10 @@ class Filters:
             verdict = judge(group)
             if not isinstance(verdict, tuple) or len(verdict) != 2:
                 raise FilterError(
-                    f"filter {name!r} returned {verdict!r}, which must be (keep, reason): the "
-                    "reason becomes a metric. Return (True, '') or (False, 'why')."
+                    name=f"filter {name!r} returned {verdict!r}, which",
+                    rule="be (keep, reason)",
+                    reason="the reason becomes a metric",
+                    remedy="Return (True, '') or (False, 'why')",
                 )
             keep, reason = verdict
             if not keep:
@@ -153,7 +156,10 @@ def _open(setting: str | Mapping[str, Any]) -> Filter:
         found = import_dotted(name, name="filters")
     else:
         raise FilterError(
-            f"filters={setting!r} must be among {sorted(FILTERS)} or a function's dotted path: it "
-            "names nothing else. Correct it."
+            name="filters",
+            value=setting,
+            rule=f"be among {sorted(FILTERS)} or a function's dotted path",
+            reason="it names nothing else",
+            remedy="Correct it",
         )
     return functools.partial(found, **arguments) if arguments else found

@@ -46,7 +46,10 @@ class Generated:
 
 
 class SamplesAndJudges(Protocol):
-    """A sampler whose completions are judged beside its sampling."""
+    """A sampler of this process."""
+
+    def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
+        """Judged completions made with the published weights."""
 
     def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
         """Completions made with the published weights."""
@@ -90,7 +93,8 @@ class Sampler:
         self._params, self.seed, self.name = params, seed, name
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        """Judged completions made with the published weights.
+        """Judged completions made with the published weights; where no row could be judged, rows
+        that are not valid, and the cause.
 
         Raises:
             WeightsLostError: these are not to be had.
@@ -99,10 +103,12 @@ class Sampler:
         try:
             generated = self._generate_with(request, published)
             self.watch.judging()
-            batch = self._judge_here(generated)
+            try:
+                return self._judge_here(generated)
+            except UnjudgedError as error:
+                return self._unjudged(generated, error)
         finally:
             self.watch.end()
-        return batch
 
     def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
         """Completions made with the published weights, to be judged.
@@ -131,6 +137,7 @@ class Sampler:
 
         Raises:
             RuntimeError: it was never given any.
+            UnjudgedError: no row could be judged.
         """
         generated = self._begin(request)
         self.watch.judging()
@@ -159,15 +166,19 @@ class Sampler:
         return self._judged(generated, judged, time.perf_counter() - start)
 
     def judge(self, generated: Generated) -> JudgedBatch:
-        """What completions are worth, whatever else is sampled meanwhile, in any thread; where no
-        row could be judged, rows that are not valid, and the cause."""
+        """As `serve`, what completions are worth, whatever else is sampled meanwhile, in any
+        thread."""
         start = time.perf_counter()
         with self.environment.judging(generated.request) as environment:
             try:
                 judged = environment.judge(generated.completions, generated.version)
             except UnjudgedError as error:
-                judged = unjudged(generated.completions, error)
+                return self._unjudged(generated, error)
         return self._judged(generated, judged, time.perf_counter() - start)
+
+    def _unjudged(self, generated: Generated, error: Exception) -> JudgedBatch:
+        """Rows that are not valid, and the cause."""
+        return self._judged(generated, unjudged(generated.completions, error), 0.0)
 
     def _judged(self, generated: Generated, judged: Judgement, seconds: float) -> JudgedBatch:
         made = {**generated.prompts, **generated.completions, **judged.columns}

@@ -26,7 +26,10 @@ def algorithm_class(name: str, where: str) -> type[Trainable]:
     is_trainable = isinstance(found, type) and issubclass(found, Trainable)
     if not (is_trainable and hasattr(found, "get_default_config")):
         raise UserError(
-            f"{where}.run={name!r} must be an RLlib Algorithm or another Tune Trainable: "
-            f"it is {found!r}. Check the path."
+            name=f"{where}.run",
+            value=name,
+            rule="be an RLlib Algorithm or another Tune Trainable",
+            reason=f"it is {found!r}",
+            remedy="Check the path",
         )
     return found

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import noted
+from rllib_llm.shared.errors import in_place, noted
 
 PROMPT_COLUMNS = {"prompt", "messages"}  # which become the prompt itself
 NUM_ROWS = 32  # of which tokens are made, from the first on
@@ -64,7 +64,7 @@ def _check_rows(config: Any, where: str) -> None:
                 )
                 source.batch(0, min(NUM_ROWS, len(source)))
             except ValueError as error:
-                raise ValueError(f"{where}.{name}: {error}") from error
+                raise in_place(error, f"{where}.{name}") from error
 
 
 def _check_prompts(config: Any, where: str) -> None:
@@ -124,7 +124,7 @@ def _check_prompts(config: Any, where: str) -> None:
                 longest_prompt=None if chosen else longest,
             )
     except ValueError as error:
-        raise ValueError(f"{where}.env_config: {error}") from error
+        raise in_place(error, f"{where}.env_config") from error
 
 
 def _check_functions(settings: Mapping[str, Any], where: str) -> None:

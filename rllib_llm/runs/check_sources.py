@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rllib_llm.runs.stand_ins import StandIn
+from rllib_llm.shared.errors import in_place
 
 MODELS = ("model", "critic_model")
 DATA = ("data", "eval_data", "normalization_data", "ptx_data", "ptx_eval_data")
@@ -71,7 +72,7 @@ def _check_tokenizer(folder: str, name: str) -> None:
     try:
         load_tokenizer(folder)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise in_place(error, name) from error
 
 
 def _check_functions(given: Any, name: str) -> None:

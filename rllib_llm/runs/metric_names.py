@@ -151,7 +151,7 @@ GROUPS = (
         ("weights/<name>", "its own", "of the background publisher: snapshots, announcements"),
     ),
     _group(
-        "Groups that stream (`max_staleness` above 0, `filters` or `oversample`)",
+        "Groups on their way, and what became of them",
         ("rollouts/tokens_generated", "tokens", "that samplers handed in so far"),
         ("rollouts/tokens_trained", "tokens", "of them, learnt from"),
         ("rollouts/tokens_rejected", "tokens", "of them, not to be learnt from"),

@@ -220,8 +220,11 @@ def _check_stock_env(env: str) -> None:
     if known or ":" in env or looks_dotted(env):
         return
     raise UserError(
-        f"env={env!r} must be a gymnasium id, a registered name or a dotted path: it is none of "
-        f"these. {suggestion(env, gymnasium.registry)}"
+        name="env",
+        value=env,
+        rule="be a gymnasium id, a registered name or a dotted path",
+        reason="it is none of these",
+        remedy=suggestion(env, gymnasium.registry),
     )
 
 

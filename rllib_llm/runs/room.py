@@ -26,10 +26,11 @@ def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -
     for name, amount in needed.items():
         if amount > cluster.get(name, 0.0):
             raise UserError(
-                f"one trial reserves {amount:g} {name}s and must fit into Ray's "
-                f"{cluster.get(name, 0.0):g}: it would wait for ever. Give Ray more (--ray-num-"
-                f"{name.lower()}s, a bigger cluster), or lower num_env_runners, num_learners or "
-                f"num_{name.lower()}s_per_..."
+                name=f"one trial reserves {amount:g} {name}s and",
+                rule=f"fit into Ray's {cluster.get(name, 0.0):g}",
+                reason="it would wait for ever",
+                remedy=f"Give Ray more (--ray-num-{name.lower()}s, a bigger cluster), or lower "
+                f"num_env_runners, num_learners or num_{name.lower()}s_per_..",
             )
 
 
@@ -52,9 +53,12 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
     free = shutil.disk_usage(existing).free if free is None else free
     if free < needed:
         raise UserError(
-            f"storage_path={str(folder)!r} must have about {_gigabytes(needed)} free for the "
-            f"checkpoints: {_gigabytes(free)} are. Free some, choose another disk with "
-            "--storage-path, or keep fewer with --keep-checkpoints-num."
+            name="storage_path",
+            value=str(folder),
+            rule=f"have about {_gigabytes(needed)} free for the checkpoints",
+            reason=f"{_gigabytes(free)} are",
+            remedy="Free some, choose another disk with --storage-path, or keep fewer with "
+            "--keep-checkpoints-num",
         )
 
 

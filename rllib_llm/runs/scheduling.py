@@ -27,8 +27,10 @@ def make_scheduler(experiment: Experiment) -> Any:
     arguments = _arguments(experiment, "scheduler_config", SCHEDULER_IMPORT[name])
     if name != "fifo" and not (experiment.metric or arguments.get("metric")):
         raise UserError(
-            f"{experiment.name}.metric is missing: scheduler {experiment.scheduler!r} compares "
-            "trials by it. Write `metric: objective/scores` and `mode: max`."
+            name=f"{experiment.name}.metric",
+            rule="be set",
+            reason=f"scheduler {experiment.scheduler!r} compares trials by it",
+            remedy="Write `metric: objective/scores` and `mode: max`",
         )
     if name == "pbt":
         from rllib_llm.runs.resumable_pbt import ResumablePBT
@@ -54,8 +56,11 @@ def make_searcher(experiment: Experiment) -> Any:
         return create_searcher(name, **arguments)
     except (ImportError, AssertionError) as error:
         raise UserError(
-            f"{experiment.name}.search_alg={name!r} must be installed: {error}. "
-            "Install its package, or drop the key for grid and random search."
+            name=f"{experiment.name}.search_alg",
+            value=name,
+            rule="be installed",
+            reason=error,
+            remedy="Install its package, or drop the key for grid and random search",
         ) from error
 
 
@@ -64,8 +69,11 @@ def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
     value = SHORT_NAMES.get(value, value)
     if value not in known:
         raise UserError(
-            f"{experiment.name}.{key}={value!r} must be a name that Ray Tune knows: it is not. "
-            f"{suggestion(value, [*known, *SHORT_NAMES])}"
+            name=f"{experiment.name}.{key}",
+            value=value,
+            rule="be a name that Ray Tune knows",
+            reason="it is not",
+            remedy=suggestion(value, [*known, *SHORT_NAMES]),
         )
     return value
 
@@ -87,6 +95,8 @@ def _no_orphan(experiment: Experiment, kind: str) -> None:
     if getattr(experiment, key):
         owner = "scheduler" if kind == "scheduler" else "search_alg"
         raise UserError(
-            f"{experiment.name}.{key} must come with {owner}: alone it has no effect. "
-            f"Name the {owner}, or drop it."
+            name=f"{experiment.name}.{key}",
+            rule=f"come with {owner}",
+            reason="alone it has no effect",
+            remedy=f"Name the {owner}, or drop it",
         )

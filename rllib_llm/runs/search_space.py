@@ -57,8 +57,11 @@ def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
 def _from_list(name: str, arguments: Any, where: str) -> Any:
     if not isinstance(arguments, list) or not arguments:
         raise UserError(
-            f"{where}.{name}={arguments!r} must be a list of at least one value: these are tried. "
-            f"Write {{{name}: [1, 2]}}."
+            name=f"{where}.{name}",
+            value=arguments,
+            rule="be a list of at least one value",
+            reason="these are tried",
+            remedy=f"Write {{{name}: [1, 2]}}",
         )
     if name == "grid_search":
         return {"grid_search": [to_tune(item, where) for item in arguments]}
@@ -75,19 +78,29 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
     if isinstance(arguments, list):
         if len(arguments) != len(names):
             raise UserError(
-                f"{where}.{name}={arguments!r} must have {len(names)} numbers "
-                f"({', '.join(names)}): it has {len(arguments)}. {usage}"
+                name=f"{where}.{name}",
+                value=arguments,
+                rule=f"have {len(names)} numbers ({', '.join(names)})",
+                reason=f"it has {len(arguments)}",
+                remedy=usage,
             )
         arguments = dict(zip(names, arguments, strict=True))
     if not isinstance(arguments, dict) or set(arguments) != set(names):
         raise UserError(
-            f"{where}.{name}={arguments!r} must give {', '.join(names)}: these are its arguments. "
-            f"{usage}"
+            name=f"{where}.{name}",
+            value=arguments,
+            rule=f"give {', '.join(names)}",
+            reason="these are its arguments",
+            remedy=usage,
         )
     for key, number in arguments.items():
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise UserError(
-                f"{where}.{name}.{key}={number!r} must be a number: it bounds a range. {usage}"
+                name=f"{where}.{name}.{key}",
+                value=number,
+                rule="be a number",
+                reason="it bounds a range",
+                remedy=usage,
             )
     try:
         return getattr(tune, name)(*(arguments[key] for key in names))

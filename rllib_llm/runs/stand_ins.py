@@ -30,8 +30,11 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
                 _check_keeps_rollouts(by_name[name], experiment.name)
             elif by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
                 raise UserError(
-                    f"{name}.checkpoint_config.checkpoint_at_end=False must be true: "
-                    f"{experiment.name!r} uses ${{{name}.{product}}}. Drop the key."
+                    name=f"{name}.checkpoint_config.checkpoint_at_end",
+                    value=False,
+                    rule="be true",
+                    reason=f"{experiment.name!r} uses ${{{name}.{product}}}",
+                    remedy="Drop the key",
                 )
         config = substitute(
             experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
@@ -49,16 +52,22 @@ def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
     name = experiment.name
     if not issubclass(algorithm_class(experiment.run, name), RLHF):
         raise UserError(
-            f"{user}: ${{{name}.rollouts}} must be of an experiment that samples: "
-            f"{name}.run={experiment.run!r} does not. Name one of GRPO, PPOPtx, ..."
+            where=f"{user}",
+            name=f"${{{name}.rollouts}}",
+            rule="be of an experiment that samples",
+            reason=f"{name}.run={experiment.run!r} does not",
+            remedy="Name one of GRPO, PPOPtx, ..",
         )
     section = experiment.config.get("rollouts")
     section = section if isinstance(section, dict) else {}
     kept = experiment.config.get("store_rollouts", section.get("store", True))
     if kept is False:
         raise UserError(
-            f"{name}.config.store_rollouts=False must be true: {user!r} uses "
-            f"${{{name}.rollouts}}. Drop the key."
+            name=f"{name}.config.store_rollouts",
+            value=False,
+            rule="be true",
+            reason=f"{user!r} uses ${{{name}.rollouts}}",
+            remedy="Drop the key",
         )
 
 

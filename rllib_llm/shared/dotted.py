@@ -10,10 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rllib_llm.shared.errors import SettingError
+
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
 
 
-class DottedPathError(ValueError):
+class DottedPathError(SettingError):
     """A dotted path that names nothing which can be imported."""
 
 
@@ -39,8 +41,11 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
     """
     if not isinstance(path, str) or not _DOTTED.fullmatch(path) or not re.search("[.:]", path):
         raise DottedPathError(
-            f"{name}={path!r} must be a dotted path such as 'package.module.name' or "
-            "'package.module:name': it names no module. Write the module and the name in it."
+            name=name,
+            value=path,
+            rule="be a dotted path such as 'package.module.name' or 'package.module:name'",
+            reason="it names no module",
+            remedy="Write the module and the name in it",
         )
     if ":" in path:
         module_path, attributes = path.split(":")
@@ -51,8 +56,11 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
     if module is None:
         package = re.split(r"[.:]", path, maxsplit=1)[0]
         raise DottedPathError(
-            f"{name}={path!r} must name a module that can be imported: there is no module "
-            f"{module_path or package!r}. Install it, or put its folder on PYTHONPATH."
+            name=name,
+            value=path,
+            rule="name a module that can be imported",
+            reason=f"there is no module {module_path or package!r}",
+            remedy="Install it, or put its folder on PYTHONPATH",
         )
     return _walk(module, module_path, rest, path, name)
 
@@ -85,8 +93,11 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
             near = difflib.get_close_matches(attribute, names, n=3)
             hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
             raise DottedPathError(
-                f"{name}={path!r} must name something in {module_path!r}: "
-                f"it has no {attribute!r}. {hint}."
+                name=name,
+                value=path,
+                rule=f"name something in {module_path!r}",
+                reason=f"it has no {attribute!r}",
+                remedy=hint,
             )
         found = getattr(found, attribute)
     return found

@@ -10,18 +10,138 @@ The same rules so serve `validate()`, the check before a run, and `rllib doctor`
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from typing import Any
+
+MAX_SHOWN = 200  # characters of a value in a message
 
 
-class UserError(ValueError):
+class SettingError(ValueError):
+    """A broken rule of a setting, or of something else that a user wrote, as an object.
+
+    Programs and tests read its fields; `str()` renders them, for people:
+    `where: name=value must rule: reason. remedy.`
+
+    Attributes:
+        name: what the rule is about, such as "top_p" or "ppo.config.top_p"; "" in an error that is
+            text alone.
+        value: what it is; `...` where the rule is not about a value.
+        rule: what follows "must", such as "be at most 1"; "" where no rule is broken.
+        reason: why, a clause.
+        remedy: what to do instead, a sentence.
+        where: the place that it is in, such as "ppo.config".
+        unknown: there is no setting of that name.
+    """
+
+    def __init__(
+        self, text: str = "", *, name: str = "", value: Any = ..., rule: str = "",
+        reason: object = "", remedy: str = "", where: str = "", unknown: bool = False,
+    ):  # fmt: skip
+        super().__init__(text)
+        self.name, self.value, self.rule = name, value, rule
+        self.reason, self.remedy = str(reason), remedy
+        self.where, self.unknown = where, unknown
+
+    def __str__(self) -> str:
+        text = " ".join(filter(None, (self.sentence, self.remedy_sentence)))
+        return f"{self.where}: {text}" if self.where else text
+
+    @property
+    def found(self) -> str:
+        """What there is: the name and its value, or the text of an error without fields."""
+        if not self.rule:
+            return str(self.args[0])
+        return self.name if self.value is ... else f"{self.name}={shown(self.value)}"
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, without the remedy."""
+        return sentence(self.found, self.rule, self.reason)
+
+    @property
+    def remedy_sentence(self) -> str:
+        """The remedy with its full stop."""
+        return ended(self.remedy)
+
+    @property
+    def subject(self) -> str:
+        """The last part of the name, "top_p" of "ppo.config.top_p" and of "x['top_p']", or of the
+        place where the name is no path; "" where neither is."""
+        for text in (self.name, *self.where.split(": ")):
+            path = re.fullmatch(r"[\w.]*?(\w+)(?:\['(\w+)'\])?", text)
+            if path:
+                return path[2] or path[1]
+        return ""
+
+    def __reduce__(self) -> Any:
+        return _restored, (type(self), self.args, vars(self))
+
+    def at(self, where: str) -> SettingError:
+        """The same error in `where`, a place around its own."""
+        error = copy.copy(self)
+        error.where = f"{where}: {self.where}" if self.where else where
+        return error
+
+
+def _restored(kind: type[SettingError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
+
+
+class UserError(SettingError):
     """Something the user wrote that cannot work; the message says what to do instead."""
+
+
+class SettingWarning(UserWarning):
+    """Something a user wrote that runs and does not do what it seems to, as an object.
+
+    Attributes:
+        id: area and subject, as the doctor's findings have them: "no_effect.lr_num_updates".
+        found: what there is, a clause.
+        reason: why that matters, a clause; may be empty.
+        remedy: what to do.
+    """
+
+    def __init__(self, id: str, found: str, reason: str = "", remedy: str = ""):
+        super().__init__(id, found, reason, remedy)
+        self.id, self.found, self.reason, self.remedy = id, found, reason, remedy
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (sentence(self.found, "", self.reason), ended(self.remedy))))
+
+
+def sentence(found: str, rule: str = "", reason: str = "") -> str:
+    """One sentence of what there is, the rule that it breaks, if any, and why that matters."""
+    text = f"{found} must {rule}" if rule else found
+    return ended(f"{text}: {reason}" if reason else text)
+
+
+def ended(text: str) -> str:
+    """`text` with a full stop where nothing ends it."""
+    return text if not text or text.endswith((".", "?", "!")) else f"{text}."
+
+
+def shown(value: Any) -> str:
+    """`repr` of a value that a person can read; of a model or a long list, what it is."""
+    text = repr(value)
+    if len(text) <= MAX_SHOWN and "\n" not in text:
+        return text
+    if isinstance(value, str | list | tuple | Mapping):
+        return f"{' '.join(text[:MAX_SHOWN].split())}..."
+    return f"<{type(value).__name__}>"
 
 
 def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """Return the error for a key that is not in `allowed`, naming the nearest valid ones."""
-    return UserError(f"{where}: unknown key {key!r}. {hint or suggestion(str(key), allowed)}")
+    return UserError(
+        f"unknown key {key!r}", name=str(key), remedy=hint or suggestion(str(key), allowed),
+        where=where, unknown=True,
+    )  # fmt: skip
 
 
 def nearest(name: str, allowed: Iterable[str], num: int = 3) -> list[str]:
@@ -84,9 +204,22 @@ def noted() -> Iterator[None]:
 
 
 def complain(error: ValueError) -> None:
-    """Notes `error` within `all_complaints`, else raises it."""
+    """Notes `error` within `all_complaints`, unless one about the same name and value is there;
+    else raises it."""
     found = _NOTED.get()
     if found is None:
         raise error
-    if str(error) not in [str(other) for other in found]:
+    if _about(error) not in [_about(other) for other in found]:
         found.append(error)
+
+
+def _about(error: ValueError) -> str:
+    told = isinstance(error, SettingError) and error.rule and error.value is not ...
+    return error.found if told else str(error)  # type: ignore[attr-defined]
+
+
+def in_place(error: ValueError, where: str) -> SettingError:
+    """`error`, of whatever class, as an error of `where`; one of another library is its text."""
+    if isinstance(error, SettingError):
+        return error.at(where)
+    return SettingError(str(error), where=where)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
@@ -73,9 +74,12 @@ class VLLMServer(PushedServer):
         known = {"method": ("reload", "transfer"), "pause_mode": ("wait", "keep", "abort")}
         for name, value in {"method": method, "pause_mode": pause_mode}.items():
             if value not in known[name]:
-                raise ValueError(
-                    f"{name}={value!r} must be one of {known[name]}: vLLM knows no other way. Use "
-                    f"{known[name][0]!r}."
+                raise SettingError(
+                    name=name,
+                    value=value,
+                    rule=f"be one of {known[name]}",
+                    reason="vLLM knows no other way",
+                    remedy=f"Use {known[name][0]!r}",
                 )
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
         self._give = self._transfer if method == "transfer" else self._reload
@@ -141,17 +145,23 @@ def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
         given = dict(entry) if isinstance(entry, Mapping) else {}
         kind = kinds.get(given.pop("server", ""))
         if kind is None or not isinstance(given.get("base_url"), str):
-            raise ValueError(
-                f"weights_push[{i}]={entry!r} must be a mapping with `server`, one of {SERVERS}, "
-                "and `base_url`: they say who is told, and how. Write {server: vllm, base_url: "
-                "'http://host:8000'}."
+            raise SettingError(
+                name=f"weights_push[{i}]",
+                value=entry,
+                rule=f"be a mapping with `server`, one of {SERVERS}, and `base_url`",
+                reason="they say who is told, and how",
+                remedy="Write {server: vllm, base_url: 'http://host:8000'}",
             )
         try:
             servers.append(kind(**given))
         except TypeError as error:
-            raise ValueError(
-                f"weights_push[{i}]={entry!r} must have settings that it knows: {error}. Beside "
-                "`server` and `base_url` there are those of the client, such as timeout_s."
+            raise SettingError(
+                name=f"weights_push[{i}]",
+                value=entry,
+                rule="have settings that it knows",
+                reason=error,
+                remedy="Beside `server` and `base_url` there are those of the client, such as "
+                "timeout_s",
             ) from error
     return servers
 

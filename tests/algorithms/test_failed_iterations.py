@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_the_iteration_before(experiment, tmp_path, max_failu
 
 
 class Broken:
-    """A learner group or collectors of which nothing can be had."""
+    """A learner group or pools of which nothing can be had."""
 
     def __getattr__(self, name):
         raise RuntimeError("broken")
@@ -92,7 +92,7 @@ class Broken:
         raise RuntimeError("broken")
 
 
-@pytest.mark.parametrize(("part", "saved"), [("_collectors", [1]), ("learner_group", [])])
+@pytest.mark.parametrize(("part", "saved"), [("_pools", [1]), ("learner_group", [])])
 def test_what_is_half_learnt_is_not_saved(monkeypatch, part, saved):
     found = []
     with tiny.built(tiny.grpo()) as algorithm, monkeypatch.context() as patch:

@@ -104,7 +104,7 @@ def test_an_evaluation_that_nobody_makes_has_no_results_and_the_third_ends_the_r
         assert algorithm.train()["eval"]["iteration"] == 1
         group = algorithm.eval_env_runner_group
         ray.kill(samplers(group)[1], no_restart=True)
-        algorithm._collectors[group].pool.start_limit = 0.5
+        algorithm._pools[group].start_limit = 0.5
         for num_skipped in (1, 2):
             result = algorithm.train()
             assert result["faults"]["evaluations_skipped"] == num_skipped

@@ -140,7 +140,8 @@ def sampled(algorithm):
     """The batch that the next iteration would learn from."""
     state = algorithm.rollouts.state()
     batch = algorithm.rollouts.next()
-    algorithm.rollouts.set_state(state)
+    algorithm.rollouts.set_state(state | {"weights_version": algorithm.weights_version})
+    algorithm.rollouts.publish(algorithm.weights.published)
     return batch
 
 
@@ -190,21 +191,23 @@ def with_rewards(function):
 def test_a_reward_function_that_fails_is_named_with_its_text(function, said):
     with (
         tiny.built(with_rewards(function)) as algorithm,
-        pytest.raises(ValueError, match=said) as caught,
+        pytest.raises((ValueError, BrokenSamplerError), match=said) as caught,
     ):
         algorithm.train()
     assert repr(function.__name__) in str(caught.value)
     assert "prompt '" in str(caught.value) and "completion '" in str(caught.value)
 
 
-def test_rows_that_were_not_judged_are_counted_and_left_out():
+def test_prompts_that_were_not_judged_are_counted_and_others_take_their_place():
     with (
         tiny.built(with_rewards(fail_on_some)) as algorithm,
         pytest.warns(UserWarning, match="reward function 'fail_on_some' failed on 2 of 12"),
     ):
         result = algorithm.train()
     # 12 rows are two epochs of 6 prompts, one of which is "5=".
-    assert result["train"]["num_invalid"] == 2
+    told = result["rollouts"]
+    assert told["groups_trained"] == 12 and told["rejected/unjudged"] >= 2
+    assert result["train"]["num_invalid"] == 0
     assert result["objective"]["scores"] == result["train"]["rewards"] == 1.0
 
 

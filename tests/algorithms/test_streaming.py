@@ -154,10 +154,12 @@ def test_evaluation_does_not_stop_a_stream_nor_change_it(undisturbed):
     assert all("eval" in result for result in results)  # the first is before training
 
 
-def test_without_staleness_filters_or_surplus_batches_are_sampled_on_demand():
+def test_without_staleness_filters_or_surplus_the_ledger_is_no_actor():
     with tiny.built(tiny.grpo()) as algorithm:
-        assert type(algorithm.rollouts).__name__ == "OnPolicy"
-        assert "rollouts" not in algorithm.train()
+        told = algorithm.train()["rollouts"]
+        assert type(algorithm.rollouts._ledger).__name__ == "LocalLedger"
+    assert_accounted([{"rollouts": told}])
+    assert told["groups_trained"] == 4 and told["age_max"] == 0.0
 
 
 def test_a_synchronous_run_is_the_stream_without_staleness(undisturbed):

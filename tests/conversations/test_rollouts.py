@@ -13,6 +13,7 @@ import torch
 from rllib_llm.conversations.chat_format import ChatFormatError
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.conversation_rollouts import EngineFailed, run_rollouts
+from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import ADD_CALL, ScriptedPolicy, add, roll, settings
@@ -164,7 +165,7 @@ def test_tokens_of_a_conversation_are_bounded(make):
     ].sum(1)
     assert int(exists.max()) <= 60
     with pytest.raises(
-        EnvConfigError, match="all failed, the first with ValueError: the first prompt"
+        UnjudgedError, match="all failed, the first with ValueError: the first prompt"
     ):
         roll(make(Patient, max_tokens=5), "Yes.")
 
@@ -230,7 +231,7 @@ def test_an_environment_that_fails_always_says_so(make):
         def start(self, conversation):
             raise KeyError("question")
 
-    with pytest.raises(EnvConfigError, match="all failed, the first with KeyError: 'question'"):
+    with pytest.raises(UnjudgedError, match="all failed, the first with KeyError: 'question'"):
         roll(make(Broken), "Yes.")
 
 
@@ -268,7 +269,7 @@ def test_respond_must_say_whether_it_is_done(make):
         def respond(self, conversation):
             return "Again."
 
-    with pytest.raises(EnvConfigError, match="TypeError: respond\\(\\) must return a Response"):
+    with pytest.raises(UnjudgedError, match="TypeError: respond\\(\\) must return a Response"):
         roll(make(Loose), "Yes.")
 
 

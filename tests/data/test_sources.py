@@ -97,7 +97,7 @@ def test_a_row_without_a_column_has_none_there():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "prompts=a list of rows must hold at least one row: it is empty"),
+        ([], "prompts must hold at least one row: a list of rows is empty"),
         (None, "must be a file .* NoneType is none of these"),
         (7, "int is none of these"),
         ([{"prompt": "a"}, 3], "row 1 is int '3'"),

@@ -175,7 +175,7 @@ def test_a_tokenizer_that_adds_eos_adds_only_one():
 
 def test_a_row_that_is_no_text_is_refused(tokenizer):
     source = TextSource([{"question": "?"}], tokenizer=tokenizer, max_length=8)
-    with pytest.raises(DataSourceError, match=r"has columns \['question'\] and must have 'text'"):
+    with pytest.raises(DataSourceError, match=r"columns \['question'\] must have 'text'"):
         source.batch(0, 1)
 
 

@@ -124,7 +124,7 @@ def test_an_empty_prompt_is_bos_or_refused():
     assert _encode(word_tokenizer(), "")[0] == [[1]]
     without = word_tokenizer()
     without.bos_token = None
-    with pytest.raises(PromptError, match="row 0 must have at least one token"):
+    with pytest.raises(PromptError, match="row 0: prompt must have at least one token"):
         _encode(without, "")
 
 
@@ -157,7 +157,7 @@ def test_too_long_prompts_keep_bos_and_their_end_and_warn_once():
 
 
 def test_too_long_prompts_are_refused_when_asked():
-    with pytest.raises(PromptError, match=r"row 1 must have at most max_prompt_len=2 .*has 4"):
+    with pytest.raises(PromptError, match=r"row 1: prompt .* max_prompt_len=2 .*has 4"):
         _encode(word_tokenizer(), "the cat", "the cat sat on", max_prompt_len=2, overflow="error")
     with pytest.raises(PromptError, match="prompt_overflow='cut' must be one of"):
         PromptEncoder(word_tokenizer(), 4, "cut")
@@ -167,6 +167,6 @@ def test_every_prompt_is_looked_at_where_long_ones_are_refused():
     source = PromptSource([{"prompt": "a"}] * 12 + [{"prompt": "a b c d e"}], shuffle=False)
     encoder = PromptEncoder(word_tokenizer(), 4, "error")
     encoder.encode(source.rows(0, 12))
-    with pytest.raises(PromptError, match="prompt in row 12 must have at most max_prompt_len=4"):
+    with pytest.raises(PromptError, match="row 12: prompt must have at most max_prompt_len=4"):
         encoder.check_all(source)
     assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])

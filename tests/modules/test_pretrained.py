@@ -123,7 +123,7 @@ def test_missing_pad_token_takes_a_spare_one_and_the_vocabulary_keeps_its_size(t
 
 def test_pad_that_is_eos_is_replaced_and_warned_of(tmp_path):
     path = tiny.save(tmp_path, tiny.llama(), tiny.byte_tokenizer(pad="</s>"))
-    with pytest.warns(UserWarning, match="'</s>' is an end-of-sequence token; '<unk>' pads"):
+    with pytest.warns(UserWarning, match="'</s>' is an end-of-sequence token: '<unk>' pads"):
         tokenizer = load_tokenizer(path)
     assert tokenizer.pad_token_id not in eos_token_ids(tokenizer)
 

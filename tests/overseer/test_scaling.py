@@ -22,7 +22,7 @@ def test_samplers_are_added_and_removed_while_a_run_goes_on():
         learnt = tiny.train(algorithm, 1)
         assert algorithm.scale_samplers(2) == "2 samplers instead of 1"
         learnt += tiny.train(algorithm, 2)
-        pool = algorithm._collectors[algorithm.env_runner_group].pool
+        pool = algorithm._pools[algorithm.env_runner_group]
         assert pool.num_samplers == 2
         assert algorithm.scale_samplers(1) == "1 samplers instead of 2"
         learnt += tiny.train(algorithm, 1)

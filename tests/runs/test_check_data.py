@@ -44,7 +44,7 @@ def test_what_is_right_passes():
 
 @pytest.mark.parametrize("config, message", [
     (sft([{"question": "?"}]), r"^sft.config.data: row 0 of .* must have 'text'"),
-    (sft(tiny.TEXTS, eval_data=[]), r"^sft.config.eval_data: .* it is empty"),
+    (sft(tiny.TEXTS, eval_data=[]), r"^sft.config.eval_data: .* is empty"),
     (sft(CHATS), r"data: row 0 of .*the tokenizer has none. Set chat_template"),
     (RewardModelConfig().language_model(model=tiny.MODEL).training(data=tiny.TEXTS),
      "must have 'chosen' and 'rejected'"),
@@ -57,7 +57,7 @@ def test_what_is_right_passes():
     (grpo(reward_functions=takes_no_completions), "takes_no_completions.*completions"),
     (grpo(eval_fraction=0.99, eval_prompts=None), "must leave prompts to train on"),
     (grpo(prompts=[{"prompt": CHATS[0]["messages"]}]), "the tokenizer has no chat template"),
-    (grpo(max_prompt_len=3, prompt_overflow="error"), "prompt in row 0 must have at most"),
+    (grpo(max_prompt_len=3, prompt_overflow="error"), r"row \d: prompt must have at most"),
     (grpo(reference="tests.tiny_models.build_llama"), "must have the vocabulary of the policy"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told(config, message):

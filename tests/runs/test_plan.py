@@ -51,7 +51,7 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
         ({"config": {"lrr": 1}}, r"a\.config: unknown key 'lrr'.*'lr'"),
         ({"restore": "/nowhere"}, r"a\.restore='/nowhere' must be a checkpoint folder"),
         ({"scheduler": "ashha"}, r"a\.scheduler='ashha'.*Did you mean 'asha'"),
-        ({"scheduler": "asha"}, r"a\.metric is missing"),
+        ({"scheduler": "asha"}, r"a\.metric must be set"),
         ({"scheduler_config": {"max_t": 3}}, r"a\.scheduler_config must come with scheduler"),
         (
             {

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import SettingError
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
@@ -19,7 +20,7 @@ _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
 
 
-class RewardError(ValueError):
+class RewardError(SettingError):
     """A reward function that cannot be used, or that failed on a whole batch."""
 
 
@@ -148,17 +149,22 @@ class RewardTerm:
         unknown = [key for key in spec if key not in _SPEC_KEYS]
         if unknown or "function" not in spec:
             raise RewardError(
-                f"reward_functions={dict(spec)!r} must have 'function' and may have 'weight', "
-                f"'name', 'kwargs': {'unknown ' + repr(unknown) if unknown else 'no function'}. "
-                "Correct the keys."
+                name="reward_functions",
+                value=dict(spec),
+                rule="have 'function' and may have 'weight', 'name', 'kwargs'",
+                reason="unknown " + repr(unknown) if unknown else "no function",
+                remedy="Correct the keys",
             )
         function = spec["function"]
         if isinstance(function, str):
             function = import_dotted(function, name="reward_functions")
         if not callable(function):
             raise RewardError(
-                f"reward_functions={spec['function']!r} must be a callable or the dotted path of "
-                f"one: it is {type(function).__name__}. Point it at a function."
+                name="reward_functions",
+                value=spec["function"],
+                rule="be a callable or the dotted path of one",
+                reason=f"it is {type(function).__name__}",
+                remedy="Point it at a function",
             )
         name = spec.get("name") or _default_name(function)
         kwargs = dict(spec.get("kwargs") or {})
@@ -212,15 +218,19 @@ class RewardTerm:
         for column in columns:
             if column in _RESERVED:
                 raise RewardError(
-                    f"column={column!r} must have another name: reward functions get the prompts "
-                    "or completions under it. Rename the column of the data set."
+                    name="column",
+                    value=column,
+                    rule="have another name",
+                    reason="reward functions get the prompts or completions under it",
+                    remedy="Rename the column of the data set",
                 )
         missing = sorted(self._names.required - {*columns, *_RESERVED, _STATE})
         if missing:
             raise RewardError(
-                f"reward function {self.name!r} must find its arguments {missing} among the "
-                f"columns of the prompts: there are {sorted(columns)}. Add the columns, or give "
-                "the arguments defaults or 'kwargs'."
+                name=f"reward function {self.name!r}",
+                rule=f"find its arguments {missing} among the columns of the prompts",
+                reason=f"there are {sorted(columns)}",
+                remedy="Add the columns, or give the arguments defaults or 'kwargs'",
             )
 
 
@@ -231,9 +241,12 @@ def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequ
         ValueError: the data set has no such column.
     """
     if name not in columns:
-        raise ValueError(
-            f"{setting}={name!r} must be a column of the data set, one of {sorted(columns)}: the "
-            "judge compares with it. Correct the name."
+        raise SettingError(
+            name=setting,
+            value=name,
+            rule=f"be a column of the data set, one of {sorted(columns)}",
+            reason="the judge compares with it",
+            remedy="Correct the name",
         )
     return columns[name]
 
@@ -294,9 +307,10 @@ def _parameters(function: RewardFunction, name: str, *, needs_completions: bool)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if needs_completions and not takes_any and "completions" not in named:
         raise RewardError(
-            f"reward function {name!r} must take 'completions' (and may take 'prompts', columns of "
-            f"the data set, **columns): it takes {[p.name for p in parameters]}. Change its "
-            "signature."
+            name=f"reward function {name!r}",
+            rule="take 'completions' (and may take 'prompts', columns of the data set, **columns)",
+            reason=f"it takes {[p.name for p in parameters]}",
+            remedy="Change its signature",
         )
     return _Parameters(
         frozenset(named - bound), frozenset(required - bound), frozenset(bound), takes_any

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class UnjudgedError(RewardError):
-    """A reward function failed on every row of a batch."""
+    """No row of a batch could be judged."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,11 @@ class RewardSum:
         if not names or len(set(names)) < len(names):
             problem = f"the names {names} repeat" if names else "there is none"
             raise RewardError(
-                f"reward_functions={functions!r} must be one or more functions with names of their "
-                f"own: {problem}. Give each a 'function' and a 'name'."
+                name="reward_functions",
+                value=functions,
+                rule="be one or more functions with names of their own",
+                reason=problem,
+                remedy="Give each a 'function' and a 'name'",
             )
         self.num_failed = dict.fromkeys(names, 0)
         self._warned: set[str] = set()
@@ -123,8 +126,11 @@ class RewardSum:
             for name, values in result.metrics.items():
                 if name in metrics:
                     raise RewardError(
-                        f"metric={name!r} must come from one reward function: {term.name!r} and "
-                        "another return it. Rename one."
+                        name="metric",
+                        value=name,
+                        rule="come from one reward function",
+                        reason=f"{term.name!r} and another return it",
+                        remedy="Rename one",
                     )
                 metrics[name] = values
             for name, value in term.metrics().items():
@@ -160,9 +166,12 @@ class RewardSum:
         if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
             names = list(self.num_failed)
             raise RewardError(
-                f"reward functions {names!r} must judge some completion: they returned None for "
-                f"all {self._num_unjudged} so far, the last one {shown_row(batch, -1)}. None means "
-                "that a function does not judge a row; return a number, as 0.0 for a wrong answer."
+                name=f"reward functions {names!r}",
+                rule="judge some completion",
+                reason=f"they returned None for all {self._num_unjudged} so far, the last one "
+                f"{shown_row(batch, -1)}",
+                remedy="None means that a function does not judge a row; return a number, as 0.0 "
+                "for a wrong answer",
             )
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:

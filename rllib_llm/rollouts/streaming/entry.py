@@ -29,7 +29,7 @@ class Tokens:
 class JudgedGroup:
     """All completions of one prompt, as a sampler hands them in.
 
-    payload: the rows, packed (`packing.pack`); the ledger never opens it.
+    payload: the rows (see `packing.py`); the ledger never opens it.
     num_tokens: sampled tokens of all rows.
     num_lost: of them, those of rows that were not judged, which nobody learns from.
     oldest_version: of the weights that sampled any of the tokens.
@@ -39,7 +39,7 @@ class JudgedGroup:
     """
 
     position: int
-    payload: bytes
+    payload: Any
     num_tokens: int
     num_lost: int
     oldest_version: int
@@ -87,6 +87,7 @@ class Entry:
     lease: int = 0
     sampler: str = ""
     leased_at: float = 0.0
+    lease_size: int = 1  # groups that were leased with it
     deadline: float = float("inf")
     num_expired: int = 0
     num_failures: int = 0

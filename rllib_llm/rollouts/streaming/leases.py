@@ -16,6 +16,10 @@ def _deadline(entry: Entry, limit: float | None, now: float) -> float:
     return float("inf") if limit is None else now + limit * 2**entry.num_expired
 
 
+def _first(held: dict[int, Entry]) -> Entry:
+    return next(iter(held.values()))
+
+
 class Leases:
     """Leases of a table's groups. A lease is fenced: its id is never given again, and what comes in
     under one that has ended is refused.
@@ -30,7 +34,8 @@ class Leases:
         self.num_given = 0
         self.num_expired = 0  # that ended without an answer
         self._table, self._limit = table, limit
-        self._held: dict[int, list[Entry]] = {}  # what each lease is of, and was not handed in
+        # What each lease is of, and was not handed in, by position.
+        self._held: dict[int, dict[int, Entry]] = {}
         self._leases_of: dict[str, set[int]] = {}  # that are held, by sampler
         self._none_late_before = float("inf")
         self._num_remembered = num_remembered
@@ -49,17 +54,17 @@ class Leases:
         limit = self._limit.seconds(len(entries))
         for entry in entries:
             entry.state, entry.lease, entry.sampler = "leased", self.num_given, sampler
-            entry.leased_at = now
+            entry.leased_at, entry.lease_size = now, len(entries)
             entry.deadline = _deadline(entry, limit, now)
             self._none_late_before = min(self._none_late_before, entry.deadline)
-        self._held[self.num_given] = list(entries)
+        self._held[self.num_given] = {entry.position: entry for entry in entries}
         self._leases_of.setdefault(sampler, set()).add(self.num_given)
         return self.num_given
 
     def sampler(self, lease: int) -> str:
         """Who holds a lease; "" where it has ended."""
         held = self._held.get(lease)
-        return held[0].sampler if held else ""
+        return _first(held).sampler if held else ""
 
     def entry(self, lease: int, position: int) -> Entry | None:
         """A group, if it is being sampled under this lease."""
@@ -69,26 +74,25 @@ class Leases:
 
     def hand_in(self, entry: Entry, now: float) -> None:
         """A group that was leased is judged."""
-        self._limit.record(now - entry.leased_at)
-        self._keep(entry.lease, [each for each in self._held[entry.lease] if each is not entry])
+        self._limit.record(now - entry.leased_at, entry.lease_size)
+        self._take_out(entry)
 
-    def _keep(self, lease: int, rest: list[Entry]) -> None:
-        """A lease is of these alone from now on, and has ended where there are none."""
-        if rest:
-            self._held[lease] = rest
-            return
-        sampler = self._held.pop(lease)[0].sampler
-        self._leases_of[sampler].discard(lease)
-        if not self._leases_of[sampler]:
-            del self._leases_of[sampler]
+    def _take_out(self, entry: Entry) -> None:
+        """Of its lease, which has ended where there is nothing else in it."""
+        held = self._held[entry.lease]
+        del held[entry.position]
+        if not held:
+            del self._held[entry.lease]
+            self._leases_of[entry.sampler].discard(entry.lease)
+            if not self._leases_of[entry.sampler]:
+                del self._leases_of[entry.sampler]
 
     def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
         """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
-        held = self._held.get(lease, [])
+        held = self._held.get(lease, {}).values()
         entries = [each for each in held if positions is None or each.position in positions]
-        if entries:
-            self._keep(lease, [each for each in held if each not in entries])
         for entry in entries:
+            self._take_out(entry)
             self._table.wait(entry)
         return entries
 
@@ -109,28 +113,28 @@ class Leases:
         held = sorted(set(self._of_sampler(sampler)) & set(leases))
         for lease in held:
             limit = self._limit.seconds(len(self._held[lease]))
-            for entry in self._held[lease]:
+            for entry in self._held[lease].values():
                 entry.deadline = _deadline(entry, limit, now)
         return held
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Takes seconds in which a sampler could not work out of the time of its leases."""
         for lease in self._of_sampler(sampler):
-            for entry in self._held[lease]:
+            for entry in self._held[lease].values():
                 entry.leased_at += seconds
                 entry.deadline += seconds
 
     def grant(self, until: float) -> None:
         """Ends no lease before then."""
         for held in self._held.values():
-            for entry in held:
+            for entry in held.values():
                 entry.deadline = max(entry.deadline, until)
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
         if now <= self._none_late_before:
             return False
-        deadlines = (entry.deadline for held in self._held.values() for entry in held)
+        deadlines = (entry.deadline for held in self._held.values() for entry in held.values())
         self._none_late_before = min(deadlines, default=float("inf"))
         return self._none_late_before < now
 
@@ -139,7 +143,8 @@ class Leases:
         and will be started again: once, however much each holds."""
         if not self.has_late(now):
             return
-        late = [held for held in self._held.values() if min(e.deadline for e in held) < now]
+        held_by = [list(held.values()) for held in self._held.values()]
+        late = [held for held in held_by if min(e.deadline for e in held) < now]
         for held in late:
             for entry in held:
                 entry.num_expired += 1
@@ -177,8 +182,8 @@ class Leases:
     def words(self, now: float) -> str:
         """Who is waited for."""
         parts = [
-            f"groups {held[0].position}-{held[-1].position} with sampler {held[0].sampler} for "
-            f"{now - held[0].leased_at:.0f} s"
+            f"groups {min(held)}-{max(held)} with sampler {_first(held).sampler} for "
+            f"{now - _first(held).leased_at:.0f} s"
             for held in self._held.values()
         ]
         return "; ".join(parts) or "nobody samples"

@@ -26,7 +26,7 @@ from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.entry import Answer, Entry, JudgedGroup, Lease, State, Tokens
 from rllib_llm.rollouts.streaming.leases import Leases
 from rllib_llm.rollouts.streaming.outcomes import Outcomes, TokenAccount
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
 from rllib_llm.rollouts.streaming.schedule import open_schedule
 from rllib_llm.rollouts.streaming.table import GroupTable
 from rllib_llm.shared.process import TimeLimit
@@ -171,7 +171,8 @@ class Ledger:
         entry.state = "taken"
         age = step - group.oldest_version
         largest = self.rules.largest_age + entry.num_updates_extra
-        assert group.oldest_version < 0 or age <= largest, (
+        is_known = group.oldest_version >= 0 and self.rules.bounds_age
+        assert not is_known or age <= largest, (
             f"age={age} of group {entry.position} must be at most {largest}: "
             "the ledger let samplers get too far ahead"
         )
@@ -231,12 +232,13 @@ class Ledger:
         first = entries[0]
         version = self._schedule.version(first)
         assert version is not None, "only what can be sampled is leased"
+        every = self.rules.texts_every
         return Lease(
             self._leases.give(sampler, entries, self._clock()),
             first.position,
             len(entries),
             self._weights[version],
-            return_texts=self.rules.returns_texts,
+            return_texts=texts_are_due(version, every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
         )
@@ -414,10 +416,15 @@ class Ledger:
             for position, turn, unit, group, partial, *_ in state["table"]
         ]  # fmt: skip
         first = state.get("first_batch", self.step)
-        if state.get("rules") != self.rules.order:
+        next_position = state["next"]
+        is_begun = any(entry.group or entry.partial for entry in entries)
+        if not is_begun and entries and next_position - entries[0].position == len(entries):
+            # They are admitted anew, as batches of the sizes that these rules say.
+            next_position, entries = entries[0].position, []
+        elif state.get("rules") != self.rules.order:
             self._schedule.fit(entries, first)
             self._begin_old_anew(entries)
-        self.table.begin(state["next"])
+        self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)
         self._schedule.begin(first, self.step)

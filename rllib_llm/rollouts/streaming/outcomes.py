@@ -10,7 +10,7 @@ from rllib_llm.rollouts.streaming.entry import UNJUDGED, Closed, Ending, Entry
 from rllib_llm.rollouts.streaming.leases import Leases
 from rllib_llm.rollouts.streaming.table import GroupTable
 
-LEAST_UNJUDGED = 8  # groups in a row, however few an update learns from
+LEAST_UNJUDGED = 8  # groups in a row end a run, however few an update learns from
 
 
 @dataclass
@@ -70,8 +70,8 @@ class Outcomes:
     Args:
         table, leases: of the groups.
         max_rejected: groups that may be closed one after the other without a batch that gets full.
-        max_failed: of them, those that may have failed; and groups in a row, none of which could be
-            judged.
+        max_failed: of them, those that may have failed; so many in a row that could not be judged
+            end a run.
         keeps_rejected: whether rejected groups are handed to the driver.
     """
 
@@ -143,7 +143,7 @@ class Outcomes:
 
     def ending(self) -> Ending | None:
         """Why no batch gets full any more; None where one may."""
-        most = max(self._max_failed, LEAST_UNJUDGED)
+        most = max(self._max_failed, LEAST_UNJUDGED) - 1
         if self._num_unjudged > most:
             return Ending("unjudged", {UNJUDGED: self._num_unjudged}, most, self._cause)
         if self._failed_in_row.total() > self._max_failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +23,15 @@ class StreamRules:
     num_extra: groups beyond (S+1)·P that are on their way at once.
     on_stale: whether a group that is older than S after all is learnt from or dropped.
     groups_per_lease: consecutive groups that are sampled as one batch.
+    num_parts: batches that the groups admitted together are cut into, instead; they are dealt to
+        samplers, each a call that is waited for. What takes the place of rejected groups is
+        admitted at once, when all others are decided. None: samplers lease by themselves.
     max_rejected: groups that may be rejected one after the other before a batch is full.
     max_failures: exceptions that may pass by themselves, after which a group has failed; in
         lockstep none does, since what takes its place would depend on the fault.
-    returns_texts: whether texts are wanted that no reward function needs.
+    texts_every: weights from those whose completions come with texts that no reward function needs
+        to the next; 0: none do.
+    bounds_age: whether ages are asserted: not where a server samples with weights from elsewhere.
     timeout_s: of a lease, see `TimeLimit`.
     """
 
@@ -36,15 +42,27 @@ class StreamRules:
     num_extra: int = 0
     on_stale: OnStale = "train"
     groups_per_lease: int = 1
+    num_parts: int | None = None
     max_rejected: int = 1_000_000
     max_failures: int = 3
-    returns_texts: bool = False
+    texts_every: int = 0
+    bounds_age: bool = True
     timeout_s: float | str | None = "auto"
 
     @property
     def capacity(self) -> int:
         """Groups admitted and not yet learnt from, at most."""
         return (self.max_staleness + 1) * self.num_groups + self.num_extra
+
+    def sizes(self, num_groups: int) -> list[int]:
+        """Of the batches that so many groups are sampled in, which are admitted together. Not of
+        who is there to sample them: what is computed together decides the round-off."""
+        if self.num_parts is None:
+            full, rest = divmod(num_groups, self.groups_per_lease)
+            return [self.groups_per_lease] * full + [rest] * bool(rest)
+        count = min(self.num_parts, num_groups)
+        bounds = [num_groups * i // count for i in range(count + 1)]
+        return [high - low for low, high in itertools.pairwise(bounds)]
 
     @property
     def order(self) -> tuple[str | int, ...]:
@@ -59,3 +77,11 @@ class StreamRules:
         that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
         """
         return (self.capacity + self.window - 2) // self.num_groups
+
+
+def texts_are_due(version: int, every: int) -> bool:
+    """Whether the texts of the batch that weights of `version` sampled are logged: every `every`-th
+    batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0 none."""
+    return every > 0 and (
+        version % every == 0 or (version < every and version & (version - 1) == 0)
+    )

@@ -52,6 +52,7 @@ class ServingSettings:
     max_groups: that a sampler is at work on at once, row by row.
     in_flight: see `Engine.load`.
     masks_stale_prefix: see `RowStream`.
+    explore: whether completions are drawn, or greedy.
     """
 
     num_completions: int
@@ -62,6 +63,7 @@ class ServingSettings:
     max_groups: int = 1
     in_flight: InFlight = "finish"
     masks_stale_prefix: bool = False
+    explore: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,14 @@ class JudgeThreads:
         self._under_way.append(Judging(lease, generated.request, call))
 
     def _groups(self, generated: Generated, continues: bool) -> list[JudgedGroup]:
+        # Groups leave the process: a column goes to the host once for all of them.
+        judged = self._judge(generated).to("cpu")
         return [
             judged_group(
                 group, reason=self._filters.reason(group), min_valid=self._min_valid,
                 continues=continues,
             )
-            for group in split(self._judge(generated))
+            for group in split(judged)
         ]  # fmt: skip
 
     @property
@@ -300,6 +304,7 @@ def request_of(lease: Lease, settings: ServingSettings) -> SampleRequest:
         position=lease.position,
         num_prompts=lease.num_groups,
         num_completions=settings.num_completions,
+        explore=settings.explore,
         return_texts=lease.return_texts,
     )
 
@@ -482,4 +487,3 @@ def stop_streaming(runner: Any) -> None:
     if runner.streamer is not None:
         runner.streamer.stop()
         runner.streamer = None
-

@@ -85,8 +85,8 @@ class Schedule:
     def _admit(self, num_groups: int, turn: int | None = None) -> None:
         if self._outcomes.ending() is not None:
             return
-        for i in range(num_groups):
-            self._table.admit(turn, i % self._rules.groups_per_lease)
+        for size in self._rules.sizes(num_groups) if num_groups > 0 else ():
+            self._table.admit(size, turn)
 
     def _passes(self, entry: Entry) -> bool:
         """Whether a judged group is to be learnt from; closes it where it is not."""
@@ -166,13 +166,12 @@ class Lockstep(Schedule):
         # the driver hears of that end.
         while self._outcomes.ending() is None and (entry := self._next_judged()) is not None:
             self._undecided += 1
-            if not self._passes(entry):
-                self.admit_all()
-                continue
-            self._chosen.append(entry.position)
+            if self._passes(entry):
+                self._chosen.append(entry.position)
             if len(self._chosen) == self._rules.num_groups:
                 self._fill(self._full, self._chosen)
                 self._full, self._chosen = self._full + 1, []
+            if self._rules.num_parts is None or self._undecided == self._table.next:
                 self.admit_all()
 
     def _next_judged(self) -> Entry | None:
@@ -284,4 +283,3 @@ def open_schedule(rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> 
     """The schedule that the rules name."""
     kind = Lockstep if rules.schedule == "lockstep" else Free
     return kind(rules, table, outcomes)
-

@@ -1,4 +1,4 @@
-"""Batches of groups that stream: samplers work while the learner learns.
+"""Where an algorithm's batches come from.
 
     samplers ── lease ──▶ ledger ◀── take, publish ── this ◀── next, publish ── the loop
              ── push ───▶
@@ -9,6 +9,7 @@ for the batch, looks after samplers meanwhile, and says why where none comes.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import time
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.rollouts.collect import Collector
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
     NoServerError,
@@ -28,6 +28,8 @@ from rllib_llm.rollouts.errors import (
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.sampler import SamplesAndJudges
+from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming.client import (
     CALL_SECONDS,
     LedgerCalls,
@@ -35,10 +37,16 @@ from rllib_llm.rollouts.streaming.client import (
     RemoteLedger,
 )
 from rllib_llm.rollouts.streaming.entry import Answer, Ending
-from rllib_llm.rollouts.streaming.packing import batch_of, rows_of
+from rllib_llm.rollouts.streaming.packing import as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.rollouts.streaming.sampler import ServingSettings
-from rllib_llm.rollouts.streaming.workers import LocalWorker, RemoteWorkers, StreamWorkers
+from rllib_llm.rollouts.streaming.workers import (
+    AskedWorkers,
+    LeasingWorkers,
+    LocalWorker,
+    PlainWorker,
+    Workers,
+)
 from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.published import PublishedWeights
 
@@ -53,8 +61,8 @@ class FilteredOutError(SamplingError):
     """Filters refuse, or samplers fail to make, so many groups that no batch gets full."""
 
 
-class Streaming:
-    """A `RolloutSource` whose samplers lease groups from a ledger.
+class Rollouts:
+    """A `RolloutSource` of the groups of a ledger.
 
     Args:
         ledger: the table of groups.
@@ -68,7 +76,7 @@ class Streaming:
     def __init__(
         self,
         ledger: LedgerCalls,
-        workers: StreamWorkers,
+        workers: Workers,
         rules: StreamRules,
         *,
         recorder: RolloutRecorder,
@@ -111,6 +119,7 @@ class Streaming:
         """
         start = said = time.monotonic()
         num_judged = 0
+        self._workers.begin_wait()
         while True:
             self._workers.work()
             answer = self._take(WAIT_SECONDS)
@@ -120,11 +129,11 @@ class Streaming:
                 num_judged = answer.num_judged
                 self._tell(num_judged)
             now = time.monotonic()
-            if now - said > SECONDS_BETWEEN_WORDS:
+            is_ahead = self._rules.num_parts is None  # else a wait is no news
+            if is_ahead and now - said > SECONDS_BETWEEN_WORDS:
                 said = now
                 waits_for = self.look()["waits_for"]
                 logger.warning("Update %d waits for a batch: %s", self._step, waits_for)
-        self._workers.has_progress()
         self._wait_seconds = time.monotonic() - start
         ages = [self._step - group.oldest_version for group in answer.groups]
         self._ages = [float(age) for age in ages]
@@ -132,6 +141,17 @@ class Streaming:
         self._handed_out.append(len(answer.groups))
         self._position += len(answer.groups)
         return batch_of(answer.groups)
+
+    def next_from(self, position: int, weights: PublishedWeights) -> JudgedBatch:
+        """The batch that begins at a position, sampled with these weights, whatever was sampled
+        before; nothing of it is kept."""
+        start = {"position": position, "weights_version": weights.version}
+        self.set_state(start)
+        self.publish(weights)
+        try:
+            return self.next()
+        finally:
+            self.set_state(start)
 
     def _take(self, wait_s: float) -> Answer:
         nth = len(self._handed_out)
@@ -162,10 +182,12 @@ class Streaming:
             self._require_may_pass(sampler, failure, num_failures)
 
     def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
-        if failure.weights_lost:
+        if failure.weights_lost and num_failures < self._rules.max_failures:
             again = self._publish_again(PublishedWeightsLostError(failure.error))
             self._ledger.call("offer", again)
             return
+        if failure.weights_lost:
+            raise PublishedWeightsLostError(failure.error)
         if failure.no_server:
             raise NoServerError(failure.error)
         is_lockstep = self._rules.schedule == "lockstep"
@@ -220,6 +242,7 @@ class Streaming:
         """As of all sources: the ledger with all that is judged, and with what there is of the
         rest. What older weights have to sample is waited for: a restored run has only the
         newest. No batch is wanted meanwhile: that would change which weights sample."""
+        self._workers.begin_wait()
         while self.look()["num_old"]:
             self._workers.work()
             self._attend(self._ledger.call("report", self._num_seen))
@@ -230,8 +253,14 @@ class Streaming:
         return {
             "position": self.look()["position"],  # for sources that know no other
             "num_learnt": self._position - sum(self._handed_out),
-            "ledger": ledger | {"closed": (closed[known:], num_closed)},
-        }
+            "ledger": ledger
+            | {
+                "table": [(*rest, as_bytes(group), tokens)
+                          for *rest, group, tokens in ledger["table"]],
+                "closed": (tuple(dataclasses.replace(each, group=as_bytes(each.group))
+                                 for each in closed[known:]), num_closed),
+            },
+        }  # fmt: skip
 
     def set_state(self, state: dict[str, Any]) -> None:
         """As of all sources; what is on its way is refused when it comes. A checkpoint of another
@@ -239,6 +268,7 @@ class Streaming:
         self._num_seen, self._step = 0, state["weights_version"]
         self._kept.clear()
         self._handed_out.clear()
+        self._workers.forget()
         if "ledger" in state:
             self._ledger.call("set_state", state["ledger"])
         else:
@@ -252,8 +282,9 @@ class Streaming:
         self._ledger.stop()
 
 
-def open_stream(
-    collector: Collector,
+def open_rollouts(
+    pool: SamplerPool,
+    local: SamplesAndJudges | None,
     rules: StreamRules,
     settings: ServingSettings,
     *,
@@ -261,30 +292,33 @@ def open_stream(
     recorder: RolloutRecorder,
     keeps_rejected: bool,
     publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
-    tell: Callable[[int], None],
-) -> Streaming:
-    """A source of groups that stream from the collector's samplers.
+    tell: Callable[[int], None] = lambda num_groups: None,
+) -> Rollouts:
+    """Where batches come from that these samplers make.
 
     Args:
+        pool: remote samplers. local: that of this process, where there are none.
         rules, settings: of the ledger, and of every sampler.
-        folder: for the ledger's journal, which goes with the run.
+        folder: for the journal of a ledger in an actor, which goes with the run.
         keeps_rejected: whether the recorder is told of groups that were rejected.
-        recorder, publish_again, tell: see `Streaming`.
+        recorder, publish_again, tell: see `Rollouts`.
     """
-    pool = collector.pool
     told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
+    own = LocalLedger(rules, keeps_rejected=keeps_rejected)
+    is_asked = rules.num_parts is not None
+    if is_asked and pool.num_samplers:
+        return Rollouts(own, AskedWorkers(pool, own, settings), rules, **told)
     if not pool.num_samplers:
-        assert collector.local is not None, "a group without remote samplers has a local one"
-        local = LocalLedger(rules, keeps_rejected=keeps_rejected)
-        worker = LocalWorker(
-            collector.local, local, settings, is_eager=rules.schedule == "lockstep"
-        )
-        return Streaming(local, worker, rules, **told)
+        assert local is not None, "a group without remote samplers has a local one"
+        if is_asked:
+            return Rollouts(own, PlainWorker(local, own, settings), rules, **told)
+        is_eager = rules.schedule == "lockstep"
+        return Rollouts(own, LocalWorker(local, own, settings, is_eager=is_eager), rules, **told)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
     name = f"ledger-{uuid.uuid4().hex}"
     limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
     ledger = RemoteLedger(
         name, rules, folder, keeps_rejected=keeps_rejected, answer_seconds=min(limit, CALL_SECONDS)
     )
-    workers = RemoteWorkers(pool, ledger, settings, answer_seconds=limit)
-    return Streaming(ledger, workers, rules, **told)
+    workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
+    return Rollouts(ledger, workers, rules, **told)

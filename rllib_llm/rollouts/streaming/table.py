@@ -36,13 +36,12 @@ class GroupTable:
         """The group at a position; None where it is closed, or not yet admitted."""
         return self._entries.get(position)
 
-    def admit(self, turn: int | None, place: int) -> Entry:
-        """The next group, which waits from now on. `place`: from 0, among those that are sampled as
-        one batch."""
-        entry = Entry(self.next, turn, unit=self.next - place)
-        self.put(entry)
-        self.next += 1
-        return entry
+    def admit(self, num_groups: int, turn: int | None) -> None:
+        """The next groups, which are sampled as one batch, and wait from now on."""
+        unit = self.next
+        for position in range(unit, unit + num_groups):
+            self.put(Entry(position, turn, unit))
+        self.next = unit + num_groups
 
     def put(self, entry: Entry) -> None:
         """Takes a group in; it waits unless it is judged."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rllib_llm.data.rows import Rows
+from rllib_llm.modules.model_limits import num_positions
 from rllib_llm.runs.check_data import _is_here
 from rllib_llm.runs.doctor.finding import Finding
 from rllib_llm.runs.doctor.stage import Stage, first_rows
@@ -44,7 +45,7 @@ def _repeats(name: str, keys: Sequence[str]) -> Iterator[Finding]:
     if repeated > MAX_REPEATED:
         yield Finding(
             "data.duplicates", "warning", f"{repeated:.0%} of the rows of {name} repeat another",
-            "must be few: they count several times as much, and hide in averages.",
+            "they count several times as much, and hide in averages",
             "Remove them, unless you weigh rows by repeating them.",
         )  # fmt: skip
 
@@ -55,7 +56,7 @@ def _leak(names: Sequence[str], keys: Sequence[str], held_out: Sequence[str]) ->
         yield Finding(
             "data.leak", "warning",
             f"{shared} of the {len(held_out)} rows of {names[1]} are in {names[0]} as well",
-            "must be held out: their results say what was learnt by heart.",
+            "their results say what was learnt by heart",
             f"Take them out of {names[0]}.",
         )  # fmt: skip
 
@@ -65,10 +66,12 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     num = len(rows)
     if num < config.num_prompts_per_iteration:
         yield Finding(
-            "data.few_prompts", "warning", f"prompts has {num} rows",
-            f"must have the {config.num_prompts_per_iteration} that an iteration samples: some "
-            "stand in one batch several times.", "Add prompts, or raise num_completions.",
-        )  # fmt: skip
+            "data.few_prompts",
+            "warning",
+            f"prompts has {num} rows, and an iteration samples {config.num_prompts_per_iteration}",
+            "some stand in one batch several times",
+            "Add prompts, or raise num_completions.",
+        )
     column = env.get("prompt_column") or next(
         (name for name in ("prompt", "messages") if name in rows.columns), rows.columns[0]
     )
@@ -92,25 +95,39 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
             "data.cut", "warning",
             f"{encoder.num_truncated} of the first {looked_at} prompts have more than "
             f"max_prompt_len={env['max_prompt_len']} tokens",
-            "must fit: they lose their beginning.",
-            f"Raise max_prompt_len to {encoder.longest(source)}, or shorten them.",
+            "they lose their beginning",
+            _longer(encoder.longest(source), config),
         )  # fmt: skip
+
+
+def _longer(longest: int, config: Any) -> str:
+    """What to do about prompts of up to `longest` tokens that are cut."""
+    positions = num_positions(config.pretrained_model)
+    if positions is None or longest + config.max_new_tokens <= positions:
+        return f"Raise max_prompt_len to {longest}, or shorten them."
+    room = max(0, positions - config.max_new_tokens)
+    return (
+        f"Shorten them: the model reads {positions} tokens, and beside max_new_tokens="
+        f"{config.max_new_tokens} a prompt has {room} of them."
+    )
 
 
 def _texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     config = stage.config
     if len(rows) < config.total_train_batch_size:
         yield Finding(
-            "data.few_rows", "warning", f"data has {len(rows)} rows",
-            f"must have the {config.total_train_batch_size} of a batch: some stand in it several "
-            "times.", f"Lower train_batch_size_per_learner to {len(rows)}, or add rows.",
-        )  # fmt: skip
+            "data.few_rows",
+            "warning",
+            f"data has {len(rows)} rows, and a batch {config.total_train_batch_size}",
+            "some stand in one batch several times",
+            f"Lower train_batch_size_per_learner to {len(rows)}, or add rows.",
+        )
     if {"chosen", "rejected"} <= set(rows.columns):
         same = sum(row["chosen"] == row["rejected"] for row in rows)
         if same:
             yield Finding(
                 "data.same_pair", "warning", f"{same} of {len(rows)} pairs have equal answers",
-                "must differ: nothing can be preferred.", "Remove them.",
+                "nothing can be preferred", "Remove them.",
             )  # fmt: skip
     for column in ("text", "completion", "chosen"):
         if column in rows.columns:
@@ -131,7 +148,7 @@ def _cut_texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
         yield Finding(
             "data.cut", "warning",
             f"{num_cut} of the first {len(lengths)} rows have more than {limit} tokens",
-            "must fit: what is beyond is not learnt from.",
+            "what is beyond is not learnt from",
             f"Raise max_length to {max(lengths)} where the model reads so much, or cut them well.",
         )  # fmt: skip
 
@@ -147,5 +164,5 @@ def _blank(name: str, texts: Sequence[str]) -> Iterator[Finding]:
     if num > MAX_EMPTY * len(texts):
         yield Finding(
             "data.empty", "warning", f"{num} of {len(texts)} rows of {name} are empty",
-            "must hold text: there is nothing to learn from them.", "Remove them.",
+            "there is nothing to learn from them", "Remove them.",
         )  # fmt: skip

@@ -74,25 +74,28 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
     if gap is not None:
         exact = gap <= MAX_GAP[kind]
         yield Finding(
-            "deep.logprobs", "note" if exact else "error",
-            f"log-probs of decoding and of a full forward pass differ by {gap:.2g} nats per token",
-            "" if exact else f"must be within {MAX_GAP[kind]:g} in {kind}: else the ratio is not 1 "
-            "on policy, and the wrong policy is corrected.",
+            "deep.logprobs",
+            "note" if exact else "error",
+            f"gap between log-probs of decoding and of a forward pass={gap:.2g} nats per token",
+            "" if exact else "the ratio is not 1 on policy, and the wrong policy is corrected",
             "" if exact else "Use engine='torch', dtype float32, or another model.",
-        )  # fmt: skip
+            rule="" if exact else f"be within {MAX_GAP[kind]:g} in {kind}",
+        )
     throughput = result.get("throughput", {})
     swap = throughput.get("publish_seconds", 0.0)
     slow = swap > SLOW_SWAP * seconds
     yield Finding(
-        "deep.swap", "warning" if slow else "note", f"publishing weights takes {swap:.2f} s",
-        f"must be small beside an iteration of {seconds:.1f} s." if slow else "",
+        "deep.swap",
+        "warning" if slow else "note",
+        f"publishing weights takes {swap:.2f} s of an iteration of {seconds:.1f} s",
+        "it should be a small part" if slow else "",
         "Use lora or dtype bfloat16." if slow else "",
-    )  # fmt: skip
+    )
     spread = result.get("objective", {}).get("scores_std")
     if spread == 0:
         yield Finding(
             "deep.rewards", "warning", "every completion of two iterations got the same reward",
-            "must differ: there is nothing to learn from.",
+            "there is nothing to learn from",
             "Look at reward functions and prompts; raise temperature or max_new_tokens.",
         )  # fmt: skip
 
@@ -112,7 +115,7 @@ def chat_rules(stage: Stage) -> Iterator[Finding]:
     yield Finding(
         "deep.chat_format", "note" if appends else "warning",
         "the chat template appends" if appends else "the chat template changes earlier turns",
-        "" if appends else "must append for conversations of several turns to keep their tokens.",
+        "" if appends else "a conversation of several turns does not keep its tokens",
         "" if appends else "Give one that renders turns alike wherever they stand: chat_template.",
     )  # fmt: skip
 
@@ -129,6 +132,6 @@ def oracle_rules(stage: Stage) -> Iterator[Finding]:
     yield Finding(
         "deep.oracle", "note" if told else "warning",
         f"rewards give {right:.3g} to the rows' own answers and {wrong:.3g} to each other's",
-        "" if told else "must be higher for the right ones.",
+        "" if told else "right answers should get more",
         "" if told else "Look at the reward functions: how do they find the answer in a text?",
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rllib_llm.envs.judges.reward_functions import RewardError
@@ -93,12 +94,10 @@ def examine_experiment(
         if subject == foreign:
             continue
         area = "rewards" if isinstance(error, RewardError) else AREAS.get(subject, "settings")
-        yield Finding(
-            f"{area}.{subject}", "error", finding.found, finding.rule, finding.remedy, name
-        )
+        yield replace(finding, id=f"{area}.{subject}")
     for warning in said:
         if issubclass(warning.category, UserWarning):
-            yield _from_warning(str(warning.message))
+            yield Finding.from_warning(warning.message)
     if errors:
         return
     with warnings.catch_warnings():
@@ -144,14 +143,3 @@ def before_a_run(experiments: list[Experiment]) -> None:
                 warnings.warn(text, stacklevel=2)
     if errors:
         raise UserError("\n".join(errors))
-
-
-def _from_warning(text: str) -> Finding:
-    """A setting without effect, and whatever else the rules warn of."""
-    found, _, remedy = text.rstrip(".").rpartition(". ")
-    name = text.partition("=")[0].rpartition(".")[2].strip()
-    if "has no effect" in text:
-        return Finding(f"no_effect.{name}", "warning", found or text, "", f"{remedy}.")
-    subject = "pad" if "pad token" in text else "unsuited"
-    area = "model" if subject == "pad" else "settings"
-    return Finding(f"{area}.{subject}", "warning", found or text, "", f"{remedy}.")

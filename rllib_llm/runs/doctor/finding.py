@@ -1,21 +1,14 @@
-"""What a rule found: its name, how bad it is, what there is, what it must be, what to do."""
+"""What a rule found: its name, how bad it is, what there is, what is wrong with it, what to do."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rllib_llm.shared.errors import SettingError, SettingWarning, ended, sentence
+
 Severity = Literal["error", "warning", "note"]
-# The form of every complaint: `name=value must be rule: reason. remedy.`
-COMPLAINT = re.compile(
-    r"(?P<where>.*?\w: )?(?P<found>.+?) (?P<rule>must .+?\.) (?P<remedy>[A-Z][^.]*(\.[^ ].*)?\.?)$",
-    re.DOTALL,
-)
-SETTING = re.compile(
-    r"^(?P<name>[\w.]+)(\[['\"](?P<key>\w+)['\"]\])?(?==| must| kwargs| is missing| in row)"
-)
 
 
 @dataclass(frozen=True)
@@ -25,49 +18,53 @@ class Finding:
     id: area and subject, e.g. "settings.temperature": the same wherever the rule is applied.
     severity: "error": it cannot run, or not as it was meant; "warning": somebody should look;
         "note": a fact worth knowing.
-    found, rule, remedy: what there is, what it must be and why, what to do; one sentence each.
+    found, reason, remedy: what there is, why that matters, what to do.
     where: experiment or place it is about, "" for the machine.
+    rule: what follows "must" where what there is breaks a rule, such as "be at most 1".
     """
 
     id: str
     severity: Severity
     found: str
-    rule: str
+    reason: str
     remedy: str
     where: str = ""
+    rule: str = ""
 
     @classmethod
     def from_error(cls, error: BaseException, area: str, where: str = "") -> Finding:
-        """The finding of a rule that raises, by the form of its message."""
-        text = " ".join(str(error).split()).removeprefix(f"{where}: ")
-        subject = _subject(text, where)
-        match = COMPLAINT.match(text)
-        if match is None:
-            return cls(f"{area}.{subject}", "error", text, "", "", where)
-        found = f"{match['where'] or ''}{match['found']}"
-        return cls(f"{area}.{subject}", "error", found, match["rule"], match["remedy"], where)
+        """The finding of a rule that raises."""
+        if not isinstance(error, SettingError):
+            text = " ".join(str(error).split()).removeprefix(f"{where}: ")
+            return cls(f"{area}.unfit", "error", text, "", "", where)
+        named = error.found.removeprefix(f"{where}.").removeprefix("config.")
+        place = error.where.removeprefix(where).lstrip(".: ").removeprefix("config").lstrip(".: ")
+        found = f"{place}: {named}" if place else named
+        subject = "unknown" if error.unknown else error.subject or "unfit"
+        remedy = error.remedy_sentence
+        return cls(f"{area}.{subject}", "error", found, error.reason, remedy, where, error.rule)
+
+    @classmethod
+    def from_warning(cls, warning: Warning | str) -> Finding:
+        """The finding of a rule that warns."""
+        if isinstance(warning, SettingWarning):
+            found, remedy = warning.found, ended(warning.remedy)
+            return cls(warning.id, "warning", found, warning.reason, remedy)
+        return cls("settings.unsuited", "warning", str(warning), "", "")
 
     def at(self, where: str) -> Finding:
         """The same, about another place."""
         return replace(self, where=where)
 
+    @property
+    def sentence(self) -> str:
+        """What is wrong, without the remedy."""
+        return sentence(self.found, self.rule, self.reason)
+
     def text(self) -> str:
         """All of it in one line."""
         head = f"{self.where}: " if self.where else ""
-        return head + " ".join(filter(None, (self.found, self.rule, self.remedy)))
-
-
-def _subject(text: str, where: str) -> str:
-    """The setting that a complaint is about, "unknown" where it is of an unknown one."""
-    if "unknown" in text.partition(". ")[0].lower() or "is none of them" in text:
-        return "unknown"
-    text = text.removeprefix(f"{where}.config.").removeprefix(f"{where}.")
-    # "data: row 0 of ...", "env_config: prompt in row 0 ...": of the place before the colon.
-    head = re.match(r"^(?:[\w.]+\.)?(\w+): (.+)", text)
-    match = SETTING.match(text) or (SETTING.match(head[2]) if head else None)
-    if match is not None:
-        return match["key"] or match["name"].rpartition(".")[2]
-    return head[1] if head else "unfit"
+        return head + " ".join(filter(None, (self.sentence, self.remedy)))
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -56,7 +56,7 @@ def installation_rules(
         if have is not None and Version(have).release[:2] != Version(tried).release[:2]:
             yield Finding(
                 "installation.untried", "note", f"{name} {have}",
-                f"was tried as {tried}: other versions may behave otherwise.",
+                f"this package was tried with {tried}, and others may behave otherwise",
                 f"pip install {name}=={tried} where something is odd.", where=name,
             )  # fmt: skip
 
@@ -66,7 +66,7 @@ def _python(version: Sequence[int]) -> Iterator[Finding]:
         shown = ".".join(map(str, version))
         yield Finding(
             "installation.python", "error", f"python={shown}",
-            "must be 3.10 or newer: the package uses its syntax.", "Make a new environment.",
+            "the package uses its syntax", "Make a new environment.", rule="be 3.10 or newer",
         )  # fmt: skip
 
 
@@ -94,8 +94,8 @@ def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator
         if owner == "rllib-llm":
             yield Finding(
                 "installation.missing", "error", f"{name}",
-                f"must be installed: {owner} requires {requirement.specifier or 'it'}.",
-                f"pip install '{text.partition(';')[0].strip()}'.", where=name,
+                f"{owner} requires {requirement.specifier or 'it'}",
+                f"pip install '{text.partition(';')[0].strip()}'.", where=name, rule="be installed",
             )  # fmt: skip
         return
     if requirement.specifier.contains(have, prereleases=True):
@@ -105,9 +105,9 @@ def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator
         "installation.version" if ours else "installation.conflict",
         "error" if ours else "warning",
         f"{name} {have}",
-        f"must be {requirement.specifier} for {owner} {versions.get(owner, '')}".rstrip()
-        + ": its authors ask for it.",
+        "its authors ask for it",
         f"pip install '{name}{requirement.specifier}'"
         + ("." if ours else f", or another version of {owner}."),
         where=f"{owner}: {name}",
+        rule=f"be {requirement.specifier} for {owner} {versions.get(owner, '')}".rstrip(),
     )

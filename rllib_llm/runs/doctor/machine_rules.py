@@ -40,10 +40,12 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     slow = [name for name, value in chosen.items() if value in ("bfloat16", "bf16")]
     if slow and not machine.computes_bfloat16:
         yield Finding(
-            "devices.bfloat16", "warning", f"{slow[0]}={chosen[slow[0]]!r}",
-            "must have a processor with AMX or AVX512-BF16, or a GPU: others emulate it, several "
-            "times slower than float32.", f"Leave {slow[0]} out, or use a GPU.",
-        )  # fmt: skip
+            "devices.bfloat16",
+            "warning",
+            f"{slow[0]}={chosen[slow[0]]!r}",
+            "without AMX and AVX512-BF16 it is emulated, several times slower than float32",
+            f"Leave {slow[0]} out, or use a GPU.",
+        )
     if chosen["mixed_precision"] == AUTO:
         on = machine.computes_bfloat16
         yield Finding(
@@ -58,11 +60,13 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     for name, value in quantised.items():
         if value == "nf4" and not machine.gpu_memory:
             yield Finding(
-                "devices.four_bit", "warning", f"{name}='nf4' on a processor",
-                "must be on a GPU to gain much: on a CPU it is slower than int8 and further from "
-                "the unquantised model (KL 0.3 against 0.004 for a model of 135 M parameters).",
+                "devices.four_bit",
+                "warning",
+                f"{name}='nf4' on a processor",
+                "on a CPU it is slower than int8 and further from the unquantised model "
+                "(KL 0.3 against 0.004 for a model of 135 M parameters)",
                 f"Set {name}: int8.",
-            )  # fmt: skip
+            )
 
 
 def _inner(given: Any) -> str:
@@ -76,18 +80,23 @@ def place_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
         wanted = float(getattr(config, name, 0) or 0)
         if wanted > len(machine.gpu_memory):
             yield Finding(
-                "devices.gpus", "error", f"{name}={wanted:g}",
-                f"must be at most {len(machine.gpu_memory)}: torch sees so many CUDA devices here.",
+                "devices.gpus",
+                "error",
+                f"{name}={wanted:g}",
+                "torch sees so many CUDA devices here",
                 f"Set {name}: 0, look at the driver (nvidia-smi), or give --ray-address.",
-            )  # fmt: skip
+                rule=f"be at most {len(machine.gpu_memory)}",
+            )
     num_busy = 1 + stage.num_samplers + stage.num_learners
     if stage.num_samplers + stage.num_learners > 1 and num_busy > machine.cpus + 1:
         yield Finding(
-            "ray.processes", "warning",
-            f"{stage.num_samplers} samplers and {stage.num_learners} learners beside the trial",
-            f"must share {machine.cpus:g} cores: processes that take turns wait for each other.",
+            "ray.processes",
+            "warning",
+            f"{stage.num_samplers} samplers and {stage.num_learners} learners beside the trial "
+            f"share {machine.cpus:g} cores",
+            "processes that take turns wait for each other",
             "Lower num_env_runners; on one machine 0 or 1 is often fastest.",
-        )  # fmt: skip
+        )
 
 
 def store_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
@@ -104,12 +113,13 @@ def store_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
     weights = size * (2 if stage.config.dtype == "bfloat16" else 4)
     if WEIGHTS_IN_STORE * weights > machine.shm_bytes:
         yield Finding(
-            "ray.object_store", "warning",
-            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB free",
-            f"must have {WEIGHTS_IN_STORE * weights / GIB:.2f} GiB, three versions of the weights: "
-            "Ray keeps what does not fit on disk, which is many times slower.",
+            "ray.object_store",
+            "warning",
+            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB free, and three versions of the "
+            f"weights take {WEIGHTS_IN_STORE * weights / GIB:.2f} GiB",
+            "Ray keeps what does not fit on disk, which is many times slower",
             "Enlarge it (docker run --shm-size), use bfloat16 or lora, or num_env_runners: 0.",
-        )  # fmt: skip
+        )
 
 
 def server_rules(stage: Stage) -> Iterator[Finding]:
@@ -124,7 +134,7 @@ def server_rules(stage: Stage) -> Iterator[Finding]:
         except OSError as error:
             yield Finding(
                 "ports.server", "error", f"{where}={url!r}",
-                f"must be a server that answers: {error}.", "Start it, or correct the address.",
+                f"{error}", "Start it, or correct the address.", rule="be a server that answers",
             )  # fmt: skip
 
 

@@ -68,8 +68,8 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
     if held > TIGHT * have:
         yield Finding(
             "memory.total", "error" if held > have else "warning",
-            f"{said}: {held / GIB:.1f} GiB before activations",
-            f"must fit into {what}, {have / GIB:.1f} GiB: the system kills what does not.",
+            f"{said}: {held / GIB:.1f} GiB before activations, and {what} has {have / GIB:.1f} GiB",
+            "the system kills what does not fit",
             "Lower num_env_runners or sampling_batch_size, use lora, dtype bfloat16, a quantised "
             "reference, or a smaller model.",
         )  # fmt: skip

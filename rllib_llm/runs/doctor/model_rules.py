@@ -33,15 +33,15 @@ def _weights(setting: str, folder: Path) -> Iterator[Finding]:
     if missing:
         yield Finding(
             "model.shards", "error", f"{setting}={str(folder)!r}",
-            f"must hold every file of its index: {', '.join(missing[:3])} is not there.",
-            "Download or copy the folder again.",
+            f"{', '.join(missing[:3])} is not there",
+            "Download or copy the folder again.", rule="hold every file of its index",
         )  # fmt: skip
     adapters = (folder / "adapter_config.json").is_file()
     if not files and not any(folder.glob("*.bin")) and not adapters:
         yield Finding(
             "model.weights", "error", f"{setting}={str(folder)!r}",
-            "must hold weights: there is no *.safetensors file.",
-            "Name the folder that save_pretrained() wrote.",
+            "there is no *.safetensors file",
+            "Name the folder that save_pretrained() wrote.", rule="hold weights",
         )  # fmt: skip
     for file in files:
         try:
@@ -58,13 +58,13 @@ def _kind(setting: str, config: dict[str, Any], stage: Stage) -> Iterator[Findin
     if setting in ("model", "reference") and is_classifier and stage.is_rlhf:
         yield Finding(
             "model.kind", "error", f"{setting} is a {names[0]}",
-            "must be a causal language model: it writes completions.",
+            "a policy is a causal language model, which writes completions",
             "Name the model that was fine-tuned on texts, not the reward model.",
         )  # fmt: skip
     if setting == "reward_model" and is_causal and not is_classifier:
         yield Finding(
             "model.kind", "error", f"{setting} is a {names[0]}",
-            "must be a sequence-classification model: its head would be drawn at random.",
+            "its score would come from a head that is drawn at random",
             "Name what a RewardModel stage made (${name.model}).",
         )  # fmt: skip
 
@@ -83,7 +83,7 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
     if stage.is_rlhf and not ends and not stops:
         yield Finding(
             "model.eos", "warning", f"model={str(model)!r} has no EOS token",
-            "must have one for completions to end before max_new_tokens.",
+            "completions end at max_new_tokens alone",
             "Set eos_token in the tokenizer's folder, or stop_token_ids.",
         )  # fmt: skip
     own = eos_token_ids(generation) if generation is not None else ()
@@ -91,7 +91,7 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
         yield Finding(
             "model.eos_differs", "warning",
             f"EOS of the tokenizer={tokenizer.eos_token_id}, of generation_config.json={list(own)}",
-            "must agree: texts are taught one end, and sampling stops at both.",
+            "texts are taught one end, and sampling stops at both",
             "Make them equal in the model's folder, or set stop_token_ids.",
         )  # fmt: skip
     yield from _round_trip(tokenizer, str(model))
@@ -107,7 +107,7 @@ def _round_trip(tokenizer: Any, model: str) -> Iterator[Finding]:
         yield Finding(
             "model.round_trip", "warning",
             f"{SAMPLE!r} comes back from model={model!r} as {back!r}",
-            "must come back as it was: rewards read decoded completions.",
+            "rewards read decoded completions",
             "Set clean_up_tokenization_spaces=False in the tokenizer, or look at its decoder.",
         )  # fmt: skip
 

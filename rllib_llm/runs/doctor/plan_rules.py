@@ -31,13 +31,13 @@ def _end(stage: Stage) -> Iterator[Finding]:
     if not experiment.stop and experiment.time_budget_s is None:
         yield Finding(
             "experiment.no_end", "warning", "stop is empty",
-            "must say when a trial ends: this one goes on until somebody stops it.",
+            "the trial goes on until somebody stops it",
             "Write stop: {training_iteration: 100}.",
         )  # fmt: skip
     elif experiment.stop and not any(key in COUNTERS for key in experiment.stop):
         yield Finding(
             "experiment.open_end", "warning", f"stop={dict(experiment.stop)!r}",
-            "must have a counter as well: a result may never reach its limit.",
+            "without a counter the trial never ends where no result reaches its limit",
             "Add training_iteration, episode or time_total_s.",
         )  # fmt: skip
     settings = experiment.checkpoint_config
@@ -46,7 +46,7 @@ def _end(stage: Stage) -> Iterator[Finding]:
         yield Finding(
             "experiment.nothing_kept", "warning",
             "checkpoint_at_end=False and checkpoint_frequency=0",
-            "must keep something: what is learnt would be lost.", "Drop one of them.",
+            "what is learnt would be lost", "Drop one of them.",
         )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def _names(stage: Stage) -> Iterator[Finding]:
         if not describes(key):
             yield Finding(
                 "experiment.result", "warning", f"{where}: no result is called {key!r}",
-                "must name a result that a trial reports: another never comes.",
+                "no trial reports it, so nothing ever happens by it",
                 suggestion(key, (*COUNTERS, "objective/scores", "eval/scores", "objective/kl")),
             )  # fmt: skip
 
@@ -82,18 +82,23 @@ def _schedule(stage: Stage) -> Iterator[Finding]:
     updates = iterations * per_iteration
     if config.lr_num_warmup_updates >= updates:
         yield Finding(
-            "settings.lr_num_warmup_updates", "warning",
+            "settings.lr_num_warmup_updates",
+            "warning",
             f"lr_num_warmup_updates={config.lr_num_warmup_updates}",
-            f"must be below the {updates} optimiser steps of this run: lr never reaches its value.",
+            "lr never reaches its value",
             f"Use about {max(1, updates // 20)}.",
-        )  # fmt: skip
+            rule=f"be below the {updates} optimiser steps of this run",
+        )
     decays = config.lr_schedule != "constant" and config.lr_num_updates
     if decays and config.lr_num_updates < updates:
         yield Finding(
-            "settings.lr_num_updates", "warning", f"lr_num_updates={config.lr_num_updates}",
-            f"must be about the {updates} optimiser steps of this run: afterwards lr is 0.",
+            "settings.lr_num_updates",
+            "warning",
+            f"lr_num_updates={config.lr_num_updates}",
+            "afterwards lr is 0",
             f"Use {updates}, or end the run earlier.",
-        )  # fmt: skip
+            rule=f"be about the {updates} optimiser steps of this run",
+        )
 
 
 def _cuts(stage: Stage) -> Iterator[Finding]:
@@ -101,11 +106,14 @@ def _cuts(stage: Stage) -> Iterator[Finding]:
     rows, size = config.train_batch_size_per_learner, config.minibatch_size
     if size and rows % size:
         yield Finding(
-            "settings.minibatch_size", "warning", f"minibatch_size={size}",
-            f"must divide train_batch_size_per_learner={rows}: the last step of each pass learns "
-            f"from {rows % size} rows alone, as loudly as the others.",
+            "settings.minibatch_size",
+            "warning",
+            f"minibatch_size={size}",
+            f"the last step of each pass learns from {rows % size} rows alone, as "
+            "loudly as the others",
             f"Use {_divisor(rows, size)}.",
-        )  # fmt: skip
+            rule=f"divide train_batch_size_per_learner={rows}",
+        )
 
 
 def _divisor(rows: int, size: int) -> int:
@@ -117,34 +125,40 @@ def _sampling(stage: Stage) -> Iterator[Finding]:
     config = stage.config
     if config.num_completions > 1 and config.temperature < NEARLY_GREEDY:
         yield Finding(
-            "settings.temperature", "warning", f"temperature={config.temperature}",
-            f"must let the {config.num_completions} completions of a prompt differ: they are "
-            "compared with each other, and equal ones teach nothing.", "Use 0.7 to 1.",
-        )  # fmt: skip
+            "settings.temperature",
+            "warning",
+            f"temperature={config.temperature}",
+            "they are compared with each other, and equal ones teach nothing",
+            "Use 0.7 to 1.",
+            rule=f"let the {config.num_completions} completions of a prompt differ",
+        )
     if config.top_k == 1:
         yield Finding(
             "settings.top_k", "warning", "top_k=1",
-            "must leave a choice: completions are greedy, and nothing is explored.",
+            "completions are greedy, and nothing is explored",
             "Use 0 to switch it off.",
         )  # fmt: skip
     if config.min_new_tokens == config.max_new_tokens and config.max_new_tokens > 1:
         yield Finding(
             "settings.min_new_tokens", "warning", f"min_new_tokens={config.min_new_tokens}",
-            "must be below max_new_tokens for completions to end by themselves.", "Lower it.",
+            "", "Lower it.", rule="be below max_new_tokens for completions to end by themselves",
         )  # fmt: skip
     if stage.env.get("kl_coeff") and config.ref_kl_coeff:
         yield Finding(
             "settings.kl_twice", "warning",
             f"env_config.kl_coeff={stage.env['kl_coeff']}, ref_kl_coeff={config.ref_kl_coeff}",
-            "must not both be above 0: the KL would be paid twice.",
+            "the KL would be paid twice",
             "Leave env_config.kl_coeff out.",
         )  # fmt: skip
     if config.overlong_buffer > MUCH_PUNISHED * config.max_new_tokens:
         yield Finding(
-            "settings.overlong_buffer", "warning", f"overlong_buffer={config.overlong_buffer}",
-            f"must be a small part of max_new_tokens={config.max_new_tokens}: nearly every "
-            "completion is punished for its length.", f"Use {max(1, config.max_new_tokens // 5)}.",
-        )  # fmt: skip
+            "settings.overlong_buffer",
+            "warning",
+            f"overlong_buffer={config.overlong_buffer}",
+            "nearly every completion is punished for its length",
+            f"Use {max(1, config.max_new_tokens // 5)}.",
+            rule=f"be a small part of max_new_tokens={config.max_new_tokens}",
+        )
 
 
 def _evaluation(stage: Stage) -> Iterator[Finding]:
@@ -155,6 +169,6 @@ def _evaluation(stage: Stage) -> Iterator[Finding]:
         yield Finding(
             "settings.evaluation_interval", "error",
             f"evaluation_interval={config.evaluation_interval}",
-            "must have held-out prompts: neither eval_prompts nor eval_fraction is set.",
-            "Set eval_fraction: 0.1, or evaluation_interval: null.",
+            "neither eval_prompts nor eval_fraction is set",
+            "Set eval_fraction: 0.1, or evaluation_interval: null.", rule="have held-out prompts",
         )  # fmt: skip

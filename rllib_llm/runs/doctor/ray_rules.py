@@ -32,7 +32,7 @@ def ray_rules() -> Iterator[Finding]:
     except (OSError, RuntimeError, ConnectionError, TimeoutError, ValueError) as error:
         yield Finding(
             "ray.start", "error", f"Ray does not start: {type(error).__name__}: {error}",
-            "must start for samplers and trials to run.",
+            "samplers and trials need it",
             "Look at /tmp/ray/session_latest/logs, free ports and memory, and stop old sessions "
             "(ray stop).",
         )  # fmt: skip

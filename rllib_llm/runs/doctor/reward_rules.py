@@ -40,7 +40,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
             name = spec.get("function") if isinstance(spec, Mapping) else spec
             yield Finding(
                 "rewards.unmade", "error", f"{name} raised {type(error).__name__}: {error}",
-                "must be made from its kwargs.", "Look at its __init__, and at kwargs.",
+                "it is made from its kwargs", "Look at its __init__, and at kwargs.",
             )  # fmt: skip
             continue
         if term.is_async:
@@ -53,7 +53,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         except Exception as error:  # noqa: BLE001  (the user's code; told in its place)
             yield Finding(
                 "rewards.fails", "error", f"{term.name} raised {type(error).__name__}: {error}",
-                "must judge any completion, the empty one too.",
+                "it is asked about any completion, the empty one too",
                 "Look at the function, and at the columns of the prompts.",
             )  # fmt: skip
             continue
@@ -100,24 +100,35 @@ def _values(term: RewardTerm, batch: RewardBatch) -> list[float]:
 def _look(term: RewardTerm, values: Sequence[float], batch: RewardBatch) -> Iterator[Finding]:
     if len(values) != len(batch):
         yield Finding(
-            "rewards.count", "error", f"{term.name} returned {len(values)} numbers",
-            f"must return one for each of the {len(batch)} completions.", "Return a list of them.",
-        )  # fmt: skip
+            "rewards.count",
+            "error",
+            f"{term.name} returned {len(values)} numbers for {len(batch)} completions",
+            "each completion needs its own",
+            "Return a list of them.",
+        )
         return
     known = [value for value in values if math.isfinite(value)]
     if any(math.isinf(value) for value in values) or not known:
         yield Finding(
             "rewards.infinite", "warning", f"{term.name} returned {list(values)}",
-            "must be finite numbers: rows without one are not learnt from.",
+            "rows without one are not learnt from",
             "Return a number for every completion, None where it is not to be judged.",
         )  # fmt: skip
-    elif max(known) == min(known) and not term.wants_tokens:
+    elif _tells_nothing(known, batch) and not term.wants_tokens:
         yield Finding(
             "rewards.constant", "warning",
             f"{term.name} gave {known[0]:g} to each of {[t[:20] for t in batch.completions]}",
-            "must tell completions apart: equal rewards teach nothing.",
+            "equal rewards teach nothing",
             "Try it on texts as your model writes them.",
         )  # fmt: skip
+
+
+def _tells_nothing(known: Sequence[float], batch: RewardBatch) -> bool:
+    """Whether equal rewards say that the function is constant. Zeros may mean that a keyword is in
+    none of the texts, unless the row's own answer is among them."""
+    if max(known) != min(known):
+        return False
+    return known[0] != 0 or bool(_answer({n: c[0] for n, c in batch.columns.items()}))
 
 
 def _time(stage: Stage, seconds: float) -> Iterator[Finding]:
@@ -125,7 +136,9 @@ def _time(stage: Stage, seconds: float) -> Iterator[Finding]:
     expected = seconds / NUM_ROWS * rows
     if expected > SLOW_SECONDS:
         yield Finding(
-            "rewards.slow", "warning", f"{seconds:.2f} s for {NUM_ROWS} completions",
-            f"must suit {rows:.0f} completions of each sampler: about {expected:.0f} s of every "
-            "iteration.", "Make it async, call a server, or use more samplers.",
-        )  # fmt: skip
+            "rewards.slow",
+            "warning",
+            f"{seconds:.2f} s for {NUM_ROWS} completions",
+            f"{rows:.0f} completions of each sampler take {expected:.0f} s of every iteration",
+            "Make it async, call a server, or use more samplers.",
+        )

@@ -16,7 +16,7 @@ from rllib_llm.rollouts.streaming.actor import LedgerActor
 from rllib_llm.rollouts.streaming.client import LocalLedger
 from rllib_llm.rollouts.streaming.entry import Answer
 from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.source import Streaming
+from rllib_llm.rollouts.streaming.source import Rollouts
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
@@ -177,14 +177,14 @@ class NobodyToAsk:
     def work(self):
         pass
 
-    has_progress = stop = work
+    begin_wait = forget = stop = work
 
 
 def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
     """Complaint: an idle share that is wrong, by which users tune (verl #6693)."""
     monkeypatch.setattr("rllib_llm.rollouts.streaming.source.batch_of", lambda groups: groups)
     rules = StreamRules(num_groups=4, max_staleness=0)
-    source = Streaming(
+    source = Rollouts(
         SlowLedger(rules), NobodyToAsk(), rules, recorder=RecordsNothing(), publish_again=None
     )
     for version in range(2):
@@ -206,7 +206,7 @@ class FillingLedger(LocalLedger):
 def test_who_waits_for_a_batch_is_told_how_much_of_it_is_there(monkeypatch):
     monkeypatch.setattr("rllib_llm.rollouts.streaming.source.batch_of", lambda groups: groups)
     rules, told = StreamRules(num_groups=4, max_staleness=0), []
-    source = Streaming(
+    source = Rollouts(
         FillingLedger(rules), NobodyToAsk(), rules, recorder=RecordsNothing(), publish_again=None,
         tell=told.append,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming import workers as module
 from rllib_llm.rollouts.streaming.sampler import ServingSettings
-from rllib_llm.rollouts.streaming.workers import SECONDS_GONE, RemoteWorkers
+from rllib_llm.rollouts.streaming.workers import SECONDS_GONE, LeasingWorkers
 
 
 class Actors:
@@ -92,7 +92,7 @@ def world(monkeypatch, starvation):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     actors, ledger = Actors({1: 1, 2: 2}), Ledger()
-    workers = RemoteWorkers(
+    workers = LeasingWorkers(
         SamplerPool(actors, Faults()), ledger, ServingSettings(1), starvation=starvation
     )
     return workers, actors, ledger, now

@@ -20,7 +20,7 @@ from rllib_llm.rollouts.streaming.actor import looked
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
 from rllib_llm.rollouts.streaming.rules import StreamRules
 from rllib_llm.rollouts.streaming.sampler import LeaseWork, RowWork, ServingSettings
-from rllib_llm.rollouts.streaming.source import Streaming
+from rllib_llm.rollouts.streaming.source import Rollouts
 from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock
@@ -280,7 +280,7 @@ class World:
         self.troubles, self.in_flight = troubles, in_flight
         self.failed_judging: Counter = Counter()
         self.ledger = SimulatedLedger(rules, self.clock)
-        self.source = Streaming(
+        self.source = Rollouts(
             self.ledger, self, rules, recorder=self.fates, publish_again=None,
             tell=lambda num_groups: None,
         )  # fmt: skip
@@ -348,8 +348,11 @@ class World:
     def replace(self, sampler, reason):
         self._die(sampler)
 
-    def has_progress(self):
+    def begin_wait(self):
         self.num_events = 0
+
+    def forget(self):
+        """Nothing to be done."""
 
     def stop(self):
         """Nothing to be done."""

@@ -218,7 +218,8 @@ def test_findings_of_errors_have_all_parts():
     (finding,) = found(grpo(top_p=1.5))
     assert (finding.id, finding.severity, finding.where) == ("settings.top_p", "error", "run")
     assert finding.found == "top_p=1.5"
-    assert finding.rule.startswith("must be") and finding.remedy
+    assert finding.rule == "be a number above 0 and at most 1"
+    assert finding.reason and finding.remedy
     assert exit_code([finding]) == 2
 
 
@@ -226,3 +227,26 @@ def test_a_file_is_examined_in_seconds(tmp_path: Path):
     begin = time.process_time()
     found(grpo())
     assert time.process_time() - begin < 20
+
+
+def test_a_keyword_that_four_texts_lack_is_no_constant():
+    rows = [{"prompt": f"Write about {subject}."} for subject in ("rain", "tea", "bread", "snow")]
+    given = {"prompts": rows * 16, "reward_functions": f"{HERE}.has_keyword"}
+    assert "rewards.constant" not in {one.id for one in found(grpo(env=given))}
+
+
+def test_what_is_no_broken_rule_has_no_rule():
+    for broken in (grpo(env={"prompts": SUMS * 2}), grpo(env={"prompts": SUMS[:2]})):
+        assert all(not finding.rule and finding.reason for finding in found(broken))
+
+
+def test_advice_on_cut_prompts_is_within_what_the_model_reads(folders):
+    # The model reads 512 tokens; the prompts have 599.
+    prompts = [{"prompt": "1" * 599, "answer": "1"} for _ in range(16)]
+    env = {"prompts": prompts, "max_prompt_len": 8}
+    (cut,) = (f for f in found(grpo(model=folders["sound"], env=env)) if f.id == "data.cut")
+    assert "599" not in cut.remedy and "max_new_tokens" in cut.remedy
+
+
+def test_a_value_out_of_range_is_told_once():
+    assert [finding.id for finding in found(grpo(temperature=-1))] == ["settings.temperature"]

@@ -8,20 +8,29 @@ from types import SimpleNamespace
 
 import pytest
 
-from rllib_llm.rollouts import collect as module
-from rllib_llm.rollouts.collect import Collector, Part, deal
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
     NoSamplersError,
     NoServerError,
+    PublishedWeightsLostError,
     SamplingError,
 )
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.faults import Faults
+from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.request import SampleRequest, concatenate
 from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.streaming import workers as module
+from rllib_llm.rollouts.streaming.client import LocalLedger
+from rllib_llm.rollouts.streaming.journal import JournaledLedger
+from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.source import Rollouts
+from rllib_llm.rollouts.streaming.workers import AskedWorkers
 from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.weights.published import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
+from tests.rollouts.streaming.simulated import Clock
 from tests.rollouts.tiny_samplers import (
     ScriptedActors,
     assert_same_batch,
@@ -50,31 +59,55 @@ def expected(samplers):
 
     @functools.cache
     def batch(num_parts):
-        parts = [REQUEST.part(part.start, part.num_prompts) for part in deal(7, num_parts)]
+        parts, position = [], REQUEST.position
+        for size in StreamRules(7, num_parts=num_parts).sizes(7):
+            parts.append(SampleRequest(position, size, 2))
+            position += size
         return concatenate([samplers[0].serve(part, publication()) for part in parts])
 
     return batch
 
 
-def collector(group, **settings):
+class Source(Rollouts):
+    """Samples a request, whatever was sampled before."""
+
+    def __init__(self, group, num_prompts=REQUEST.num_prompts, *, num_parts=None, tell=None,
+                 publish_again=None, starvation=module.StarvedProcesses, **rules):  # fmt: skip
+        self.pool = SamplerPool(group, Faults(), num_parts=num_parts)
+        rules = {"timeout_s": None} | rules
+        rules = StreamRules(
+            num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
+        )  # fmt: skip
+        ledger = LocalLedger(rules)
+        workers = AskedWorkers(self.pool, ledger, ServingSettings(2), starvation=starvation)
+        super().__init__(
+            ledger, workers, rules, recorder=RecordsNothing(), publish_again=publish_again,
+            tell=tell or (lambda num_groups: None),
+        )  # fmt: skip
+
+    def sample(self, request=REQUEST):
+        return self.next_from(request.position, publication())
+
+
+def source(group, **settings):
     group.first = REQUEST.position
-    return Collector(SamplerPool(group, Faults()), **settings)
+    return Source(group, **settings)
 
 
-def collect(group, request=REQUEST, **settings):
-    return collector(group, **settings).collect(request, publication())
+def sample(group, **settings):
+    return source(group, **settings).sample()
 
 
 @pytest.mark.parametrize("num_samplers, starts", [(1, [0]), (2, [0, 3]), (3, [0, 2, 4])])
 def test_the_prompts_are_cut_into_one_part_per_sampler(samplers, expected, num_samplers, starts):
     group = ScriptedActors(samplers[:num_samplers])
-    assert_same_batch(collect(group), expected(num_samplers))
+    assert_same_batch(sample(group), expected(num_samplers))
     assert group.served == [(i + 1, start) for i, start in enumerate(starts)]
 
 
 def test_more_samplers_than_prompts_leaves_some_idle(samplers):
     group = ScriptedActors(samplers)
-    batch = collect(group, SampleRequest(0, 2, 2))
+    batch = source(group, num_prompts=2).sample(SampleRequest(0, 2, 2))
     assert batch.num_rows == 4
     assert group.served == [(1, -5), (2, -4)]  # as counted from the other request's position
 
@@ -87,8 +120,8 @@ def test_more_samplers_than_prompts_leaves_some_idle(samplers):
 ])  # fmt: skip
 def test_a_death_changes_nothing_in_the_batch(samplers, expected, does):
     group = ScriptedActors(samplers[:2], does=does)
-    used = collector(group)
-    assert_same_batch(used.collect(REQUEST, publication()), expected(2))
+    used = source(group)
+    assert_same_batch(used.sample(), expected(2))
     assert used.pool.faults.requests_retried == does.count(DIES)
     assert used.pool.faults.seconds_lost >= 0 and used.pool.faults.samplers_hung == 0
     # Who died last may not have been needed again.
@@ -100,8 +133,8 @@ def test_a_death_changes_nothing_in_the_batch(samplers, expected, does):
 ])  # fmt: skip
 def test_a_silent_sampler_is_killed_and_its_part_goes_to_another(samplers, expected, does):
     group = ScriptedActors(samplers[:2], does=does)
-    used = collector(group, timeout_s=0.01)
-    assert_same_batch(used.collect(REQUEST, publication()), expected(2))
+    used = source(group, timeout_s=0.01)
+    assert_same_batch(used.sample(), expected(2))
     assert len(group.killed) == used.pool.faults.samplers_hung == does.count(HANGS)
     assert used.pool.faults.seconds_lost >= 0.01 * does.count(HANGS)
 
@@ -109,7 +142,7 @@ def test_a_silent_sampler_is_killed_and_its_part_goes_to_another(samplers, expec
 class Starved:
     """Stands for `StarvedProcesses` that got no core at all."""
 
-    def __init__(self, pids, clock):
+    def __init__(self, clock):
         self._clock, self._at = clock, clock()
 
     def take(self):
@@ -119,16 +152,16 @@ class Starved:
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, timeout_s, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(module, "StarvedProcesses", Starved)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     group = ScriptedActors(samplers[:1], does=[HANGS])
-    used = collector(group, timeout_s=timeout_s)
+    used = source(group, timeout_s=timeout_s, starvation=lambda pids: Starved(clock))
+    used._ledger.journaled = JournaledLedger(used._rules, None, clock=clock)
     ready, looks = group.ready, []
 
     def wakes_up(calls, timeout_s):
         looks.append(1)
-        now[0] += 10.0
+        clock.now += 4.0
         if len(looks) == 50:
             for call in calls:
                 group.ends[call] = samplers[0].serve(REQUEST, publication())
@@ -136,7 +169,7 @@ def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, time
         return ready(calls, timeout_s)
 
     group.ready = wakes_up
-    assert used.collect(REQUEST, publication()).num_rows == 14
+    assert used.sample().num_rows == 14
     assert not group.killed and len(looks) >= 50
 
 
@@ -144,39 +177,39 @@ def test_the_cut_does_not_depend_on_who_is_alive(samplers, expected):
     """What is computed together decides the round-off."""
     group = ScriptedActors(samplers[:2], revives_after=10**9)
     group.dead[1] = 0
-    assert_same_batch(collect(group), expected(2))
+    assert_same_batch(sample(group), expected(2))
     assert group.served == [(2, 0), (2, 3)]
-    assert deal(7, 3) == [Part(0, 2), Part(2, 2), Part(4, 3)]
+    assert StreamRules(7, num_parts=3).sizes(7) == [2, 2, 3]
 
 
 def test_samplers_have_time_to_come_back(samplers, expected):
     """A restart takes far longer than a few pings."""
     group = ScriptedActors(samplers[:1], does=[DIES], revives_after=50)
-    assert_same_batch(collect(group), expected(1))
+    assert_same_batch(sample(group), expected(1))
 
 
 def test_samplers_that_die_whenever_they_are_asked_end_the_run(samplers):
     group = ScriptedActors(samplers[:2], does=[DIES] * 100, revives_after=3)
     said = r"(?s)died or hung, 6 times in a row.*\nSampler 1: .*no memory"
     with pytest.raises(SamplingError, match=said):
-        collect(group)
+        sample(group)
 
 
 def test_samplers_that_never_come_back_end_the_run(samplers):
     group = ScriptedActors(samplers[:2], does=[DIES] * 2, revives_after=10**9)
-    used = collector(group)
+    used = source(group)
     used.pool.start_limit = 0.05
     with pytest.raises(NoSamplersError, match="num_healthy_samplers=0 must be at least 1: none c"):
-        used.collect(REQUEST, publication())
+        used.sample()
 
 
 def test_a_sampler_that_hangs_while_it_starts_is_started_again(samplers, expected):
     group = ScriptedActors(samplers[:2], does=[DIES], revives_after=10**9)
-    used = collector(group)
+    used = source(group)
     used.pool.start_limit = 0.0
-    assert_same_batch(used.collect(REQUEST, publication()), expected(2))
+    assert_same_batch(used.sample(), expected(2))
     while not group.killed:
-        used.collect(REQUEST, publication())
+        used.sample()
     assert set(group.killed) == {1}
     group.revives_after = 1
     used.pool.start_limit = 100.0
@@ -190,18 +223,18 @@ def no_judge(completions, prompts):
     raise KeyError("no such judge")
 
 
-def test_an_exception_in_a_sampler_is_raised_with_its_place_by_the_first_answer():
+def test_an_exception_in_a_sampler_is_raised_with_its_place_when_it_is_no_single_prompts():
     config = tiny.grpo()
     config.env_config["reward_functions"] = no_judge
     group = ScriptedActors([build_sampler(config, worker_index=i) for i in (1, 2)])
     with pytest.raises(BrokenSamplerError) as caught:
-        collect(group)
+        sample(group)
     message = str(caught.value)
-    assert "UnjudgedError: reward function 'no_judge' must judge at least one" in message
+    assert "The last: reward function 'no_judge' must judge at least one" in message
     # The error explains itself: the line of the user's own code, not the way there.
-    assert "KeyError: 'no such judge', raised in test_collect.py:" in message
+    assert "KeyError: 'no such judge', raised in test_asked_workers.py:" in message
     assert "prompt '" in message and "completion '" in message
-    assert len(group.served) == 2  # nobody is asked again
+    assert len(group.served) == 4  # two rounds: eight groups in a row are enough
 
 
 def test_an_exception_in_a_callback_is_raised_with_its_traceback():
@@ -211,7 +244,7 @@ def test_an_exception_in_a_callback_is_raised_with_its_traceback():
     config = tiny.grpo().callbacks(on_sample_end=note)
     group = ScriptedActors([build_sampler(config, worker_index=1)])
     with pytest.raises(SamplingError, match="(?s)KeyError: 'no such note'.*Traceback"):
-        collect(group)
+        sample(group)
 
 
 class Unreachable:
@@ -232,8 +265,8 @@ class Unreachable:
 
 
 def test_what_may_pass_by_itself_is_asked_again(samplers, expected):
-    used = collector(ScriptedActors([Unreachable(samplers[0], num_failures=2)]))
-    assert_same_batch(used.collect(REQUEST, publication()), expected(1))
+    used = source(ScriptedActors([Unreachable(samplers[0], num_failures=2)]))
+    assert_same_batch(used.sample(), expected(1))
     assert used.pool.faults.requests_retried == 2
 
 
@@ -247,14 +280,14 @@ class Serverless:
 def test_a_server_that_gave_no_answer_was_asked_often_enough():
     group = ScriptedActors([Serverless()])
     with pytest.raises(NoServerError, match="ServerError: http://h/v1 must answer"):
-        collect(group)
+        sample(group)
     assert len(group.served) == 1
 
 
 def test_but_not_more_than_three_times(samplers):
     group = ScriptedActors([Unreachable(samplers[0], num_failures=9)])
-    with pytest.raises(SamplingError, match="ConnectionError: no prompts, 8 more"):
-        collect(group)
+    with pytest.raises(SamplingError, match="ConnectionError: no prompts, 6 more"):
+        sample(group)
     assert len(group.served) == 3
 
 
@@ -267,21 +300,62 @@ class Broken:
 
 def test_a_failed_request_leaves_nobody_in_the_way_of_the_next(samplers, expected):
     """The second sampler is still at work for the request that failed: the next one goes to the
-    others, and waits for it no longer than for a silent one."""
+    others, and what the second says is of no use."""
     group = ScriptedActors([Broken(), samplers[1]], does=[SERVES, HANGS])
-    used = collector(group, timeout_s=None)
+    used = source(group)
     with pytest.raises(BrokenSamplerError):
-        used.collect(REQUEST, publication())
+        used.sample()
     assert group.hung == {2}
     group.samplers[1] = samplers[0]
     group.served.clear()
-    assert_same_batch(used.collect(REQUEST, publication()), expected(2))
+    assert_same_batch(used.sample(), expected(2))
     assert group.served == [(1, 0), (1, 3)] and not group.killed
-    # Once it answers, what it says is of no use, and it is asked again.
     group.hung.clear()
-    assert_same_batch(used.collect(REQUEST, publication()), expected(2))
-    assert used.collect(SampleRequest(0, 2, 2), publication()).num_rows == 4
-    assert group.served[-2:] == [(1, -5), (2, -4)]
+    for call, end in group.ends.items():
+        group.ends[call] = end or samplers[1].serve(REQUEST, publication())
+    assert_same_batch(used.sample(), expected(2))
+    group.served.clear()
+    assert_same_batch(used.sample(), expected(2))
+    assert group.served == [(1, 0), (2, 3)]
+
+
+class WithoutWeights:
+    """A sampler that can get no weights for the first `num_failures` requests."""
+
+    def __init__(self, sampler, num_failures):
+        self.sampler, self.num_failures = sampler, num_failures
+
+    def serve(self, request, published):
+        self.num_failures -= 1
+        if self.num_failures < 0:
+            return self.sampler.serve(request, published)
+        return SampleFailure.from_exception(WeightsLostError("gone with its owner"))
+
+
+def test_lost_weights_are_published_again_and_the_same_prompts_sampled(samplers, expected):
+    lost = []
+
+    def publish_again(error):
+        lost.append(str(error))
+        return publication(0, key="again")
+
+    group = ScriptedActors([WithoutWeights(samplers[0], 1), samplers[1]])
+    used = source(group, publish_again=publish_again)
+    assert_same_batch(used.sample(), expected(2))
+    assert len(lost) == 1 and "gone with its owner" in lost[0]
+    group = ScriptedActors([WithoutWeights(samplers[0], 9)])
+    with pytest.raises(PublishedWeightsLostError, match="gone with its owner"):
+        source(group, publish_again=publish_again).sample()
+    assert len(group.served) == 3
+
+
+def test_samplers_that_died_while_the_learner_learnt_have_time_to_come_back(samplers, expected):
+    """Complaint: nobody had looked at them for longer than a start may take, and the run ended."""
+    group = ScriptedActors(samplers[:1], revives_after=3)
+    used = source(group)
+    used._workers._someone_seen = -1e9
+    group.dead[1] = 0
+    assert_same_batch(used.sample(), expected(1))
 
 
 class Timed:
@@ -297,9 +371,8 @@ class Timed:
 
 def test_what_a_sampler_spent_on_all_its_parts_was_waited_for(samplers):
     group, told = ScriptedActors([Timed(one) for one in samplers[:2]], first=REQUEST.position), []
-    pool = SamplerPool(group, Faults(), num_parts=5)
-    batch = Collector(pool, tell=told.append).collect(REQUEST, publication())
+    batch = Source(group, num_parts=5, tell=told.append).sample()
     # Parts of 1, 1, 2, 1 and 2 prompts go to two samplers in turns: one does three of them.
     assert [worker for worker, _ in group.served] == [1, 2, 1, 2, 1]
     assert batch.timings == {"judge_seconds": 3.0}
-    assert told == [1, 2, 4, 5]  # at the end there is nothing to be told
+    assert told == [2, 5]  # at the end there is nothing to be told
