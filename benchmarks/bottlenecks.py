@@ -27,7 +27,7 @@ from rllib_llm.examples import arithmetic, calculator
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.overseer.diagnosis import Diagnosis, diagnose
 from rllib_llm.weights.flat_buffer import FlatBuffer
-from rllib_llm.weights.transports import StoreTransport
+from rllib_llm.weights.transport import StoreTransport
 
 HERE = "benchmarks.bottlenecks"
 SLOW_S = 2.0  # that the staged part sleeps, each time

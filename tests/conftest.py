@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.shaker import SEED, Shaker  # noqa: E402
+from tests.shaker import SEED, shake_process  # noqa: E402
 
 OBJECT_STORE_BYTES = 256 * 1024**2
 SHAKEN = {"worker_process_setup_hook": "tests.shaker.shake_worker"}
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("--shake")
     if seed is not None:
         os.environ[SEED] = str(seed)
-        Shaker(seed).start()
+        shake_process(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)

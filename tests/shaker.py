@@ -10,13 +10,14 @@ as they do on some processor. A test that passes only because this machine round
 It stands in torch's dispatcher. A `TorchDispatchMode` would belong to one thread, while engines
 decode in threads of their own, and would see `linear` and `scaled_dot_product_attention` as wholes
 in inference mode. Here those are the products that they consist of, and backward passes are, too.
-Workers of the Ray that the tests share are shaken as well (`ray_session`); processes that tests
-start by themselves are not.
+Workers of the Ray that the tests share are shaken as well (`ray_session`), and so is any other
+process of a test that imports `tests`. Programs that know nothing of the tests (`rllib train`, a
+Ray of their own) are not.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import zlib
 
 import torch
@@ -113,7 +114,11 @@ class Shaker:
         return rounds[:count].view(tensor.shape)
 
 
+@functools.cache
+def shake_process(seed: int) -> None:
+    """Shakes this process until it ends, once however often it is asked to."""
+    Shaker(seed).start()
+
+
 def shake_worker() -> None:
-    """Called by Ray in each of its new worker processes."""
-    if SEED in os.environ:
-        Shaker(int(os.environ[SEED])).start()
+    """Called by Ray in each of its new worker processes. To import `tests` is enough."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,3 +101,20 @@ def test_large_products_are_shaken_to_their_end(shaker):
     plain = a @ a.t()
     assert found.numel() > 65_537
     assert (found != plain)[-1].float().mean() > 0.3
+
+
+def test_a_process_that_imports_the_tests_is_shaken_once_where_this_one_is():
+    program = (
+        "import sys, tests\n"
+        "shaker = sys.modules.get('tests.shaker')\n"
+        "print(shaker.shake_process.cache_info().currsize if shaker else 'without torch')"
+    )
+
+    def said(**environment):
+        return subprocess.run(
+            [sys.executable, "-c", program], cwd=Path(__file__).parents[1],
+            env={**os.environ, **environment}, capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+
+    assert said() == "without torch"
+    assert said(**{SEED: "1"}) == "1"

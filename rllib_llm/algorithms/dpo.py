@@ -74,9 +74,9 @@ class DPO(Supervised):
     rejected, margins} (β times the log-ratios), logps/{chosen, rejected} (nats per completion), and
     the same of held-out pairs: eval/loss, eval/accuracy, eval/rewards/margins ...
 
-    The first update's loss is log 2 = 0.693 and its margins are 0: the policy is the reference. A
-    falling logps/chosen means that the policy forgets what was chosen, too: lower `lr`, or raise
-    `ref_kl_coeff`.
+    The first update's loss is log 2 = 0.693 and its margins are 0, up to round-off: the policy is
+    the reference. A falling logps/chosen means that the policy forgets what was chosen, too: lower
+    `lr`, or raise `ref_kl_coeff`.
     """
 
     config: DPOConfig

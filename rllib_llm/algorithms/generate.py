@@ -17,8 +17,7 @@ from rllib_llm.config.checks import given, require
 from rllib_llm.config.section_method import SectionMethod
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
-from rllib_llm.config.tables.model import MODEL
-from rllib_llm.config.tables.sampling import DTYPE, GENERATE, SEED
+from rllib_llm.config.tables.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 
@@ -28,11 +27,8 @@ TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
 class GenerateConfig(TabledConfig):
     """What texts are sampled from, and how: no training, no environment."""
 
-    sections: tuple[Section, ...] = (
-        Section("language_model", "What the texts are sampled from.", (MODEL, DTYPE)),
-        GENERATE,
-    )
-    rllib_sections: tuple[Section, ...] = (Section("debugging", "Seed.", (SEED,)),)
+    sections: tuple[Section, ...] = (GENERATE_MODEL, GENERATE)
+    rllib_sections: tuple[Section, ...] = (GENERATE_SEED,)
 
     language_model = SectionMethod()
     sampling = SectionMethod()

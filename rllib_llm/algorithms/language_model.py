@@ -297,11 +297,16 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self.metrics.aggregate(results, key=LEARNER_RESULTS)
         return told
 
-    def step(self) -> dict[str, Any]:
-        """RLlib's result plus the known names, and the latest held-out results under `eval`.
+    def train(self) -> dict[str, Any]:
+        """As RLlib's. Between iterations it does what the run was told: `overseer/`. A run that is
+        stopped while it is paused gives its last result once more, marked, and computes nothing."""
+        marks = self.oversight.before_iteration()
+        if not marks:
+            self._last_result = super().train()
+        return {**self._last_result, **marks}
 
-        Between iterations it does what the run was told: `overseer/`."""
-        self.oversight.before_iteration()
+    def step(self) -> dict[str, Any]:
+        """RLlib's result plus the known names, and the latest held-out results under `eval`."""
         try:
             with self._listening():
                 results = super().step()

@@ -40,7 +40,7 @@ from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.samples import SampleLog
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
 from rllib_llm.rollouts.streaming.sampler import ServingSettings
 from rllib_llm.rollouts.streaming.source import Rollouts, open_rollouts
 from rllib_llm.shared import columns
@@ -313,8 +313,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "eps": sampled.num_rows / seconds["iteration"],
         }
         rlhf_results.log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
-        every = self.config.log_samples_every
-        if every and (self.weights_version - 1) % every == 0:
+        if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
             self.samples.write(
                 sampled,
                 iteration=self.iteration + 1,

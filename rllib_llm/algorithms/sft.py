@@ -15,10 +15,7 @@ from rllib_llm.data.texts import TextSource
 class SFTConfig(SupervisedConfig):
     """The loss is the mean cross-entropy of the completion's (or the assistant's) tokens."""
 
-    sections: tuple[Section, ...] = (
-        *SupervisedConfig.sections,
-        Section("training", "The loss.", (LOSS_ON,)),
-    )
+    sections: tuple[Section, ...] = (*SupervisedConfig.sections, LOSS_ON)
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or SFT)

@@ -26,6 +26,7 @@ from ray.tune.result import TIME_TOTAL_S
 from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.fetching import fetched
 from rllib_llm.checkpoints.folder import (
+    MANIFEST,
     CheckpointError,
     checkpoints_in,
     make_readable,
@@ -92,10 +93,12 @@ class WholeCheckpoints(Algorithm):
     def save_to_path(
         self, path=None, *, state=None, filesystem=None, use_msgpack: bool = False
     ) -> str:
-        """As RLlib's; a checkpoint at `path` is replaced only once the new one is whole.
+        """As RLlib's; a checkpoint in a local folder is replaced only once the new one is whole.
+        At a URL, where nothing can be exchanged at once, the manifest goes first and comes last:
+        until then there is no checkpoint at `path`.
 
         Raises:
-            OSError: no room, say; the checkpoint that was at `path` is as it was.
+            OSError: no room, say; a checkpoint that was in the local folder `path` is as it was.
         """
         if path is None:
             path = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -199,11 +202,23 @@ class WholeCheckpoints(Algorithm):
         folder = Path(tempfile.mkdtemp())
         try:
             self.save_to_path(folder, **kwargs)
-            filesystem.create_dir(path, recursive=True)
-            pyarrow.fs.copy_files(str(folder), path, destination_filesystem=filesystem)
+            upload_checkpoint(folder, path, filesystem)
         finally:
             shutil.rmtree(folder)
         return path
+
+
+def upload_checkpoint(folder: Path, path: str, filesystem: pyarrow.fs.FileSystem) -> None:
+    """Moves a checkpoint to `path`, the manifest last; what was there is none then."""
+    manifest = f"{path}/{MANIFEST}"
+    if filesystem.get_file_info(manifest).type == pyarrow.fs.FileType.File:
+        filesystem.delete_file(manifest)
+    filesystem.create_dir(path, recursive=True)
+    last = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).unlink()
+    pyarrow.fs.copy_files(str(folder), path, destination_filesystem=filesystem)
+    with filesystem.open_output_stream(manifest) as stream:
+        stream.write(last)
 
 
 def _resolve(path: Any, filesystem: Any) -> tuple[pyarrow.fs.FileSystem, str]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rllib_llm.cli.completer import Completer, Messages, Sampling
 from rllib_llm.cli.panel import shown_warnings, user_errors
 from rllib_llm.cli.session import prepare
+from rllib_llm.shared.errors import UserError
 
 BATCH_PROMPTS = 32
 NEW_CHAT = "/new"
@@ -66,7 +67,10 @@ def generate(
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", help="A text that ends a completion; as often as needed."),
+        typer.Option(
+            "--stop",
+            help="A text that ends a completion, \\n for a line's end; as often as needed.",
+        ),
     ] = None,
 ) -> None:
     """Complete prompts with a trained model, or talk to it.
@@ -74,6 +78,8 @@ def generate(
     The model is loaded from the checkpoint as an ordinary Hugging Face folder; Ray is not started.
     """
     prepare()
+    with user_errors():
+        stops = [unescaped(text) for text in stop or ()]
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -85,7 +91,7 @@ def generate(
         max_prompt_len=max_prompt_len,
         chat=chat,
         system=system,
-        stop=[text.encode().decode("unicode_escape") for text in stop or ()],
+        stop=stops,
     )
     with user_errors():
         completer = Completer(checkpoint, sampling)
@@ -96,6 +102,20 @@ def generate(
         converse(completer, Console())
     else:
         _complete_file(completer, [{"prompt": line.rstrip("\n")} for line in sys.stdin], out)
+
+
+def unescaped(text: str) -> str:
+    """Return `text` with Python's escapes, such as `\\n`, as the characters that they mean.
+
+    Raises:
+        UserError: a backslash begins no escape.
+    """
+    try:
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--stop={text!r} must hold whole escapes: {error.reason}. Write a backslash twice."
+        ) from error
 
 
 def _prompt_rows(file: Path) -> list[dict[str, Any]]:

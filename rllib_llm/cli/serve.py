@@ -105,13 +105,14 @@ def _show(settings: Any) -> None:
 
 
 def _serve_here(settings: Any, ray_address: str | None) -> None:
-    from rllib_llm.serving.deployment import follow
+    from rllib_llm.serving.deployment import check_port, follow
     from rllib_llm.serving.http_server import HttpServer, open_service, show_log
     from rllib_llm.serving.security import read_clients
     from rllib_llm.shared.process import forget_startup
 
     clients = read_clients(settings)
     settings.check_exposure(bool(clients.clients))
+    check_port(settings)
     if settings.weights_name is not None:
         import ray
 

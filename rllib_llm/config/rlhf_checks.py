@@ -13,7 +13,7 @@ from rllib_llm.numerics.losses import REDUCTIONS
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import noted
 from rllib_llm.weights.push import open_servers
-from rllib_llm.weights.transports import is_own
+from rllib_llm.weights.transport import is_own
 
 
 def check_sampling(config: Any) -> None:

@@ -1,20 +1,31 @@
-"""One row of the table of settings: what a setting is called, may be and means, and when it acts.
+"""The settings of a section: a pydantic model whose fields say what a setting is called, may be and
+means, and when it acts.
 
-Checks, warnings, YAML keys, signatures, `help()` and `rllib config` all come from these rows.
+    class Rollouts(Settings):
+        store_rollouts: bool = setting(True, "whether every completion is kept", short="store")
+
+    ROLLOUTS = Section.of("rollouts", Rollouts)
+
+Checks, warnings, YAML keys, signatures, `help()` and `rllib config` all come from these models. The
+values are plain attributes of a config, so that Tune's search spaces can stand in their places.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union
 
-from rllib_llm.config.checks import require
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
 from rllib_llm.shared.dotted import looks_dotted
+from rllib_llm.shared.errors import SettingError, complain
 
 IN_CONFIG, IN_ENV = "config", "env_config"  # where a setting is kept
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what settings in `env_config` are of unless they say so
@@ -99,28 +110,29 @@ class Setting:
         return getattr(config, self.attribute or self.name)
 
     def check(self, value: Any) -> None:
-        """Raises ValueError unless `value` has the type and lies in the range of this row."""
-        holds = _fits(value, self.type) and self._in_range(value)
-        name = self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}"
-        rule = "finite" if isinstance(value, float) and math.isinf(value) else self.rule
-        require(
-            holds, name, value, rule, self.reason or self.says,
-            self.remedy or f"Its default is {self.default!r}",
-        )  # fmt: skip
+        """Checks that `value` has the type and lies in the range of this row.
 
-    def _in_range(self, value: Any) -> bool:
-        if self.choices:
-            own = self.or_dotted and isinstance(value, str) and looks_dotted(value)
-            return value is None or value in self.choices or own
-        if isinstance(value, bool) or not isinstance(value, Real):
-            return True
-        number = float(value)
-        return (
-            math.isfinite(number)
-            and (self.least is None or number >= self.least)
-            and (self.above is None or number > self.above)
-            and (self.most is None or number <= self.most)
-        )
+        Raises:
+            SettingError: it does not; within `all_complaints` it is noted.
+        """
+        if self.or_dotted and isinstance(value, str) and looks_dotted(value):
+            return
+        plain = value.item() if isinstance(value, np.generic) else value
+        try:
+            _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
+                plain
+            )
+        except ValidationError:
+            infinite = isinstance(value, float) and math.isinf(value)
+            complain(
+                SettingError(
+                    name=self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}",
+                    value=value,
+                    rule=f"be {'finite' if infinite else self.rule}",
+                    reason=self.reason or self.says,
+                    remedy=self.remedy or f"Its default is {self.default!r}",
+                )
+            )
 
     @property
     def says(self) -> str:
@@ -213,6 +225,17 @@ class Setting:
         return " ".join(filter(None, parts))
 
 
+class Settings(BaseModel):
+    """Base of the models of sections; the docstring of a subclass is the section's meaning."""
+
+    model_config = ConfigDict(protected_namespaces=(), arbitrary_types_allowed=True)
+
+
+def setting(default: Any, meaning: str, **row: Any) -> Any:
+    """Returns the field of one setting; `row`: further attributes of `Setting`."""
+    return Field(default, description=meaning, json_schema_extra=row)
+
+
 @dataclass(frozen=True)
 class Section:
     """Settings that one method, of the same name, sets.
@@ -228,8 +251,65 @@ class Section:
     name: str
     meaning: str
     settings: tuple[Setting, ...]
-    also: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = ()
     positional: str = ""
+
+    @classmethod
+    def of(
+        cls, name: str, model: type[Settings], *, also: tuple[str, ...] = (), positional: str = "",
+        **row: Any,
+    ) -> Section:  # fmt: skip
+        """The section of a model; `row`: attributes that all its settings have."""
+        meaning = " ".join((inspect.getdoc(model) or "").split())
+        settings = (_row(name, field, row) for name, field in model.model_fields.items())
+        return cls(name, meaning, tuple(settings), also, positional)
+
+
+def _row(name: str, field: Any, row: Mapping[str, Any]) -> Setting:
+    kind, choices = field.annotation, ()
+    known = [member for member in _alternatives(kind) if member is not type(None)]
+    if all(typing.get_origin(member) is Literal for member in known):
+        choices = tuple(choice for member in known for choice in typing.get_args(member))
+    return Setting(
+        name=name,
+        type=kind,
+        default=field.default,
+        meaning=field.description,
+        **{"choices": choices, **row, **field.json_schema_extra},
+    )
+
+
+@functools.cache
+def _adapter(
+    kind: Any, choices: tuple[Any, ...], least: float | None, above: float | None,
+    most: float | None,
+) -> TypeAdapter[Any]:  # fmt: skip
+    """What checks a value: strictly, so that no text is a number and no number a truth."""
+    if choices:
+        members: list[Any] = [Literal[choices]]
+        members += [None] if type(None) in _alternatives(kind) else []
+    else:
+        members = [_strict(member, least, above, most) for member in _alternatives(kind)]
+    union: Any = Union[tuple(members)]  # noqa: UP007  (of a list)
+    return TypeAdapter(union, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+
+
+def _strict(kind: Any, least: float | None, above: float | None, most: float | None) -> Any:
+    origin = typing.get_origin(kind) or kind
+    if origin in (int, float):
+        finite = False if origin is float else None
+        return Annotated[kind, Field(ge=least, gt=above, le=most, allow_inf_nan=finite)]
+    if origin is dict:  # what is in it is checked by whoever reads it
+        return Annotated[dict, Field(strict=False)]
+    if origin in (list, tuple):  # one stands for the other; YAML has lists alone
+        return Annotated[kind, Field(strict=False), BeforeValidator(_sequence)]
+    return kind
+
+
+def _sequence(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError("neither a list nor a tuple")
+    return value
 
 
 _KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({
@@ -244,7 +324,7 @@ _KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, None last; a type that is none is the only one."""
+    """The members of a union, None last; a type that is no union is the only one."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return tuple(sorted(typing.get_args(kind), key=lambda member: member is type(None)))
     return (kind,)
@@ -260,35 +340,3 @@ def _name_of(kind: Any) -> str:
         if isinstance(kind, type) and not typing.get_args(kind)
         else str(kind).replace("typing.", "")
     )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether `value` is of the annotated type; a whole number is a number, a bool is none."""
-    return any(_is_of(value, member) for member in _alternatives(kind))
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if kind is Any:
-        return True
-    if kind is type(None):
-        return value is None
-    if origin is Literal:
-        return value in arguments
-    if origin is bool:
-        return isinstance(value, bool) or type(value).__name__ == "bool_"  # numpy's
-    if origin in (int, float):
-        return isinstance(value, Integral if origin is int else Real) and not isinstance(
-            value, bool
-        )
-    if origin is list:
-        items = isinstance(value, list | tuple)
-        return items and all(_is_of(item, arguments[0]) for item in value) if arguments else items
-    if origin is tuple:
-        items = isinstance(value, list | tuple) and len(value) == len(arguments)
-        return items and all(
-            _is_of(item, part) for item, part in zip(value, arguments, strict=True)
-        )
-    if origin is dict:
-        return isinstance(value, Mapping)
-    return isinstance(value, origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -53,6 +54,16 @@ class TabledConfig(AlgorithmConfig):
     environment = SectionMethod()
     env_runners = SectionMethod()
     rl_module = SectionMethod()
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """As of all classes; settings among the arguments are refused with the method's name."""
+        taken = inspect.signature(cls.__init__).parameters
+        if unknown := [name for name in kwargs if name not in taken]:
+            where = (
+                f"{cls.__name__}(...) takes no settings: write {cls.__name__}().training(lr=...)"
+            )
+            raise unknown_settings(cls, unknown, where)
+        return super().__new__(cls)
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)

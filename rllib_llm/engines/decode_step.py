@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ from transformers import Cache
 from rllib_llm.engines.kv_cache import (
     RepeatedPromptCache,
     SharedPromptCache,
+    StaticLayer,
     num_shared_layers,
 )
-from rllib_llm.engines.llama_step import LlamaStep, decode_layout, is_llama_shaped
+from rllib_llm.engines.llama_step import LlamaStep, additive, decode_layout, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
-from rllib_llm.engines.static_step import CudaGraph, StaticLlamaStep, can_be_recorded
 from rllib_llm.modules.packing.dense_packing import recurring_size
 from rllib_llm.modules.packing.lm_head import take_apart
 from rllib_llm.modules.packing.trunk import wants_recurring_sizes
@@ -197,3 +197,195 @@ def prefill(
             past_key_values=cache,
         )
     return logits
+
+
+# --- A step of fixed shapes and addresses, recorded on the device and replayed for each token
+#
+# A step of a 0.5 B model is some four hundred operations, and to launch them takes a CPU longer
+# than to do them takes a GPU. Sampling the token and writing it down stay outside: some thirty
+# operations, launched while the GPU is still at the replay before them.
+#
+# Recording takes as long as several steps launched one by one. A record therefore serves all
+# tokens until the cache has grown beyond its positions or most of its rows have ended: rows in
+# excess compute what nobody reads, positions in excess are masked out. The bounds below are
+# estimates, not yet measured on a GPU.
+
+
+class CudaGraph:
+    """A recorded function. What it read and wrote, at which addresses and in which shapes, is what
+    each replay reads and writes: its inputs are changed in place, and it may not wait for the
+    device.
+
+    Args:
+        function: called twice, once to warm up (libraries make their workspaces, kernels are
+            loaded) and once to be recorded; the second call computes nothing.
+        previous: a graph whose memory this one may use, since it will not be replayed again.
+        device: the CUDA device of all its tensors.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], torch.Tensor],
+        previous: CudaGraph | None,
+        device: torch.device,
+    ) -> None:
+        with torch.cuda.device(device):
+            stream = _recording_stream(torch.cuda.current_device())
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            # `thread_local`: what other threads of the process (weights that arrive) do meanwhile
+            # on the device is no part of the recording and must not break it.
+            with torch.cuda.graph(
+                self._graph,
+                pool=None if previous is None else previous._graph.pool(),
+                stream=stream,
+                capture_error_mode="thread_local",
+            ):
+                self._result = function()
+
+    def replay(self) -> torch.Tensor:
+        """The function's result, overwritten by the next replay."""
+        self._graph.replay()
+        return self._result
+
+
+@functools.cache
+def _recording_stream(device_index: int) -> torch.cuda.Stream:
+    """One per device, since cuBLAS keeps a workspace for every stream that it has worked on."""
+    return torch.cuda.Stream(device_index)
+
+
+# Positions of a record end at a multiple of this: the more, the fewer records and the more keys are
+# read in vain.
+_POSITIONS = 128
+# Fewer tokens than this save less than a record costs.
+_MIN_TOKENS = 16
+# Fewer rows do not make a step cheaper: it is bound by reading the weights.
+_FEW_ROWS = 32
+# A new record for fewer rows is made when so small a share of the old one's is in use.
+_ROW_SHARE = 0.25
+
+
+class Recorded(Protocol):
+    """A function of no arguments that can be repeated: `CudaGraph`."""
+
+    def replay(self) -> torch.Tensor: ...
+
+
+# Function and the record before it, which is not used again -> record.
+Record = Callable[[Callable[[], torch.Tensor], Recorded | None], Recorded]
+
+
+def can_be_recorded(model: nn.Module) -> bool:
+    """Whether a Llama-shaped model's step is free of decisions on the host: dynamic rotary
+    embeddings, and those of longrope, change with the longest row."""
+    rope_type = model.model.rotary_emb.rope_type
+    return "dynamic" not in rope_type and rope_type != "longrope"
+
+
+class StaticLlamaStep:
+    """Logits behind one new token per row, as `LlamaStep` gives them, for one cache.
+
+    Args:
+        step: the step that is recorded, and taken as it is where too few tokens are left.
+        record: makes a record of a function.
+    """
+
+    def __init__(self, step: LlamaStep, record: Record) -> None:
+        self.step = step
+        self.record = record
+        self.recorded: Recorded | None = None
+        self.keys: torch.Tensor | None = None  # of the first layer: other ones need a new record
+        self.num_rows = self.num_positions = 0  # of the record
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: SharedPromptCache,
+        padding_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `LlamaStep.__call__`. Rows are left-padded, so that their positions say what counts
+        and the mask is not read. The logits are overwritten by the next step."""
+        rows, length = len(tokens), cache.length
+        known = self.keys is cache.layers[0].keys
+        fits = known and rows <= self.num_rows and length < self.num_positions
+        wasteful = self.num_rows > _FEW_ROWS and rows <= _ROW_SHARE * self.num_rows
+        pays = cache.capacity - length >= _MIN_TOKENS
+        if not fits and not pays:
+            return self.step(tokens, positions, cache, padding_mask)
+        if not known:
+            self._allocate(cache)
+        self.tokens[:rows].copy_(tokens)
+        self.positions[:rows].copy_(positions)
+        self.column.fill_(length)
+        recorded = self.recorded
+        if recorded is None or not fits or (wasteful and pays):
+            recorded = self._record(rows, cache)
+        logits = recorded.replay()
+        cache.advance()
+        return logits[:rows]
+
+    def _allocate(self, cache: SharedPromptCache) -> None:
+        """Makes the tensors that each replay reads, for as many rows as the cache has."""
+        self.keys = keys = cache.layers[0].keys
+        self.tokens = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.column = self.tokens.new_zeros(1)
+        for layer in cache.layers:
+            # What is masked out is multiplied by 0, which is not 0 for any leftover bits.
+            for buffer in (layer.keys, layer.values):
+                buffer[:, :, layer.length :] = 0
+                buffer[layer.num_rows :] = 0
+
+    def _record(self, rows: int, cache: SharedPromptCache) -> Recorded:
+        """Records the step for so many rows and the positions to come. The record reads the inputs'
+        tensors, the cache's buffers and the weights; each of them lives as long as this step."""
+        self.num_rows = min(-(-rows // 8) * 8, len(self.tokens))
+        self.num_positions = positions_of_record(cache.length, cache.capacity)
+        tokens, positions = self.tokens[: self.num_rows], self.positions[: self.num_rows]
+        layers = [
+            StaticLayer(layer, self.column, self.num_rows, self.num_positions)
+            for layer in cache.layers
+        ]
+        windows = [layer.window for layer in self.step.layers]
+
+        def run() -> torch.Tensor:
+            masks = {
+                window: additive(
+                    visible(self.column, positions, self.num_positions, window),
+                    self.step.embedding.dtype,
+                )
+                for window in set(windows)
+            }
+            seen = [[(layer, masks[w])] for layer, w in zip(layers, windows, strict=True)]
+            return self.step.logits(tokens, positions, seen)
+
+        self.recorded = recorded = self.record(run, self.recorded)
+        return recorded
+
+
+def positions_of_record(length: int, capacity: int) -> int:
+    """Positions that a record made at `length` looks at, more than `length`: up to the next border,
+    or all `capacity` where too few for another record would be left."""
+    end = (length // _POSITIONS + 1) * _POSITIONS
+    return end if capacity - end >= _MIN_TOKENS else capacity
+
+
+def visible(
+    column: torch.Tensor, positions: torch.Tensor, num_positions: int, window: int | None
+) -> torch.Tensor:
+    """Which columns of the cache a left-padded row looks at, [rows, num_positions] bool.
+
+    Args:
+        column: [1] int64, the column of the rows' newest tokens.
+        positions: [rows] int64, the positions of these tokens: how many of theirs are before them.
+        num_positions: columns.
+        window: columns that it looks back, the newest among them; None without a limit.
+    """
+    age = column - torch.arange(num_positions, device=column.device)
+    seen = (age >= 0) & (age <= positions.unsqueeze(1))
+    return seen if window is None else seen & (age < window)

@@ -300,7 +300,7 @@ class Decoder:
         self._take(logits, before)
 
     def _prefill_rest(self, groups: Sequence[Group]) -> None:
-        """Lets prompts of like length in that begin with a kept prefix; see `kept_prefixes`."""
+        """Lets prompts of like length in that begin with a kept prefix; see `KeptPrefixes`."""
         prefixes = [group.prefix for group in groups if group.prefix is not None]
         lengths = [group.length for group in groups]
         held = [len(prefix.token_ids) for prefix in prefixes]

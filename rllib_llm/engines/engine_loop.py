@@ -123,13 +123,6 @@ class EngineLoop:
         )
         return self.submit_all([wanted])[0]
 
-    def submit_group(
-        self, token_ids: Sequence[int], params: SamplingParams, noises: Sequence[Noise]
-    ) -> list[Future[Ended]]:
-        """Starts one completion of the same prompt for each noise; they share its KV cache."""
-        group = object()
-        return self.submit_all([Wanted(token_ids, params, noise, 0, group) for noise in noises])
-
     def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
         """Starts completions together: in the order of `submit`, without a step between them."""
         requests = []

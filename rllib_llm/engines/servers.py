@@ -364,3 +364,38 @@ def read_label(label: Any) -> tuple[int | None, int]:
         raise ValueError(f"weight version {label!r} has no number at its end")
     epoch, version = found.groups()
     return None if epoch is None else int(epoch), int(version)
+
+
+ENDPOINTS = ("completions", "tokens")
+"""Of a server: OpenAI's texts, for evaluation; token ids in and out, for training too."""
+
+
+def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -> ClientPolicy:
+    """Completions by a server.
+
+    Args:
+        model: folder, hub id or dotted path of the policy, for its tokenizer.
+        endpoint: one of `ENDPOINTS`.
+        settings: of `OpenAICompletions` or `TokenCompletions`.
+
+    Raises:
+        ValueError: an unknown endpoint.
+    """
+    # Here, since transformers would make importing the package slow.
+    from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
+
+    if endpoint not in ENDPOINTS:
+        raise SettingError(
+            name="engine_settings['endpoint']",
+            value=endpoint,
+            rule=f"be one of {ENDPOINTS}",
+            reason="a server is asked in no other way",
+            remedy="Use 'tokens' for one that gives token ids",
+        )
+    tokenizer = load_tokenizer(model)
+    client: CompletionClient
+    if endpoint == "tokens":
+        client = TokenCompletions(**settings)
+    else:
+        client = OpenAICompletions(tokenizer, **settings)
+    return ClientPolicy(client, tokenizer, policy_eos_ids(model, tokenizer))

@@ -14,8 +14,8 @@ from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.modules.model_limits import check_reference_vocabulary, num_embeddings
-from rllib_llm.modules.pretrained import load_tokenizer
 from rllib_llm.modules.quantize import check_quantization
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.errors import SettingError
 
 COMMON_DEFAULTS: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -119,3 +120,23 @@ def says_answer(conversation: Conversation) -> float:
     """1 where the last words are the task's answer, else 0."""
     assert conversation.reply is not None, "somebody has spoken"
     return float(conversation.reply.content.strip() == conversation.task["answer"])
+
+
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+_CHARACTERS = f"{string.digits}{string.ascii_letters}{string.punctuation} "
+
+
+def build_model(
+    seed: int = 0,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    max_len: int = 256,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The model with weights drawn with `seed`, and its tokenizer."""
+    tokenizer = character_tokenizer(_CHARACTERS, special=_SPECIAL)
+    model = small_llama(
+        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
+        max_len=max_len,
+    )  # fmt: skip
+    return model, tokenizer

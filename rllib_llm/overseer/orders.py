@@ -55,14 +55,15 @@ class Orders:
         marks, self._marks = self._marks, {}
         return marks
 
-    def before_iteration(self) -> None:
-        """Waits where the trial is paused, and gave its result away only to be saved."""
+    def before_iteration(self) -> dict[str, bool]:
+        """Waits where the trial is paused, and gave its result away only to be saved. Gives the
+        mark of a run that is to stop there: its last result is saved, no iteration is to follow."""
         if self.paused:
             self._pausing()
         while self.paused and self._link.is_open:
             self._wait()
-        if STOP_RUN not in self._marks:
-            self._marks = {}  # the iteration before this is saved already
+        marks, self._marks = self._marks, {}  # the iteration before this is saved already
+        return {STOP_RUN: True} if STOP_RUN in marks else {}
 
     def _wait(self) -> None:
         command = self._link.next_command(POLL_S)

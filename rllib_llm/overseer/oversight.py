@@ -117,10 +117,9 @@ class Oversight:
 
     # --- what it is told ---------------------------------------------------------------------
 
-    def before_iteration(self) -> None:
+    def before_iteration(self) -> dict[str, bool]:
         """See `Orders`."""
-        if self._orders is not None:
-            self._orders.before_iteration()
+        return {} if self._orders is None else self._orders.before_iteration()
 
     def after_iteration(self) -> dict[str, bool]:
         """See `Orders`; what Tune is to do with the result."""

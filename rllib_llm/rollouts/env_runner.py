@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -32,8 +32,8 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.typing import StateDict
 
-from rllib_llm.engines.external_engine import open_engine, open_server
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.servers import open_server
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
@@ -59,6 +59,9 @@ from rllib_llm.shared.listening import Listener
 from rllib_llm.shared.process import threads_for
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
+
+if TYPE_CHECKING:
+    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -154,17 +157,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             return ServerPolicy(
                 open_server(config.pretrained_model, **config.server_engine_settings())
             )
-        engine = open_engine(
-            config.engine,
-            config.pretrained_model,
-            config.engine_settings,
-            temperature=config.temperature,
-            dtype="bfloat16" if config.mixed_precision else config.dtype,
-            max_rows=config.sampling_batch_size,
-            is_local=not self.worker_index,
-        )
-        if engine is not None:
-            return EnginePolicy(engine)
+        # The driver's own sampler may share the learner's module, and wants no second policy.
+        if config.engine == "vllm" and self.worker_index:
+            return EnginePolicy(self._open_vllm())
         make_policy: Callable[..., ModulePolicy] = ModulePolicy
         if config.generate_function is not None:
             function = import_dotted(config.generate_function, name="generate_function")
@@ -179,6 +174,16 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if self.worker_index:
             policy.build()
         return policy
+
+    def _open_vllm(self) -> VLLMEngine:
+        from rllib_llm.engines.vllm_engine import VLLMEngine
+
+        config = self.config
+        settings = {"dtype": "bfloat16" if config.mixed_precision else config.dtype}
+        if config.sampling_batch_size is not None:
+            settings["max_num_seqs"] = config.sampling_batch_size
+        settings |= config.engine_settings or {}
+        return VLLMEngine(config.pretrained_model, temperature=config.temperature, **settings)
 
     def _make_module(self) -> RLModule:
         """The policy of this sampler, without critic, on its device."""

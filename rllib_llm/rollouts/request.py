@@ -30,13 +30,6 @@ class SampleRequest:
     explore: bool = True
     return_texts: bool = False
 
-    def part(self, start: int, num_prompts: int) -> SampleRequest:
-        """The request for `num_prompts` of these prompts, from the `start`-th on."""
-        return SampleRequest(
-            self.position + start, num_prompts, self.num_completions, self.explore,
-            self.return_texts,
-        )  # fmt: skip
-
 
 @dataclass
 class JudgedBatch:

@@ -15,6 +15,7 @@ from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
 from ray.tune.utils.util import SafeFallbackEncoder
 
+from rllib_llm.overseer.orders import STOP_RUN
 from rllib_llm.runs.trial_logs import read_results
 from rllib_llm.shared.storage import BestEffort, fetch_file, keep_json_rows
 
@@ -41,6 +42,8 @@ class ResultLog(JsonLoggerCallback):
             self.update_config(trial, trial.config)
 
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
+        if result.get(STOP_RUN) and _is_known(trial, result):
+            return  # stopped while it was paused: its last result once more
         with self._disk.writing():
             self._write(trial, result)
 
@@ -114,6 +117,11 @@ class _Starts:
         if self._sources.get(trial) is None:
             return result[TRAINING_ITERATION], 0
         return None, num_rows
+
+
+def _is_known(trial: Any, result: dict[str, Any]) -> bool:
+    """Whether the trial gave the result of this iteration before."""
+    return (trial.last_result or {}).get(TRAINING_ITERATION) == result[TRAINING_ITERATION]
 
 
 def _append_whole(file: IO[bytes], row: bytes) -> None:

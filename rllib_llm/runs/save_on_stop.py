@@ -62,7 +62,7 @@ class SaveOnStop(Callback):
     ) -> None:
         if result.get(STOP_RUN):  # `rllib stop`
             self.interrupted = True
-        if self.interrupted:
+        if self.interrupted and not _is_saved_at(trial, result):
             result[SHOULD_CHECKPOINT] = True
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -97,9 +97,13 @@ def _is_saved(trial: Any) -> bool:
     """Whether ending `trial` now loses nothing but an iteration that has not ended."""
     if trial.status != RUNNING or not trial.has_reported_at_least_once:
         return True
-    saved = trial.latest_checkpoint_result
-    done = trial.last_result.get(TRAINING_ITERATION)
-    return saved is not None and saved.metrics.get(TRAINING_ITERATION) == done
+    return _is_saved_at(trial, trial.last_result)
+
+
+def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:
+    """Whether the newest checkpoint is of the iteration of `result`."""
+    saved, done = trial.latest_checkpoint_result, result.get(TRAINING_ITERATION)
+    return saved is not None and done is not None and saved.metrics[TRAINING_ITERATION] == done
 
 
 def _in_main_thread() -> bool:

@@ -6,6 +6,7 @@ Pure functions of flat results, one per iteration, so that progress and report s
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +22,14 @@ FALLEN = 0.9  # of the first training loss: it has learnt something
 COLLAPSED = 0.1  # of the first entropy
 LITTLE_ENTROPY = 0.1  # nats per token; text has 1 to 3
 MUCH_STARVED = 0.3  # of the time without a core, though ready to compute
+LONG_S = 30.0  # of such iterations together: less is soon over
 SLOW = 3.0  # times the median of the iterations before
 NUM_BEFORE = 20  # iterations that a slow one is compared with
 MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than under the reference
-# What the rules read: all else of a result need not be kept.
+FELL = 4.0  # times the usual spread of a batch's reward
+FEWER_ENDED = 0.1  # of the completions
+OTHER_LENGTH = 1.3  # times shorter or longer
+# What the rules read, with the means of reward functions: all else of a result need not be kept.
 KEYS = (
     "training_iteration",
     "objective/scores",
@@ -36,8 +41,11 @@ KEYS = (
     "policy/entropy_avg",
     "objective/kl",
     "train/output_length",
+    "val/num_eos_tokens",
     "time_share/starved",
     "time_this_iter_s",
+    "config/num_env_runners",
+    "config/num_learners",
 )
 KEYS_FROM_THE_START = ("loss/reward_model", "policy/entropy_avg")  # compared with the first rows
 
@@ -54,7 +62,13 @@ class Sign:
 
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
     """What the rules need of a flat result."""
-    return {key: result[key] for key in KEYS if key in result}
+    return {key: value for key, value in result.items() if key in KEYS or _component(key)}
+
+
+def _component(key: str) -> str:
+    """The reward function whose mean the result called `key` is, "" for another result."""
+    match = re.fullmatch(r"train/(.+)_rewards", key)
+    return match[1] if match else ""
 
 
 class Watch:
@@ -83,7 +97,7 @@ class Watch:
             sorted({**dict(self._first), **dict(self._evaluations), **dict(self._last)}.items())
         )
         new = [sign for sign in latest_signs([*rows.values()]) if sign.name not in self._found]
-        self._found.update(sign.name for sign in new)
+        self._found.update(sign.name for sign in new if sign.name not in OF_ONE_BATCH)
         return new
 
 
@@ -179,12 +193,16 @@ def kl_explosion(rows: Rows) -> str:
 def starved(rows: Rows) -> str:
     """The trial's thread was ready to compute and had no core."""
     shares = _last(rows, "time_share/starved")
-    if not shares or min(shares) < MUCH_STARVED:
+    seconds = _last(rows, "time_this_iter_s")
+    is_short = bool(seconds) and sum(seconds) < LONG_S
+    if not shares or min(shares) < MUCH_STARVED or is_short:
         return ""
+    own = ("config/num_env_runners", "config/num_learners")
+    lower = [key.rpartition("/")[2] for key in own if (number(rows[-1].get(key)) or 0) > 1]
+    remedies = [*(f"lower {name}" for name in lower), "use fewer threads (OMP_NUM_THREADS)"]
     return (
         f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "
-        "processes use them. Look at what else runs on the machine; use fewer samplers and "
-        "learners (num_env_runners, num_learners), or fewer threads in each (OMP_NUM_THREADS)."
+        f"processes use them. Look at what else runs on the machine; {', or '.join(remedies)}."
     )
 
 
@@ -196,12 +214,47 @@ def slow_iteration(rows: Rows) -> str:
     if len(known) <= IN_A_ROW or seconds[-1] is None or (starved_share or 0.0) < MUCH_STARVED:
         return ""
     last, usual = known[-1], statistics.median(known[:-1])
-    if last < SLOW * usual:
+    if last < SLOW * usual or last < LONG_S:
         return ""
     return (
         f"it took {last:.3g} s, the median of those before is {usual:.3g} s: for "
         f"{starved_share:.0%} of the time it was ready to compute and had no core, because other "
         "processes used them. Look at what else runs on the machine."
+    )
+
+
+def reward_drop(rows: Rows) -> str:
+    """The last batch's reward is far below that of the batches before."""
+    before, last = rows[-NUM_BEFORE - 1 : -1], rows[-1] if rows else {}
+    usual, score = _usual(before, "objective/scores"), number(last.get("objective/scores"))
+    if len(before) < 2 * IN_A_ROW or usual is None or score is None:
+        return ""
+    known = [number(row.get("objective/scores")) for row in before]
+    spread = 1.5 * statistics.median(abs(value - usual) for value in known if value is not None)
+    if usual - score <= max(FELL * spread, 1e-6 * max(1.0, abs(usual))):
+        return ""
+    causes = []
+    falls = {
+        name: (usual_one - now, usual_one, now)
+        for key in last
+        if (name := _component(key))
+        and (now := number(last[key])) is not None
+        and (usual_one := _usual(before, key)) is not None
+    }
+    if len(falls) > 1:
+        name = max(falls, key=lambda one: falls[one][0])
+        causes.append(f"mostly {name}, {falls[name][1]:.3g} to {falls[name][2]:.3g}")
+    ended = number(last.get("val/num_eos_tokens"))
+    ended_before = _usual(before, "val/num_eos_tokens")
+    if ended is not None and ended_before is not None and ended_before - ended >= FEWER_ENDED:
+        causes.append(f"{1 - ended:.0%} of the completions were cut off ({1 - ended_before:.0%})")
+    length = number(last.get("train/output_length")) or 0.0
+    length_before = _usual(before, "train/output_length") or 0.0
+    if not 1 / OTHER_LENGTH <= length / max(1.0, length_before) <= OTHER_LENGTH:
+        causes.append(f"completions have {length:.3g} tokens ({length_before:.3g})")
+    why = "; ".join(causes) or "neither ends nor lengths differ, so look at the prompts"
+    return (
+        f"the reward of this batch fell from {usual:.3g}, the median before, to {score:.3g}: {why}."
     )
 
 
@@ -213,7 +266,15 @@ RULES: Mapping[str, Callable[[Rows], str]] = {
     "KL explosion": kl_explosion,
     "starved": starved,
     "slow iteration": slow_iteration,
+    "reward drop": reward_drop,
 }
+OF_ONE_BATCH = ("reward drop",)  # told each time
+
+
+def _usual(rows: Rows, key: str) -> float | None:
+    """The median of a result, None where no row has it."""
+    known = [value for row in rows if (value := number(row.get(key))) is not None]
+    return statistics.median(known) if known else None
 
 
 def _last(rows: Rows, key: str) -> list[float]:

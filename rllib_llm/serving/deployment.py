@@ -7,6 +7,7 @@ request may ask for many, and each takes a place in a replica's batch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -332,11 +333,27 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     settings.check_exposure(has_keys)
     os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
     if starts_ray:
+        if "RAY_ADDRESS" not in os.environ:  # on a cluster Serve may listen there already
+            check_port(settings)
         os.environ.setdefault(NICENESS, "0")
         seconds = math.ceil(max(settings.slow_request_s, settings.slow_reader_s))
         os.environ.setdefault(HAPROXY_CLIENT_SECONDS, str(seconds))
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
             os.environ.setdefault(name, str(_free_port()))
+
+
+def check_port(settings: ServeSettings) -> None:
+    """Raises UserError where nothing can listen at the settings' host and port, before a model is
+    loaded."""
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        socket.create_server((settings.host, settings.port), family=family).close()
+    except OSError as error:
+        reason = "another process listens there" if error.errno == errno.EADDRINUSE else error
+        raise UserError(
+            f"port={settings.port} must be free on host={settings.host!r}: {reason}. Choose "
+            "another with --port or --host, or end that process."
+        ) from error
 
 
 def _free_port() -> int:

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rllib_llm.checkpoints.model_folder import find_model
-from rllib_llm.modules.pretrained import load_tokenizer
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.serving.app import make_app
 from rllib_llm.serving.engine_host import EngineHost, open_thread
 from rllib_llm.serving.engine_process import EngineProcess

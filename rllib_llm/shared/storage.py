@@ -291,14 +291,13 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def replace_text(file: Place, text: str) -> None:
-    """Write `text` to `file`, whole or not at all: a process may be killed within it. (An object
-    of a bucket is there only once it is whole.)"""
-    if isinstance(file, UrlPath):
-        file.write_text(text, encoding="utf-8")
-        return
-    new = file.with_name(f".{file.name}.new")
+    """Write `text` to `file`, whole or not at all: a process may be killed within it."""
+    new = file.parent / f".{file.name}.new"
     new.write_text(text, encoding="utf-8")
-    os.replace(new, file)
+    if isinstance(file, UrlPath):
+        file.filesystem.move(new.path, file.path)
+    else:
+        os.replace(new, file)
 
 
 class BestEffort:

@@ -24,7 +24,7 @@ import ray
 from rllib_llm.shared.named_actor import NAMESPACE, PASSING, NamedActor
 from rllib_llm.weights.published import PublishedWeights
 
-# --- Which weights are the newest, as one process knows it; `coordinator.py` makes an actor of it
+# --- Which weights are the newest, as one process knows it
 
 
 class Announced(str, Enum):

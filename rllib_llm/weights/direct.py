@@ -6,7 +6,7 @@
               parameters
 
 Readers act alone: one that died or hangs stops nobody, and a learner that died is an error that
-passes, to them (`transfer.py`). This transport of Ray's is alpha in 2.60:
+passes, to them. This transport of Ray's is alpha in 2.60:
 https://docs.ray.io/en/latest/ray-core/direct-transport/direct-transport.html
 """
 

@@ -19,6 +19,10 @@ import torch
 ALIGNMENT = 64  # bytes: a cache line, and what vectorised loads want
 
 
+class TicketError(RuntimeError):
+    """What a ticket stands for cannot be read by this process, or not any more."""
+
+
 class ChecksumError(RuntimeError):
     """The bytes of a buffer are not those that were packed."""
 

@@ -21,8 +21,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.multiprocessing import reductions
 
-from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, fill_slots, lay_out, wait_for
-from rllib_llm.weights.transport import TicketError
+from rllib_llm.weights.flat_buffer import (
+    FlatBuffer,
+    Slot,
+    TicketError,
+    fill_slots,
+    lay_out,
+    wait_for,
+)
 
 _STAMP_BYTES = 8
 _BEING_WRITTEN = -1

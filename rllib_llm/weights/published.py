@@ -22,7 +22,7 @@ class PublishedWeights:
     (inside a tuple, so that Ray does not fetch it before it is wanted), or nothing where sampler
     and learner share the module. `epoch` says whose count `version` is: a learner that was
     restarted or restored has a higher one, and counts on from any number (0: nobody else asks).
-    `nodes`: ids of the nodes that are about to pull, which take turns (`waves.py`).
+    `nodes`: ids of the nodes that are about to pull, which take turns (`receiver.py`).
     """
 
     version: int

@@ -22,12 +22,11 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
 
 from rllib_llm.shared.named_actor import backoff_seconds
-from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, verify
+from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, TicketError, verify
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
-from rllib_llm.weights.transport import TicketError
-from rllib_llm.weights.transports import Transports
+from rllib_llm.weights.transport import Transports
 
-# --- Nodes that want the same weights are let go in growing waves
+# --- Nodes that want the same weights take turns: each that has them gives them to one more
 
 POLL_SECONDS = 0.01
 MAX_WAIT_SECONDS = 5.0  # a node before this one may have died

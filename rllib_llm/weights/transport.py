@@ -1,28 +1,36 @@
-"""The interface of the ways that weights travel. Each has a file of its own.
+"""How weights travel from process to process.
 
     sender                                                         receiver
     export(tensors) ──▶ ticket ── through the object store ──▶ open(ticket) ──▶ flat buffer
 
-    in_store.py   the bytes go through the store as well: the buffer is its own ticket
-    on_device.py  they stay on a GPU that both work on, where the receiver reads them (CUDA IPC)
-    direct.py     they go from the sender's memory into the receiver's (NIXL)
+    StoreTransport     the bytes go through the store as well: the buffer is its own ticket
+    CudaIpcTransport   they stay on a GPU that both work on, where the receiver reads them
+    DirectTransport    they go from the sender's memory into the receiver's (NIXL)
 
 Both ends are the same class, one object in each process; a ticket says which class opens it. One's
-own is named by a dotted path (`by_name.py`), and its tickets may be anything that can be pickled.
+own is named by a dotted path, and its tickets may be anything that can be pickled.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ray
 import torch
 
-from rllib_llm.weights.flat_buffer import FlatBuffer
-
-
-class TicketError(RuntimeError):
-    """What a ticket stands for cannot be read by this process, or not any more."""
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.weights.direct import DirectTransport
+from rllib_llm.weights.flat_buffer import (
+    FlatBuffer,
+    ScatteredBuffer,
+    StagingBuffer,
+    lay_side_by_side,
+    scatter,
+)
+from rllib_llm.weights.on_device import CudaIpcTransport
 
 
 class Ticket(Protocol):
@@ -53,3 +61,126 @@ class Transport(Protocol):
             TicketError: they cannot be read here, or, at the end of the block, were written over
                 meanwhile: what was copied may be of two versions.
         """
+
+
+class StoreTransport:
+    """Weights through the object store: everywhere, one copy on each node, which receivers may
+    alias. From a GPU they come by page-locked memory.
+
+    A ticket is to be put into the store before the next export, and before the
+    tensors change; there it is valid for as long as somebody refers to it, opened or not."""
+
+    def __init__(self) -> None:
+        self._staging = StagingBuffer()
+
+    def export(
+        self, tensors: dict[str, torch.Tensor], *, checksum: bool = False
+    ) -> FlatBuffer | ScatteredBuffer:
+        """See `Transport`."""
+        if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+            return scatter(tensors, checksum=checksum)
+        return self._staging.pack(tensors, checksum=checksum)
+
+    @contextmanager
+    def open(self, ticket: FlatBuffer) -> Iterator[FlatBuffer]:
+        """The buffer itself, which stays valid after the block."""
+        yield ticket
+
+
+# --- The transports by the names of `weights_transport` and of tickets: ours, or dotted paths
+
+
+class Transports:
+    """One process's end of each transport that it has used.
+
+    get: what stands for `ray.get`, with the timeout of a transfer.
+    """
+
+    def __init__(self, get: Callable[[ray.ObjectRef], Any] = ray.get):
+        self._get = get
+        self._made: dict[str, Transport] = {}
+
+    def __getitem__(self, name: str) -> Transport:
+        """Made when it is first asked for. A dotted path leads to somebody's own; any other name
+        that is not ours is one of Ray's."""
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> Transport:
+        if name == "store":
+            return StoreTransport()
+        if name == "cuda_ipc":
+            return CudaIpcTransport()
+        if is_own(name):
+            return _OwnTransport(name)
+        return DirectTransport(name, get=self._get)
+
+
+def is_own(name: str) -> bool:
+    """Whether a transport's name is the dotted path of somebody's own."""
+    return "." in name or ":" in name
+
+
+@dataclass(frozen=True)
+class _OwnTicket:
+    """What somebody's own transport gave, and the path that leads to it in other processes."""
+
+    transport: str
+    ticket: Any
+    num_bytes: int
+
+
+class _OwnTransport:
+    """The transport that a class or function of no arguments makes, by its dotted path."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._made: Transport = import_dotted(path, name="weights_transport")()
+
+    def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Ticket:
+        """See `Transport`."""
+        ticket = self._made.export(tensors, checksum=checksum)
+        return _OwnTicket(self._path, ticket, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def open(self, ticket: _OwnTicket) -> AbstractContextManager[FlatBuffer]:
+        """See `Transport`."""
+        return self._made.open(ticket.ticket)
+
+
+# --- The learner's end: its policy as tickets, by whichever transport
+
+
+class ExportableModule(Protocol):
+    """What a module must offer for its weights to be exported."""
+
+    def published_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers themselves that receivers need, by name."""
+
+    def published_state(self) -> dict[str, torch.Tensor]:
+        """The same, detached, sharing memory with the module."""
+
+
+class WeightsExporter:
+    """Exports the policy of one learner: made when that is built, its `weights_exporter`, and gone
+    with it. What a transport keeps between exports, such as buffers on a GPU, is kept here."""
+
+    def __init__(self, module: ExportableModule):
+        self._module = module
+        self._transports = Transports()
+        self._is_laid_out = False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The policy without critic and value head; of one under adapters these alone. Where
+        learners hold shards, all must ask, and all but the first get {}."""
+        return self._module.published_state()
+
+    def export(self, transport: str, *, checksum: bool = False) -> Ticket | None:
+        """A ticket for `state()` as it is now, see `Transport`; None where that is {}."""
+        if not self._is_laid_out:
+            lay_side_by_side(self._module.published_tensors())
+            self._is_laid_out = True
+        state = self.state()
+        if not state:
+            return None
+        return self._transports[transport].export(state, checksum=checksum)

@@ -184,7 +184,7 @@ def test_rows_of_the_samples_file():
     with tiny.built(config) as algorithm:
         results = [algorithm.train() for _ in range(3)]
         held_out, train = samples(algorithm), samples(algorithm, "train")
-    assert [row["iteration"] for row in train] == [1] * 4 + [3] * 4
+    assert [row["iteration"] for row in train] == [1] * 4 + [2] * 4 + [3] * 4
     assert [row["iteration"] for row in held_out] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     for row in held_out + train:
         assert row.keys() == {

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, write_manifest
 from rllib_llm.checkpoints.model_folder import find_model
 from rllib_llm.cli.completer import STREAMED_TOKENS, Completer, Sampling
-from rllib_llm.cli.generate import converse
+from rllib_llm.cli.generate import converse, unescaped
 from rllib_llm.cli.main import app
 from rllib_llm.examples import arithmetic
+from rllib_llm.shared.errors import UserError
 from tests.cli.said import said
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -204,3 +205,10 @@ def test_a_conversation_remembers_until_it_begins_anew(chat_model, monkeypatch):
     converse(completer, out)
     assert heard == [["cat"], ["cat", "answer", "dog"], ["mat"]]
     assert out.file.getvalue().count("model> answer\n") == 3
+
+
+def test_a_stop_text_of_any_script_stays_as_it_is():
+    assert unescaped("。") == "。" and unescaped("é🙂") == "é🙂"
+    assert unescaped(r"\n\u3002") == "\n。" and unescaped(r"\\") == "\\"
+    with pytest.raises(UserError, match="Write a backslash twice"):
+        unescaped("\\")

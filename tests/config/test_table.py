@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pickle
 import pydoc
+import types
 
+import numpy as np
 import pytest
 from ray import tune
 
@@ -20,6 +23,7 @@ from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.config.lookup import known_names, plain_fields, table
 from rllib_llm.config.schema import build_config, check_keys
 from rllib_llm.config.setting import IN_CONFIG
+from rllib_llm.shared.errors import SettingError
 from tests.algorithms import tiny_runs as tiny
 
 CLASSES = [type(get_algorithm_class(name).get_default_config()) for name in ALGORITHMS]
@@ -288,3 +292,35 @@ def test_an_attribute_that_nobody_reads_is_told():
     config.num_generations = 16
     with pytest.warns(UserWarning, match="unknown key 'num_generations'.*'num_completions'"):
         config.validate()
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("lr", [1, 1e-5, np.float32(0.5)], [True, "1e-5", math.nan, math.inf, None]),
+        ("max_new_tokens", [1, np.int64(3)], [0, 1.0, True, "5"]),
+        ("scale_scores", [True, np.bool_(True)], [1, "yes", None]),
+        ("adam_betas", [(0.9, 0.99), [0.9, 0.99]], [[0.9], np.ones(2), {0.9, 0.99}, "ab"]),
+        ("stop_token_ids", [None, [1], (1, 2)], [[True], [1.5], {1}, 1]),
+        ("engine_settings", [None, {}, types.MappingProxyType({"a": 1})], [[], "a"]),
+        ("learner_timeout_s", ["auto", None, 5], ["soon", 0, -1.0, True]),
+        ("policy_loss", ["gspo"], ["GSPO", None, 1]),
+    ],
+)
+def test_a_value_is_checked_strictly_and_its_error_has_fields(name, right, wrong):
+    row = table(PPOPtxConfig)[name]
+    for value in right:
+        row.check(value)
+    for value in wrong:
+        with pytest.raises(SettingError) as error:
+            row.check(value)
+        assert (error.value.name, error.value.value is value) == (name, True)
+        assert error.value.rule.startswith("be ") and error.value.reason and error.value.remedy
+
+
+def test_settings_among_the_arguments_of_a_config_are_told_their_place():
+    with pytest.raises(ValueError, match=r"GRPOConfig\(\).training\(lr=.*called 'lr' here"):
+        GRPOConfig(learning_rate=1e-5)
+    with pytest.raises(ValueError, match=r"unknown key 'num_completions'"):
+        GRPOConfig(num_completions=4)
+    assert GRPOConfig(algo_class=None).copy().lr == GRPOConfig().lr

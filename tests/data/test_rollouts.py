@@ -42,6 +42,7 @@ def folder(tmp_path_factory):
     ("prompt LIKE '2+%' OR (position IN (0, 7) AND score >= 9)", [9.0, 0.75, 0.0, 1.0]),
     ("status <> 'trained' AND reason IS NULL", []),
     ("valid AND score = 0", [0.0, 0.0]),
+    ("(rewards->>'correct')::FLOAT > 0.5 AND status = 'trained'", [1.0, 0.75, 1.0]),
 ])  # fmt: skip
 def test_conditions(folder, where, scores):
     found = query(open_rollouts([folder]), where=where)

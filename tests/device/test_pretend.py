@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rllib_llm.engines.static_step import CudaGraph
+from rllib_llm.engines.decode_step import CudaGraph
 from tests.device import pretend
 
 

@@ -90,6 +90,15 @@ def test_without_a_store_of_rollouts_the_learner_hands_nothing_back(gpu):
     assert max(t.num_bytes for t in of_learners if "metrics" not in t.site) <= ROWS * 8
 
 
+def test_groups_that_stream_leave_the_device_together(gpu):
+    """A column goes to the host once for a lease, and nothing of each of its groups does."""
+    found = transfers(gpu, lambda **s: tiny.grpo(off_policy="bypass", **s).streaming(
+        max_staleness=1, groups_per_lease=4
+    ))  # fmt: skip
+    assert {t.site for t in found if t.site.startswith("rollouts/streaming")} == set()
+    assert [t for t in found if t.site.startswith("rollouts/request.py") and t.kind == "to_host"]
+
+
 def test_more_rows_and_more_tokens_are_no_more_transfers_in_the_learner(gpu):
     """The number of passes decides, not what is in them."""
 

@@ -115,7 +115,7 @@ def test_completions_asked_from_many_threads_are_those_of_the_engine():
 def test_a_group_is_added_together(scripted):
     engine, loop = scripted
     engine.may_step.clear()
-    futures = loop.submit_group([1, 2], PARAMS, [Noise(0, i) for i in range(4)])
+    futures = loop.submit_all([Wanted([1, 2], PARAMS, Noise(0, i)) for i in range(4)])
     engine.may_step.set()
     assert not wait(futures, DEADLINE_S).not_done
     assert engine.batches[0] == 4

@@ -10,20 +10,21 @@ import torch
 
 from rllib_llm.engines.batch_rows import Prompts
 from rllib_llm.engines.completions import CompletionBuffers
-from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
+from rllib_llm.engines.decode_step import (
+    CudaGraph,
+    DecodePlan,
+    StaticLlamaStep,
+    can_be_recorded,
+    open_decode_step,
+    positions_of_record,
+    visible,
+)
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import Completions, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.static_step import (
-    CudaGraph,
-    StaticLlamaStep,
-    can_be_recorded,
-    positions_of_record,
-    visible,
-)
 from tests.engines.recording import Recording
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.failure import SampleFailure
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest, concatenate
+from rllib_llm.rollouts.request import JudgedBatch, concatenate
 from rllib_llm.shared import columns
 
 
@@ -32,11 +32,6 @@ def batch(prompts, completions, *, valid=None, scores=None, components=None, tim
         weights={"load_seconds": timing},
         pad_token_id=pad,
     )
-
-
-def test_a_part_names_its_own_positions():
-    request = SampleRequest(10, 8, 3, explore=False, return_texts=True)
-    assert request.part(5, 2) == SampleRequest(15, 2, 3, explore=False, return_texts=True)
 
 
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():

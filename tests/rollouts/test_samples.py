@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from rllib_llm.rollouts.samples import SampleLog
+from rllib_llm.rollouts.streaming.rules import texts_are_due
 from rllib_llm.runs.trial_logs import read_json_lines
 from rllib_llm.shared import columns
 
@@ -33,3 +34,9 @@ def test_a_process_that_goes_on_replaces_what_it_samples_again(tmp_path):
     ]  # fmt: skip
     assert rows[0] == {"iteration": 0, "split": "eval", "prompt_index": 3, "prompt": "Say",
                        "completion": "first", "score": 0.5, "gold": 1.0}  # fmt: skip
+
+
+def test_texts_of_short_runs_are_logged_more_than_once():
+    due = [version for version in range(31) if texts_are_due(version, 10)]
+    assert due == [0, 1, 2, 4, 8, 10, 20, 30]
+    assert not any(texts_are_due(version, 0) for version in range(31))

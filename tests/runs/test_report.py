@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rllib_llm.data.rollout_store import STORE_FILE
 from rllib_llm.runs.report import report
 from rllib_llm.runs.stage_result import StageResult
 from rllib_llm.runs.yaml_experiments import Experiment
@@ -71,7 +72,7 @@ def test_what_was_stored_is_to_be_sampled_anew(tmp_path):
     result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
     assert "rllib verify" not in reported(result, tmp_path)[1]
     (result.best_trial_folder / "rollouts").mkdir()
-    (result.best_trial_folder / "rollouts" / "_store.json").write_text("{}")
+    (result.best_trial_folder / "rollouts" / STORE_FILE).write_text("{}")
     assert f"rllib verify {result.folder}" in reported(result, tmp_path)[1]
 
 

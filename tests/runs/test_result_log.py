@@ -197,3 +197,13 @@ def test_a_file_without_a_whole_row_is_begun_anew(tmp_path):
     file.write_text("training_ite", encoding="utf-8")
     keep_json_rows(file, "a", 1)
     assert file.read_bytes() == b""
+
+
+def test_the_result_that_a_stopped_pause_repeats_stands_once(begun):
+    trial, log = begun(), Log()
+    trial.last_result = {}
+    log.start(trial)
+    log.report(trial, 1, 2)
+    trial.last_result = {"training_iteration": 2}
+    log.report(trial, 2, stop_run=True)
+    assert read(trial) == [1, 2]

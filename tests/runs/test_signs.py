@@ -80,7 +80,7 @@ def test_the_newest_result_shows_its_signs_and_only_what_rules_read_is_kept():
     assert [sign.name for sign in latest_signs(results)] == ["constant rewards"]
     assert latest_signs(results[:2]) == [] and latest_signs([]) == []
     assert kept({**results[0], "env/other": 3.0}) == results[0]
-    assert len(RULES) == 7 and "training_iteration" in KEYS
+    assert len(RULES) == 8 and "training_iteration" in KEYS
 
 
 def test_a_trial_without_cores_is_told():
@@ -88,6 +88,36 @@ def test_a_trial_without_cores_is_told():
     assert (sign.name, sign.iteration) == ("starved", 4)
     assert "40% of the time" in sign.text
     assert signs(rows(time_share__starved=[0.1, 0.5, 0.2, 0.5])) == []
+
+
+def test_want_of_cores_is_told_of_long_runs_and_names_only_samplers_that_are_there():
+    starved = {"time_share__starved": [0.5] * 3}
+    assert signs(rows(**starved, time_this_iter_s=[1.0] * 3)) == []
+    (sign,) = signs(rows(**starved, time_this_iter_s=[20.0] * 3))
+    assert "num_env_runners" not in sign.text and "OMP_NUM_THREADS" in sign.text
+    two = {"config__num_env_runners": [2] * 3, "config__num_learners": [0] * 3}
+    (sign,) = signs(rows(**starved, **two, time_this_iter_s=[20.0] * 3))
+    assert "lower num_env_runners" in sign.text and "num_learners" not in sign.text
+
+
+def test_each_drop_of_a_batch_is_explained_by_what_differs():
+    scores = [0.5, 0.52, 0.48, 0.5, 0.53, 0.5, 0.1, 0.5, 0.1]
+    drops = signs(
+        rows(
+            objective__scores=scores,
+            train__right_rewards=[0.4] * 6 + [0.0, 0.4, 0.4],
+            train__brief_rewards=[0.1] * 9,
+            train__output_length=[20.0] * 6 + [9.0, 20.0, 20.0],
+            val__num_eos_tokens=[0.9] * 8 + [0.5],
+        )
+    )
+    assert [(sign.name, sign.iteration) for sign in drops] == [
+        ("reward drop", 7),
+        ("reward drop", 9),
+    ]
+    assert "from 0.5, the median before, to 0.1" in drops[0].text
+    assert "mostly right, 0.4 to 0" in drops[0].text and "9 tokens (20)" in drops[0].text
+    assert "50% of the completions were cut off (10%)" in drops[1].text
 
 
 def test_a_slow_iteration_that_had_no_cores_is_told():

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.serving import deployment
+from rllib_llm.serving.deployment import check_port
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.sources import RunSource
 from rllib_llm.shared.errors import UserError
@@ -227,3 +228,13 @@ def test_the_command_refuses_in_words(folder):
         result = CliRunner().invoke(app, ["serve", folder, *arguments])
         assert result.exit_code != 0
         assert expected in said(result.output)
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UserError, match=f"port={port} must be free on host='127.0.0.1': another"
+        ):
+            check_port(ServeSettings(model="m", port=port))
+    check_port(ServeSettings(model="m", port=port))

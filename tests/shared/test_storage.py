@@ -147,3 +147,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         replace_text(file, "\ud800")  # fails while it is written
     assert file.read_text() == "one"
+    elsewhere = UrlPath(f"file://{tmp_path}") / "at_a_url.json"
+    replace_text(elsewhere, "one")
+    elsewhere.filesystem.create_dir(str(tmp_path / ".at_a_url.json.new"))  # cannot be written
+    with pytest.raises(OSError):
+        replace_text(elsewhere, "two")
+    assert elsewhere.read_text() == "one"

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from rllib_llm.weights.coordinator import NAMESPACE, CoordinatorClient, Verdict
+from rllib_llm.weights.coordinator import NAMESPACE, Announced, CoordinatorClient
 from rllib_llm.weights.flat_buffer import unpack
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.published import PublishedWeights
@@ -54,8 +54,8 @@ def test_the_name_finds_one_coordinator_which_fences_and_can_be_waited_for(name)
     old, new = one.begin_epoch(), other.begin_epoch()
     assert new > old
     head = PublishedWeights(3, epoch=new)
-    assert other.announce(head) is Verdict.ACCEPTED
-    assert one.announce(PublishedWeights(5, epoch=old)) is Verdict.FENCED
+    assert other.announce(head) is Announced.ACCEPTED
+    assert one.announce(PublishedWeights(5, epoch=old)) is Announced.FENCED
     assert one.wait_for(3, LONG) == head
     assert one.wait_for(4, 0.01) is None
     assert one.wait_for(timeout=0.01, after=head.order) is None

@@ -15,10 +15,9 @@ from ray.exceptions import (
 )
 
 from rllib_llm.shared.named_actor import backoff_seconds
-from rllib_llm.weights.flat_buffer import FlatBuffer, pack
+from rllib_llm.weights.flat_buffer import FlatBuffer, TicketError, pack
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import Transfer
-from rllib_llm.weights.transport import TicketError
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))
 FLAT = pack({"x": torch.arange(3.0)}, checksum=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rllib_llm.config.setting import Condition, Section, Setting
+from typing import Literal
+
+from rllib_llm.config.setting import Condition, Section, Settings, setting
 
 DECAY = Condition(
     "lr_schedule is not 'constant'",
@@ -19,182 +21,148 @@ NEVER_CLIPPED_SO = Condition(
 SHARE = "it says how much goes through the model at a time"
 LEAVE_OUT = "Raise it, or use null to leave it out"
 
-OPTIMISER = Section(
-    "training",
-    "The optimiser, and how a batch is cut into its steps.",
-    (
-        Setting(
-            name="lr",
-            type=float,
-            default=1e-5,
-            least=0,
-            meaning="the peak learning rate",
-            reason="schedules here count optimiser updates, not environment steps",
-            remedy="Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
-            trl=("learning_rate",),
-            also=("learning_rate", "lr_rate", "step_size", "actor_lr", "actor_learning_rate"),
-        ),
-        Setting(
-            name="lr_schedule",
-            type=str,
-            default="constant",
-            choices=("constant", "linear", "cosine"),
-            meaning="how the learning rate decays to 0 after warm-up",
-            trl=("lr_scheduler_type",),
-            also=("lr_scheduler", "scheduler_type"),
-        ),
-        Setting(
-            name="lr_num_warmup_updates",
-            type=int,
-            default=0,
-            least=0,
-            unit="optimiser steps",
-            meaning="the length of the linear warm-up",
-            note="Step u (from 0) of n takes (u + 1)/(n + 1) of `lr`, so that none is wasted at 0 "
-            "as transformers' first is.",
-            remedy="Use 0 for none",
-            trl=("warmup_steps",),
-            also=("num_warmup_steps", "lr_warmup_steps", "warmup_ratio"),
-        ),
-        Setting(
-            name="lr_num_updates",
-            type=int | None,
-            default=None,
-            least=1,
-            unit="optimiser steps",
-            meaning="the step at which the decay reaches 0; later ones learn nothing",
-            acts=(DECAY,),
-            also=("num_training_steps", "lr_decay_steps"),
-        ),
-        Setting(
-            name="adam_betas",
-            type=tuple[float, float],
-            default=(0.9, 0.999),
-            meaning="the decay of AdamW's two moments",
-            trl=("adam_beta1", "adam_beta2"),
-            also=("betas",),
-        ),
-        Setting(
-            name="adam_epsilon",
-            type=float,
-            default=1e-5,
-            above=0,
-            meaning="what AdamW adds to the root of the second moment",
-            note='1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of '
-            'RLHF with PPO").',
-            reason="gradients are divided by it",
-            remedy="Use 1e-8",
-            also=("adam_eps", "eps"),
-        ),
-        Setting(
-            name="weight_decay",
-            type=float,
-            default=0.0,
-            least=0,
-            meaning="the decay of AdamW, decoupled from the gradient",
-            note="Norms and biases do not decay, as in transformers' Trainer.",
-            reason="it shrinks the weights",
-            remedy="Use 0 for none",
-        ),
-        Setting(
-            name="grad_clip",
-            type=float | None,
-            default=1.0,
-            above=0,
-            meaning="the largest global norm of a gradient",
-            reason="gradients are divided by it",
-            remedy="Use null for none",
-            trl=("max_grad_norm",),
-            also=("clip_grad", "gradient_clipping", "grad_norm"),
-        ),
-        Setting(
-            name="grad_clip_by",
-            type=str,
-            default="global_norm",
-            meaning="how gradients are clipped",
-            acts=(NEVER_CLIPPED_SO,),
-        ),
-        Setting(
-            name="num_epochs",
-            type=int,
-            default=1,
-            least=1,
-            meaning="how often an iteration passes over its batch",
-            reason="an iteration without rows or passes learns nothing",
-            remedy="Raise it",
-            trl=("num_iterations", "num_ppo_epochs"),
-            rllib=("num_sgd_iter",),
-            also=("ppo_epochs", "num_policy_epochs", "mu"),
-        ),
-        Setting(
-            name="train_batch_size_per_learner",
-            type=int,
-            default=64,
-            least=1,
-            unit="rows",
-            meaning="the completions, texts or pairs that a learner has from one iteration",
-            reason="an iteration without rows or passes learns nothing",
-            remedy="Raise it",
-            trl=("generation_batch_size",),
-            rllib=("train_batch_size",),
-            also=("batch_size", "rollout_batch_size", "train_batch"),
-        ),
-        Setting(
-            name="minibatch_size",
-            type=int | None,
-            default=None,
-            least=1,
-            unit="rows",
-            meaning="the rows of one optimiser step per learner",
-            note="None: all. A default above the whole batch means the whole batch.",
-            reason=SHARE,
-            remedy=LEAVE_OUT,
-            trl=("gradient_accumulation_steps",),
-            rllib=("sgd_minibatch_size",),
-            also=("mini_batch_size", "ppo_mini_batch_size", "local_mini_batch_size"),
-        ),
-        Setting(
-            name="minibatch_tokens",
-            type=int | None,
-            default=None,
-            least=1,
-            unit="tokens",
-            meaning="the tokens of one optimiser step per learner, instead of minibatch_size",
-            note="Prompt and completion, without padding; rows are many where they are short.",
-            reason=SHARE,
-            remedy=LEAVE_OUT,
-        ),
-        Setting(
-            name="micro_batch_size",
-            type=int | None,
-            default=None,
-            least=1,
-            unit="rows",
-            meaning="the rows whose activations are held at a time",
-            note="Gradients are the same.",
-            reason=SHARE,
-            remedy=LEAVE_OUT,
-            trl=("per_device_train_batch_size",),
-            also=("per_gpu_train_batch_size", "micro_train_batch_size"),
-        ),
-        Setting(
-            name="micro_batch_tokens",
-            type=int | None,
-            default=16_384,
-            least=1,
-            unit="tokens",
-            meaning="the same as a budget of tokens, padding included",
-            note="Rows of like length go together. Set None to use micro_batch_size.",
-            reason=SHARE,
-            remedy=LEAVE_OUT,
-            also=("ppo_max_token_len_per_gpu", "max_tokens_per_batch"),
-        ),
-        Setting(
-            name="refused_batch_dir",
-            type=str | None,
-            default=None,
-            meaning="where a mini-batch with a non-finite loss is written",
-            note="None: a new folder among the system's temporary files, named in the log.",
-        ),
-    ),
-)
+
+class Optimiser(Settings):
+    """The optimiser, and how a batch is cut into its steps."""
+
+    lr: float = setting(
+        1e-5,
+        "the peak learning rate",
+        least=0,
+        trl=("learning_rate",),
+        also=("learning_rate", "lr_rate", "step_size", "actor_lr", "actor_learning_rate"),
+        reason="schedules here count optimiser updates, not environment steps",
+        remedy="Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant",
+        "how the learning rate decays to 0 after warm-up",
+        trl=("lr_scheduler_type",),
+        also=("lr_scheduler", "scheduler_type"),
+    )
+    lr_num_warmup_updates: int = setting(
+        0,
+        "the length of the linear warm-up",
+        note="Step u (from 0) of n takes (u + 1)/(n + 1) of `lr`, so that none is wasted at 0 "
+        "as transformers' first is.",
+        unit="optimiser steps",
+        least=0,
+        trl=("warmup_steps",),
+        also=("num_warmup_steps", "lr_warmup_steps", "warmup_ratio"),
+        remedy="Use 0 for none",
+    )
+    lr_num_updates: int | None = setting(
+        None,
+        "the step at which the decay reaches 0; later ones learn nothing",
+        unit="optimiser steps",
+        least=1,
+        acts=(DECAY,),
+        also=("num_training_steps", "lr_decay_steps"),
+    )
+    adam_betas: tuple[float, float] = setting(
+        (0.9, 0.999),
+        "the decay of AdamW's two moments",
+        trl=("adam_beta1", "adam_beta2"),
+        also=("betas",),
+    )
+    adam_epsilon: float = setting(
+        1e-5,
+        "what AdamW adds to the root of the second moment",
+        note='1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of '
+        'RLHF with PPO").',
+        above=0,
+        also=("adam_eps", "eps"),
+        reason="gradients are divided by it",
+        remedy="Use 1e-8",
+    )
+    weight_decay: float = setting(
+        0.0,
+        "the decay of AdamW, decoupled from the gradient",
+        note="Norms and biases do not decay, as in transformers' Trainer.",
+        least=0,
+        reason="it shrinks the weights",
+        remedy="Use 0 for none",
+    )
+    grad_clip: float | None = setting(
+        1.0,
+        "the largest global norm of a gradient",
+        above=0,
+        trl=("max_grad_norm",),
+        also=("clip_grad", "gradient_clipping", "grad_norm"),
+        reason="gradients are divided by it",
+        remedy="Use null for none",
+    )
+    grad_clip_by: str = setting(
+        "global_norm", "how gradients are clipped", acts=(NEVER_CLIPPED_SO,)
+    )
+    num_epochs: int = setting(
+        1,
+        "how often an iteration passes over its batch",
+        least=1,
+        trl=("num_iterations", "num_ppo_epochs"),
+        rllib=("num_sgd_iter",),
+        also=("ppo_epochs", "num_policy_epochs", "mu"),
+        reason="an iteration without rows or passes learns nothing",
+        remedy="Raise it",
+    )
+    train_batch_size_per_learner: int = setting(
+        64,
+        "the completions, texts or pairs that a learner has from one iteration",
+        unit="rows",
+        least=1,
+        trl=("generation_batch_size",),
+        rllib=("train_batch_size",),
+        also=("batch_size", "rollout_batch_size", "train_batch"),
+        reason="an iteration without rows or passes learns nothing",
+        remedy="Raise it",
+    )
+    minibatch_size: int | None = setting(
+        None,
+        "the rows of one optimiser step per learner",
+        note="None: all. A default above the whole batch means the whole batch.",
+        unit="rows",
+        least=1,
+        trl=("gradient_accumulation_steps",),
+        rllib=("sgd_minibatch_size",),
+        also=("mini_batch_size", "ppo_mini_batch_size", "local_mini_batch_size"),
+        reason=SHARE,
+        remedy=LEAVE_OUT,
+    )
+    minibatch_tokens: int | None = setting(
+        None,
+        "the tokens of one optimiser step per learner, instead of minibatch_size",
+        note="Prompt and completion, without padding; rows are many where they are short.",
+        unit="tokens",
+        least=1,
+        reason=SHARE,
+        remedy=LEAVE_OUT,
+    )
+    micro_batch_size: int | None = setting(
+        None,
+        "the rows whose activations are held at a time",
+        note="Gradients are the same.",
+        unit="rows",
+        least=1,
+        trl=("per_device_train_batch_size",),
+        also=("per_gpu_train_batch_size", "micro_train_batch_size"),
+        reason=SHARE,
+        remedy=LEAVE_OUT,
+    )
+    micro_batch_tokens: int | None = setting(
+        16_384,
+        "the same as a budget of tokens, padding included",
+        note="Rows of like length go together. Set None to use micro_batch_size.",
+        unit="tokens",
+        least=1,
+        also=("ppo_max_token_len_per_gpu", "max_tokens_per_batch"),
+        reason=SHARE,
+        remedy=LEAVE_OUT,
+    )
+    refused_batch_dir: str | None = setting(
+        None,
+        "where a mini-batch with a non-finite loss is written",
+        note="None: a new folder among the system's temporary files, named in the log.",
+    )
+
+
+OPTIMISER = Section.of("training", Optimiser)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rllib_llm.config.setting import Condition, Section, Setting
+from rllib_llm.config.setting import Condition, Section, Settings, setting
 from rllib_llm.rollouts.replay_buffer import EVICTIONS
 
 REPLAYS = Condition(
@@ -12,65 +12,56 @@ REPLAYS = Condition(
     "Set replay_groups",
 )
 
-REPLAY = Section(
-    "replay",
-    "Groups that are learnt from more than once.",
-    (
-        Setting(
-            name="replay_groups",
-            short="groups",
-            type=int,
-            default=0,
-            least=0,
-            unit="groups",
-            meaning="how many earlier groups each batch has beside its fresh ones",
-            note="0: none. They are older than the policy: `off_policy` must be set.",
-            remedy="Use 0 for none",
-            also=("replay_size", "num_replayed_groups"),
-        ),
-        Setting(
-            name="replay_capacity",
-            short="capacity",
-            type=int | None,
-            default=None,
-            least=1,
-            unit="groups",
-            meaning="how many groups the buffer holds; None: four batches",
-            acts=(REPLAYS,),
-            also=("buffer_size", "replay_buffer_capacity"),
-        ),
-        Setting(
-            name="replay_eviction",
-            short="eviction",
-            type=str,
-            default="oldest",
-            choices=EVICTIONS,
-            meaning="which group goes where there is no room",
-            note='"most_used": of those that were learnt from most often the oldest.',
-            acts=(REPLAYS,),
-        ),
-        Setting(
-            name="replay_max_uses",
-            short="max_uses",
-            type=int,
-            default=4,
-            least=2,
-            unit="updates",
-            meaning="after how many, the first included, a group leaves the buffer",
-            remedy="Use 2 to replay each once",
-            acts=(REPLAYS,),
-            also=("max_samples", "max_reuse"),
-        ),
-        Setting(
-            name="replay_recency",
-            short="recency",
-            type=float,
-            default=0.0,
-            least=0,
-            meaning="α: the i-th oldest group is drawn with weight i^α",
-            note="0: all alike.",
-            remedy="Use 0 to draw all alike",
-            acts=(REPLAYS,),
-        ),
-    ),
-)
+
+class Replay(Settings):
+    """Groups that are learnt from more than once."""
+
+    replay_groups: int = setting(
+        0,
+        "how many earlier groups each batch has beside its fresh ones",
+        note="0: none. They are older than the policy: `off_policy` must be set.",
+        unit="groups",
+        least=0,
+        short="groups",
+        also=("replay_size", "num_replayed_groups"),
+        remedy="Use 0 for none",
+    )
+    replay_capacity: int | None = setting(
+        None,
+        "how many groups the buffer holds; None: four batches",
+        unit="groups",
+        least=1,
+        acts=(REPLAYS,),
+        short="capacity",
+        also=("buffer_size", "replay_buffer_capacity"),
+    )
+    replay_eviction: str = setting(
+        "oldest",
+        "which group goes where there is no room",
+        note='"most_used": of those that were learnt from most often the oldest.',
+        choices=EVICTIONS,
+        acts=(REPLAYS,),
+        short="eviction",
+    )
+    replay_max_uses: int = setting(
+        4,
+        "after how many, the first included, a group leaves the buffer",
+        unit="updates",
+        least=2,
+        acts=(REPLAYS,),
+        short="max_uses",
+        also=("max_samples", "max_reuse"),
+        remedy="Use 2 to replay each once",
+    )
+    replay_recency: float = setting(
+        0.0,
+        "α: the i-th oldest group is drawn with weight i^α",
+        note="0: all alike.",
+        least=0,
+        acts=(REPLAYS,),
+        short="recency",
+        remedy="Use 0 to draw all alike",
+    )
+
+
+REPLAY = Section.of("replay", Replay)

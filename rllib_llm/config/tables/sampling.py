@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from rllib_llm.config.setting import Condition, Section, Setting
-from rllib_llm.engines.external_engine import ENGINES
+from rllib_llm.config.setting import Condition, Section, Settings, setting
+from rllib_llm.config.tables.model import StartingPoint
 
 ENGINE_OF_ITS_OWN = Condition(
     "engine is 'vllm' or 'openai'",
@@ -32,274 +32,240 @@ TORCH_GENERATES = Condition(
 )
 COUNTS = "it counts completions"
 
-TEMPERATURE = Setting(
-    name="temperature",
-    type=float,
-    default=1.0,
-    above=0,
-    meaning="what logits are divided by, in the sampler and in the loss",
-    reason="logits are divided by it",
-    remedy="To sample greedily, set top_k: 1 and leave temperature at 1",
-    also=("temp",),
-)
-TOP_P = Setting(
-    name="top_p",
-    type=float,
-    default=1.0,
-    above=0,
-    most=1,
-    meaning="the probability mass of the likeliest tokens that stay",
-    note="1.0: off, which keeps sampling on-policy.",
-    reason="it is a probability mass",
-    remedy="Use 1.0 to switch it off",
-)
-TOP_K = Setting(
-    name="top_k",
-    type=int,
-    default=0,
-    least=0,
-    unit="tokens",
-    meaning="how many of the likeliest tokens stay",
-    note="0: off, which keeps sampling on-policy; 1: greedy.",
-    remedy="Use 0 to switch it off",
-)
-MIN_NEW_TOKENS = Setting(
-    name="min_new_tokens",
-    type=int,
-    default=0,
-    least=0,
-    unit="tokens",
-    meaning="the shortest completion, EOS included",
-    also=("min_tokens", "min_length"),
-)
-MAX_NEW_TOKENS = Setting(
-    name="max_new_tokens",
-    type=int,
-    default=64,
-    least=1,
-    unit="tokens",
-    meaning="the longest completion, EOS included",
-    trl=("max_completion_length",),
-    also=("max_tokens", "response_length", "max_response_length", "generate_max_len",
-          "max_output_length", "max_completion_len"),
-)  # fmt: skip
-STOP_TOKEN_IDS = Setting(
-    name="stop_token_ids",
-    type=list[int] | None,
-    default=None,
-    unit="token ids",
-    meaning="what ends a completion",
-    note="None: all EOS ids of the model.",
-    reason="any of them ends a completion",
-    remedy="Write [2] for a single one",
-    also=("eos_token_id", "stop_token_id", "stop_tokens"),
-)
 
-SAMPLING = Section(
-    "sampling",
-    "How completions are sampled.",
-    (
-        Setting(
-            name="num_completions",
-            type=int,
-            default=1,
-            least=1,
-            meaning="how many completions each prompt gets",
-            note="Group algorithms need at least 2.",
-            remedy="Use 1 for a single one",
-            trl=("num_generations",),
-            also=("rloo_k", "group_size", "n_samples_per_prompt", "rollout_n", "num_samples", "n",
-                  "num_return_sequences"),
-        ),
-        TEMPERATURE,
-        TOP_P,
-        TOP_K,
-        MIN_NEW_TOKENS,
-        MAX_NEW_TOKENS,
-        STOP_TOKEN_IDS,
-        Setting(
-            name="sampling_batch_size",
-            type=int | None,
-            default=None,
-            least=1,
-            meaning="how many completions a sampler decodes at once",
-            note="The next prompts take the places of those that have ended; None: all that fit.",
-            reason=COUNTS,
-            remedy="Raise it",
-            rllib=("num_envs_per_env_runner",),
-            also=("max_num_seqs", "micro_rollout_batch_size", "local_rollout_forward_batch_size"),
-        ),
-        Setting(
-            name="sampling_parts",
-            type=int | None,
-            default=None,
-            least=1,
-            meaning="how many parts the prompts of an iteration are cut into, each for one sampler",
-            note="It bounds how many samplers a run can be scaled to while it goes on (`rllib "
-            "scale`): the parts stay as they are, and with them what is learnt, bit for bit. None: "
-            "one for each of num_env_runners.",
-            reason=COUNTS,
-            remedy="Use the most samplers that the run may grow to",
-        ),
-        Setting(
-            name="cuda_graphs",
-            type=bool,
-            default=True,
-            meaning="whether the decode steps of Llama-shaped models are recorded on a CUDA device "
-            "and replayed",
-            note="False launches each operation by itself. No effect on a CPU.",
-            acts=(TORCH_SAMPLES,),
-            also=("enforce_eager",),
-        ),
-        Setting(
-            name="engine",
-            type=str,
-            default="torch",
-            choices=tuple(ENGINES),
-            meaning="what generates in remote samplers",
-            note='"torch" is our decode loop; "openai", a server with that interface, is for '
-            "evaluation, in `evaluation_config`, and with `endpoint: tokens` among its "
-            "engine_settings for training: such a server gives token ids, log-probs and versions "
-            "of the weights that it follows. A sampler in the driver's process shares "
-            'the learner\'s module and generates with "torch" instead of "vllm".',
-            remedy="Use 'torch'",
-            acts=(OWN_MODULE,),
-            trl=("use_vllm",),
-            also=("backend", "rollout_engine"),
-        ),
-        Setting(
-            name="engine_settings",
-            type=dict[str, Any] | None,
-            default=None,
-            meaning="further arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: "
-            "tokens`, `TokenCompletions`",
-            remedy="Write it as {name: value}",
-            acts=(ENGINE_OF_ITS_OWN,),
-            also=("vllm_kwargs", "engine_kwargs"),
-        ),
-        Setting(
-            name="generate_function",
-            type=str | None,
-            default=None,
-            meaning="the dotted path of a function that makes the completions of a prompt, in the "
-            "place of plain sampling",
-            note="It may be async; see `rllib_llm.rollouts.own_generation`. It can ask the policy, "
-            "and what it returns is checked.",
-            remedy="Write 'my_module.my_function'",
-            acts=(TORCH_GENERATES,),
-            also=("rollout_function", "rollout_func", "custom_generate_function_path"),
-        ),
-        Setting(
-            name="pass_at",
-            type=list[int] | None,
-            default=None,
-            unit="completions",
-            meaning="the k of pass@k, pass^k and maj@k among the held-out results",
-            note="Of what `pass_on` says, with intervals; wants an evaluation_config with explore: "
-            "true and at least k for num_completions. None: none.",
-            reason="each is a number of completions of a prompt",
-            remedy="Write [1, 4]",
-        ),
-        Setting(
-            name="pass_on",
-            type=str | None,
-            default=None,
-            meaning="the component of the reward, 0 or 1, that says what has passed",
-            note="None: the score itself.",
-        ),
-        Setting(
-            name="answer_pattern",
-            type=str | None,
-            default=None,
-            meaning="the regular expression of what a completion votes for in maj@k",
-            note="The first group of its last match, or all of the match; a completion without one "
-            "votes for nothing that is right. None: all that the completion says.",
-            remedy="Write '<answer>(.*?)</answer>'",
-        ),
-        Setting(
-            name="eval_envs",
-            type=dict[str, dict[str, Any]] | None,
-            default=None,
-            meaning="further environments with held-out results, by name: eval/<name>/<metric>",
-            note="Each of {env, env_config, evaluation_duration, pass_at, ...}, laid over "
-            "`evaluation_config`. None: training's environment alone.",
-            remedy="Write {hard: {env_config: {digits: 4}}}",
-        ),
-        Setting(
-            name="log_samples_every",
-            type=int,
-            default=10,
-            least=0,
-            unit="iterations",
-            meaning="how far training samples in samples.jsonl are apart",
-            note="0: none.",
-            reason="it counts",
-            remedy="Use 0 for none",
-            trl=("log_completions",),
-        ),
-        Setting(
-            name="num_logged_samples",
-            type=int,
-            default=8,
-            least=0,
-            unit="rows",
-            meaning="how much is written to samples.jsonl each time",
-            reason="it counts",
-            remedy="Use 0 for none",
-            trl=("num_completions_to_print",),
-        ),
-    ),
-)  # fmt: skip
+class Drawn(Settings):
+    """How a text is drawn."""
 
-DTYPE = Setting(
-    name="dtype",
-    type=str,
-    default="float32",
-    choices=("float32", "bfloat16", "float16"),
-    meaning="what the weights are kept in",
-)
-SEED = Setting(name="seed", type=int, default=0, meaning="the seed of the texts")
-GENERATE = Section(
-    "sampling",
-    "How texts are sampled.",
-    (
-        TEMPERATURE,
-        TOP_P,
-        TOP_K,
-        MIN_NEW_TOKENS,
-        MAX_NEW_TOKENS,
-        STOP_TOKEN_IDS,
-        Setting(
-            name="opening_tokens",
-            type=int | None,
-            default=None,
-            least=1,
-            unit="tokens",
-            meaning="what of a text makes its `prompt`, less a word that is cut",
-            note="None: no prompts.",
+    temperature: float = setting(
+        1.0,
+        "what logits are divided by, in the sampler and in the loss",
+        above=0,
+        also=("temp",),
+        reason="logits are divided by it",
+        remedy="To sample greedily, set top_k: 1 and leave temperature at 1",
+    )
+    top_p: float = setting(
+        1.0,
+        "the probability mass of the likeliest tokens that stay",
+        note="1.0: off, which keeps sampling on-policy.",
+        above=0,
+        most=1,
+        reason="it is a probability mass",
+        remedy="Use 1.0 to switch it off",
+    )
+    top_k: int = setting(
+        0,
+        "how many of the likeliest tokens stay",
+        note="0: off, which keeps sampling on-policy; 1: greedy.",
+        unit="tokens",
+        least=0,
+        remedy="Use 0 to switch it off",
+    )
+    min_new_tokens: int = setting(
+        0,
+        "the shortest completion, EOS included",
+        unit="tokens",
+        least=0,
+        also=("min_tokens", "min_length"),
+    )
+    max_new_tokens: int = setting(
+        64,
+        "the longest completion, EOS included",
+        unit="tokens",
+        least=1,
+        trl=("max_completion_length",),
+        also=(
+            "max_tokens",
+            "response_length",
+            "max_response_length",
+            "generate_max_len",
+            "max_output_length",
+            "max_completion_len",
         ),
-        Setting(
-            name="eval_fraction",
-            type=float,
-            default=0.0,
-            meaning="the share of the texts that go to eval.jsonl",
-            note="Texts of the same opening stay together.",
+    )
+    stop_token_ids: list[int] | None = setting(
+        None,
+        "what ends a completion",
+        note="None: all EOS ids of the model.",
+        unit="token ids",
+        also=("eos_token_id", "stop_token_id", "stop_tokens"),
+        reason="any of them ends a completion",
+        remedy="Write [2] for a single one",
+    )
+
+
+class Sampling(Drawn):
+    """How completions are sampled."""
+
+    num_completions: int = setting(
+        1,
+        "how many completions each prompt gets",
+        note="Group algorithms need at least 2.",
+        least=1,
+        trl=("num_generations",),
+        also=(
+            "rloo_k",
+            "group_size",
+            "n_samples_per_prompt",
+            "rollout_n",
+            "num_samples",
+            "n",
+            "num_return_sequences",
         ),
-        Setting(
-            name="batch_size",
-            type=int,
-            default=64,
-            least=1,
-            meaning="how many texts one iteration samples at once",
-            remedy="Use 64",
-        ),
-        Setting(
-            name="num_gpus",
-            type=float,
-            default=0,
-            least=0,
-            meaning="how many GPUs the process that samples has",
-            note="0: it samples on the CPU.",
-        ),
-    ),
-)
+        remedy="Use 1 for a single one",
+    )
+    sampling_batch_size: int | None = setting(
+        None,
+        "how many completions a sampler decodes at once",
+        note="The next prompts take the places of those that have ended; None: all that fit.",
+        least=1,
+        rllib=("num_envs_per_env_runner",),
+        also=("max_num_seqs", "micro_rollout_batch_size", "local_rollout_forward_batch_size"),
+        reason=COUNTS,
+        remedy="Raise it",
+    )
+    sampling_parts: int | None = setting(
+        None,
+        "how many parts the prompts of an iteration are cut into, each for one sampler",
+        note="It bounds how many samplers a run can be scaled to while it goes on (`rllib "
+        "scale`): the parts stay as they are, and with them what is learnt, bit for bit. None: "
+        "one for each of num_env_runners.",
+        least=1,
+        reason=COUNTS,
+        remedy="Use the most samplers that the run may grow to",
+    )
+    cuda_graphs: bool = setting(
+        True,
+        "whether the decode steps of Llama-shaped models are recorded on a CUDA device "
+        "and replayed",
+        note="False launches each operation by itself. No effect on a CPU.",
+        acts=(TORCH_SAMPLES,),
+        also=("enforce_eager",),
+    )
+    engine: Literal["torch", "vllm", "openai"] = setting(
+        "torch",
+        "what generates in remote samplers",
+        note='"torch" is our decode loop; "openai", a server with that interface, is for '
+        "evaluation, in `evaluation_config`, and with `endpoint: tokens` among its "
+        "engine_settings for training: such a server gives token ids, log-probs and versions "
+        "of the weights that it follows. A sampler in the driver's process shares "
+        'the learner\'s module and generates with "torch" instead of "vllm".',
+        acts=(OWN_MODULE,),
+        trl=("use_vllm",),
+        also=("backend", "rollout_engine"),
+        remedy="Use 'torch'",
+    )
+    engine_settings: dict[str, Any] | None = setting(
+        None,
+        "further arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: "
+        "tokens`, `TokenCompletions`",
+        acts=(ENGINE_OF_ITS_OWN,),
+        also=("vllm_kwargs", "engine_kwargs"),
+        remedy="Write it as {name: value}",
+    )
+    generate_function: str | None = setting(
+        None,
+        "the dotted path of a function that makes the completions of a prompt, in the "
+        "place of plain sampling",
+        note="It may be async; see `rllib_llm.rollouts.own_generation`. It can ask the policy, "
+        "and what it returns is checked.",
+        acts=(TORCH_GENERATES,),
+        also=("rollout_function", "rollout_func", "custom_generate_function_path"),
+        remedy="Write 'my_module.my_function'",
+    )
+    pass_at: list[int] | None = setting(
+        None,
+        "the k of pass@k, pass^k and maj@k among the held-out results",
+        note="Of what `pass_on` says, with intervals; wants an evaluation_config with explore: "
+        "true and at least k for num_completions. None: none.",
+        unit="completions",
+        reason="each is a number of completions of a prompt",
+        remedy="Write [1, 4]",
+    )
+    pass_on: str | None = setting(
+        None,
+        "the component of the reward, 0 or 1, that says what has passed",
+        note="None: the score itself.",
+    )
+    answer_pattern: str | None = setting(
+        None,
+        "the regular expression of what a completion votes for in maj@k",
+        note="The first group of its last match, or all of the match; a completion without one "
+        "votes for nothing that is right. None: all that the completion says.",
+        remedy="Write '<answer>(.*?)</answer>'",
+    )
+    eval_envs: dict[str, dict[str, Any]] | None = setting(
+        None,
+        "further environments with held-out results, by name: eval/<name>/<metric>",
+        note="Each of {env, env_config, evaluation_duration, pass_at, ...}, laid over "
+        "`evaluation_config`. None: training's environment alone.",
+        remedy="Write {hard: {env_config: {digits: 4}}}",
+    )
+    log_samples_every: int = setting(
+        10,
+        "how far training samples in samples.jsonl are apart",
+        note="Before the first ten, say, those of iterations 1, 2, 3, 5 and 9 too. 0: none.",
+        unit="iterations",
+        least=0,
+        trl=("log_completions",),
+        reason="it counts",
+        remedy="Use 0 for none",
+    )
+    num_logged_samples: int = setting(
+        8,
+        "how much is written to samples.jsonl each time",
+        unit="rows",
+        least=0,
+        trl=("num_completions_to_print",),
+        reason="it counts",
+        remedy="Use 0 for none",
+    )
+
+
+SAMPLING = Section.of("sampling", Sampling, positional="num_completions")
+
+
+class Generate(Drawn):
+    """How texts are sampled."""
+
+    opening_tokens: int | None = setting(
+        None,
+        "what of a text makes its `prompt`, less a word that is cut",
+        note="None: no prompts.",
+        unit="tokens",
+        least=1,
+    )
+    eval_fraction: float = setting(
+        0.0,
+        "the share of the texts that go to eval.jsonl",
+        note="Texts of the same opening stay together.",
+    )
+    batch_size: int = setting(
+        64, "how many texts one iteration samples at once", least=1, remedy="Use 64"
+    )
+    num_gpus: float = setting(
+        0, "how many GPUs the process that samples has", note="0: it samples on the CPU.", least=0
+    )
+
+
+GENERATE = Section.of("sampling", Generate)
+
+
+class GenerateModel(StartingPoint):
+    """What the texts are sampled from."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", "what the weights are kept in"
+    )
+
+
+GENERATE_MODEL = Section.of("language_model", GenerateModel)
+
+
+class GenerateSeed(Settings):
+    """Seed."""
+
+    seed: int = setting(0, "the seed of the texts")
+
+
+GENERATE_SEED = Section.of("debugging", GenerateSeed)

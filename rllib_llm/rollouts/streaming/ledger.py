@@ -26,7 +26,7 @@ from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.entry import Answer, Entry, JudgedGroup, Lease, State, Tokens
 from rllib_llm.rollouts.streaming.leases import Leases
 from rllib_llm.rollouts.streaming.outcomes import Outcomes, TokenAccount
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
 from rllib_llm.rollouts.streaming.schedule import open_schedule
 from rllib_llm.rollouts.streaming.table import GroupTable
 from rllib_llm.shared.process import TimeLimit
@@ -238,7 +238,7 @@ class Ledger:
             first.position,
             len(entries),
             self._weights[version],
-            return_texts=bool(every) and version % every == 0,
+            return_texts=texts_are_due(version, every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
         )

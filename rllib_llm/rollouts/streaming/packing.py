@@ -33,8 +33,8 @@ def pack(batch: JudgedBatch) -> bytes:
     """The batch as bytes, its tensors as arrays, which are quicker to pickle."""
     held = dict(vars(batch))
     for name in ("columns", "components", "metrics"):
-        held[name] = {key: column.cpu().numpy() for key, column in held[name].items()}
-    held["rewards"] = batch.rewards.cpu().numpy()
+        held[name] = {key: column.numpy() for key, column in held[name].items()}
+    held["rewards"] = batch.rewards.numpy()
     return pickle.dumps(held, protocol=5)
 
 

@@ -77,3 +77,11 @@ class StreamRules:
         that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
         """
         return (self.capacity + self.window - 2) // self.num_groups
+
+
+def texts_are_due(version: int, every: int) -> bool:
+    """Whether the texts of the batch that weights of `version` sampled are logged: every `every`-th
+    batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0 none."""
+    return every > 0 and (
+        version % every == 0 or (version < every and version & (version - 1) == 0)
+    )

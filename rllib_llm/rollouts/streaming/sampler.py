@@ -113,12 +113,14 @@ class JudgeThreads:
         self._under_way.append(Judging(lease, generated.request, call))
 
     def _groups(self, generated: Generated, continues: bool) -> list[JudgedGroup]:
+        # Groups leave the process: a column goes to the host once for all of them.
+        judged = self._judge(generated).to("cpu")
         return [
             judged_group(
                 group, reason=self._filters.reason(group), min_valid=self._min_valid,
                 continues=continues,
             )
-            for group in split(self._judge(generated))
+            for group in split(judged)
         ]  # fmt: skip
 
     @property

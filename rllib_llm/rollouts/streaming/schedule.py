@@ -123,6 +123,8 @@ class Lockstep(Schedule):
         self._full, self._chosen, self._undecided = first, [], self._table.position
         self._reached = [(first, step)]
         super().begin(first, step)
+        # Restored once more, too: turns that `fit` gave stand in the table.
+        self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
 
     def version(self, entry: Entry) -> int | None:
         assert entry.turn is not None, "it was admitted in lockstep"

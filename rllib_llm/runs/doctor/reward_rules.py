@@ -114,13 +114,21 @@ def _look(term: RewardTerm, values: Sequence[float], batch: RewardBatch) -> Iter
             "rows without one are not learnt from",
             "Return a number for every completion, None where it is not to be judged.",
         )  # fmt: skip
-    elif max(known) == min(known) and not term.wants_tokens:
+    elif _tells_nothing(known, batch) and not term.wants_tokens:
         yield Finding(
             "rewards.constant", "warning",
             f"{term.name} gave {known[0]:g} to each of {[t[:20] for t in batch.completions]}",
             "equal rewards teach nothing",
             "Try it on texts as your model writes them.",
         )  # fmt: skip
+
+
+def _tells_nothing(known: Sequence[float], batch: RewardBatch) -> bool:
+    """Whether equal rewards say that the function is constant. Zeros may mean that a keyword is in
+    none of the texts, unless the row's own answer is among them."""
+    if max(known) != min(known):
+        return False
+    return known[0] != 0 or bool(_answer({n: c[0] for n, c in batch.columns.items()}))
 
 
 def _time(stage: Stage, seconds: float) -> Iterator[Finding]:

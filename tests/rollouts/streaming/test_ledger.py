@@ -9,6 +9,7 @@ import pytest
 
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.streaming.entry import Ending
+from rllib_llm.rollouts.streaming.rules import texts_are_due
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.streaming.simulated import Clock, Run, judged, ledger, partial, serve
 
@@ -627,3 +628,58 @@ def test_in_lockstep_nothing_behind_the_end_is_decided():
         for lease in leases:
             serve(made, lease, lambda p: "unjudged" if p < 8 else "")
         assert made.take(0).ending == Ending("unjudged", {"unjudged": 8}, 7)
+
+
+# --- without staleness, dealt by the driver ----------------------------------------------------
+
+
+def dealt(num_parts, **rules):
+    return ledger(max_staleness=0, num_parts=num_parts, **{"num_groups": 7, **rules})
+
+
+def spans(made):
+    return [(lease.position, lease.num_groups) for lease in made.lease("1", 100)]
+
+
+def test_an_update_is_cut_into_one_lease_for_each_sampler():
+    assert spans(dealt(3)) == [(0, 2), (2, 2), (4, 3)]
+    assert spans(dealt(9)) == [(position, 1) for position in range(7)]
+
+
+def test_what_takes_the_place_of_rejected_groups_is_sampled_at_once():
+    """Not one after the other: each would be a batch of its own."""
+    made = dealt(2)
+    for lease in made.lease("1", 100):
+        assert not made.has_work()
+        serve(made, lease, lambda p: "dull" if p in (0, 2, 6) else "")
+    assert spans(made) == [(7, 1), (8, 2)]
+    made.give_back("1")
+    for lease in made.lease("1", 100):
+        serve(made, lease)
+    assert [group.position for group in made.take(0).groups] == [1, 3, 4, 5, 7, 8, 9]
+
+
+def test_what_nobody_has_begun_is_cut_anew_in_a_restored_run():
+    made = dealt(2)
+    for lease in made.lease("1", 100):
+        serve(made, lease)
+    made.take(0)
+    made.publish(PublishedWeights(1))
+    other = dealt(3)
+    other.set_state(made.state())
+    other.publish(PublishedWeights(1))
+    assert spans(other) == [(7, 2), (9, 2), (11, 3)]
+    assert other.account.trained_groups == 7
+
+
+def test_texts_come_with_every_second_batch_and_the_second():
+    made, due = dealt(1, texts_every=2), []
+    for step in range(4):
+        (lease,) = made.lease("1", 100)
+        due.append(lease.return_texts)
+        serve(made, lease)
+        made.take(step)
+        made.publish(PublishedWeights(step + 1))
+    assert due == [True, True, True, False]
+    assert [v for v in range(31) if texts_are_due(v, 10)] == [0, 1, 2, 4, 8, 10, 20, 30]
+    assert not any(texts_are_due(version, 0) for version in range(31))

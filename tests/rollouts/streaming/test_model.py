@@ -105,3 +105,16 @@ def test_what_lockstep_trains_follows_from_the_rules_alone(one, other, rules, ba
             world.update(number)
         trained.append(world.fates.batches)
     assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_other_rules_are_sampled_after_a_second_restore(seed):
+    """The turns that the first restore gave them are still to come."""
+    rules = StreamRules(num_groups=1, max_staleness=0, timeout_s=LIMIT)
+    world = World(Random(seed), StreamRules(num_groups=4, max_staleness=1, timeout_s=LIMIT)).begin()
+    for _ in range(3):
+        world = world.restored(rules)
+        world.update()
+    for _ in range(6):
+        world.update()
+    world.check()

@@ -43,6 +43,10 @@ def constant(completions):
     return [0.5 for _ in completions]
 
 
+def has_keyword(completions):
+    return [float("please" in text) for text in completions]
+
+
 def one_number(completions):
     return [1.0]
 

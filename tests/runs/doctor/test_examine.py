@@ -229,6 +229,12 @@ def test_a_file_is_examined_in_seconds(tmp_path: Path):
     assert time.process_time() - begin < 20
 
 
+def test_a_keyword_that_four_texts_lack_is_no_constant():
+    rows = [{"prompt": f"Write about {subject}."} for subject in ("rain", "tea", "bread", "snow")]
+    given = {"prompts": rows * 16, "reward_functions": f"{HERE}.has_keyword"}
+    assert "rewards.constant" not in {one.id for one in found(grpo(env=given))}
+
+
 def test_what_is_no_broken_rule_has_no_rule():
     for broken in (grpo(env={"prompts": SUMS * 2}), grpo(env={"prompts": SUMS[:2]})):
         assert all(not finding.rule and finding.reason for finding in found(broken))
