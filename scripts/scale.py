@@ -2,7 +2,7 @@
 
     python scripts/scale.py
 
-The model is on the page. Nothing here is measured but the constants that the page gives sources for.
+The model is on the page. Nothing here is measured; the page gives the constants' sources.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BEGIN, END = "<!-- computed: begin -->", "<!-- computed: end -->"
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak of one: bytes/s of its memory, bfloat16 FLOP/s without sparsity, bytes; and of its node's
-    network, bytes/s."""
+    """Peak of one: bytes/s of its memory, bfloat16 FLOP/s without sparsity, bytes; and bytes/s of
+    its node's network."""
 
     bandwidth: float = 3.35e12
     flops: float = 989e12
@@ -108,8 +108,8 @@ def learning_s(model: Model, job: Job, gpu: Gpu, num: int) -> float:
 
 
 def weights_s(model: Model, gpu: Gpu, num: int) -> float:
-    """Seconds until all nodes of `num` GPUs have the weights: they leave one node, and each node that
-    has them passes them on."""
+    """Seconds until all nodes of `num` GPUs have the weights: they leave one node, and each node
+    that has them passes them on."""
     nodes = math.ceil(num / NODE)
     return model.weight_bytes / gpu.link * math.ceil(math.log2(nodes)) if nodes > 1 else 0.0
 
@@ -160,7 +160,7 @@ def best_plan(model: Model, job: Job, gpu: Gpu, num: int) -> Plan | None:
 def tables(job: Job = Job(), gpu: Gpu = H100) -> str:
     """The page's computed part."""
     lines = [
-        "| model | GPUs | samplers + learners | seconds of an update | tokens/s | what holds it up |",
+        "| model | GPUs | samplers + learners | seconds of an update | tokens/s | held up by |",
         "|---|---|---|---|---|---|",
     ]
     for model in MODELS:
