@@ -37,8 +37,9 @@ def draw(rows: list[dict[str, float]], target: Path) -> None:
         "train/completion_length": "completion length, tokens",
     }
     shown = {name: title for name, title in panels.items() if name in rows[-1]}
-    figure, axes = plt.subplots(1, len(shown), figsize=(4.2 * len(shown), 2.8), layout="constrained")
-    for axis, (name, title) in zip(axes, shown.items(), strict=True):
+    size = (4.2 * len(shown), 2.8)
+    figure, axes = plt.subplots(1, len(shown), figsize=size, layout="constrained", squeeze=False)
+    for axis, (name, title) in zip(axes[0], shown.items(), strict=True):
         axis.plot([row["training_iteration"] for row in rows], [row[name] for row in rows])
         axis.set(xlabel="iteration of PPO-ptx", title=title)
         axis.grid(alpha=0.3)

@@ -294,10 +294,10 @@ def replace_text(file: Place, text: str) -> None:
     """Write `text` to `file`, whole or not at all: a process may be killed within it."""
     new = file.parent / f".{file.name}.new"
     new.write_text(text, encoding="utf-8")
-    if isinstance(file, UrlPath):
+    if isinstance(file, UrlPath) and isinstance(new, UrlPath):
         file.filesystem.move(new.path, file.path)
     else:
-        os.replace(new, file)
+        os.replace(str(new), str(file))
 
 
 class BestEffort:
