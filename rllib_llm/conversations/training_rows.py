@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
 from rllib_llm.shared.padding import pad_left, pad_right
-
-if TYPE_CHECKING:
-    from rllib_llm.conversations.conversation import Conversation
 
 
 @dataclass
@@ -123,6 +120,17 @@ def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
     return row.cut()
 
 
+class Learnable(Protocol):
+    """What training reads of a conversation."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens of its newest path."""
+
+    def rows(self) -> list[TrainingRow]:
+        """A row for each path on which something was sampled."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A conversation that is over, and what is said of it.
@@ -132,7 +140,7 @@ class Rollout:
     its row in the data set.
     """
 
-    conversation: Conversation
+    conversation: Learnable
     score: float
     valid: bool
     reason: str
@@ -184,7 +192,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
     }
 
 
-def _nothing(conversation: Conversation, pad_token_id: int) -> TrainingRow:
+def _nothing(conversation: Learnable, pad_token_id: int) -> TrainingRow:
     """A row without a token that is learnt from."""
     prompt = conversation.token_ids or [pad_token_id]
     return TrainingRow(prompt, [pad_token_id], [False], [0.0], [NO_VERSION], [0.0])
