@@ -83,8 +83,10 @@ class KeepBestCheckpoint(Callback):
 
 def _keep_here(source: Path, record: Mapping[str, Any]) -> None:
     folder = source.parent
-    if source.is_dir() and _is_better(record, _read(folder / RECORD)):
-        _link(source, folder / BEST_CHECKPOINT)
+    target = folder / BEST_CHECKPOINT
+    before = _read(folder / RECORD) if target.is_dir() else None
+    if source.is_dir() and _is_better(record, before):
+        _link(source, target)
         (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
@@ -124,8 +126,12 @@ def _link(source: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, copy_function=_link_or_copy)
-    shutil.rmtree(target, ignore_errors=True)
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.is_dir():
+        os.rename(target, replaced)
     os.rename(partial, target)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:

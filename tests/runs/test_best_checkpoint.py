@@ -112,3 +112,11 @@ def test_weights_that_are_the_best_so_far_are_saved(trial):
     assert not asked(11, 1.0, 10)  # the same evaluation
     assert not asked(12, 0.5, 12)
     assert asked(13, 2.0, 13)
+
+
+def test_a_record_whose_checkpoint_was_lost_counts_no_more(trial):
+    """A process died between taking the old one away and putting the new one there."""
+    trial.save(eval={"scores": 3.0})
+    shutil.rmtree(trial.folder / BEST_CHECKPOINT)
+    trial.save(eval={"scores": 2.0})
+    assert trial.best() == 2
