@@ -302,8 +302,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         stopped while it is paused gives its last result once more, marked, and computes nothing."""
         marks = self.oversight.before_iteration()
         if not marks:
-            self._last_result = super().train()
-        return {**self._last_result, **marks}
+            self._newest_result = super().train()
+        return {**self._newest_result, **marks}
 
     def step(self) -> dict[str, Any]:
         """RLlib's result plus the known names, and the latest held-out results under `eval`."""

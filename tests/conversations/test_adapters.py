@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rllib_llm.envs.adapters.trl import TRLEnv
+from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.toolbox import ToolError
 from rllib_llm.shared import columns
@@ -221,7 +222,7 @@ def test_tools_that_want_the_main_thread_are_refused(make):
     with pytest.raises(ToolError, match="tool 'slow' must not use 'SIGALRM'"):
         make(tools=[slow])
     env = make(environment_factory=Sneaky, reward_functions=lambda completions, **_: [1.0] * 4)
-    with pytest.raises(EnvConfigError, match="signal only works in main thread"):
+    with pytest.raises(UnjudgedError, match="signal only works in main thread"):
         roll(env, calls(1, tool="limit"), "Done.")
 
 
@@ -231,7 +232,7 @@ class Pictures(Sneaky):
 
 
 def test_pictures_are_refused(make):
-    with pytest.raises(EnvConfigError, match=r"reset\(\) must give a text or parts of type 'text'"):
+    with pytest.raises(UnjudgedError, match=r"reset\(\) must give a text or parts of type 'text'"):
         roll(make(environment_factory=Pictures), "x")
 
 

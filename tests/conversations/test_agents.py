@@ -15,6 +15,7 @@ from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.checks.check_env import check_env
 from rllib_llm.envs.conversation_judging import judge
 from rllib_llm.envs.conversation_rollouts import EngineFailed
+from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.examples.calculator import MODEL, build_model
 from rllib_llm.rollouts.agents import sampling_fields
@@ -156,7 +157,7 @@ def test_an_agent_that_samples_nothing_is_told_so():
     async def run(base_url, task):
         return 1.0
 
-    with pytest.raises(EnvConfigError, match="agent must ask for at least one chat completion"):
+    with pytest.raises(UnjudgedError, match="agent must ask for at least one chat completion"):
         play(run)
 
 
@@ -203,7 +204,7 @@ def test_what_would_change_the_distribution_is_refused():
         asked = {"response_format": {"type": "json_object"}}
         await say(base_url, user(task["prompt"]), **asked)
 
-    with pytest.raises(EnvConfigError, match="response_format must be text"):
+    with pytest.raises(UnjudgedError, match="response_format must be text"):
         play(run)
 
 
