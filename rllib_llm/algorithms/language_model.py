@@ -209,7 +209,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.__dict__.update(kept)
 
     def about(self) -> dict[str, Any]:
-        """As of all checkpoints, and what "auto" was decided to be."""
+        """Adds what "auto" was decided to be."""
         return super().about() | {name: getattr(self.config, name) for name in DECIDED}
 
     def go_on_from(self, about: dict[str, Any]) -> None:
@@ -340,7 +340,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             found[module] = {**found.get(module, {}), **own}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """As of all whole checkpoints; the clock notes what it takes."""
+        """The clock notes how long it takes."""
         self.oversight.clock.enter(SAVING)
         super().save_checkpoint(checkpoint_dir)
         self.oversight.clock.enter(BETWEEN)

@@ -172,12 +172,11 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         return start
 
     def publish_next(self) -> None:
-        """As of all loops."""
         self.weights_version += 1
         self._publish()
 
     def add_gradients(self, sampled: JudgedBatch) -> None:
-        """As of all loops; the batch is kept as one that was learnt from."""
+        """The batch is kept as one that was learnt from."""
         told = self.foreach_learner(
             functools.partial(RLHFLearner.forward_backward, batch=sampled.columns)
         )
@@ -322,7 +321,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             )
 
     def step(self) -> dict[str, Any]:
-        """As of all algorithms, with what samplers suffered; no held-out results but the latest."""
+        """With what samplers suffered; no held-out results but the latest."""
         results = super().step()
         results["faults"] = self.faults.metrics()
         if self.eval_metrics is None:  # the last evaluation was skipped: RLlib shows the one before
@@ -343,7 +342,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         }
 
     def scale_samplers(self, num_samplers: int) -> str:
-        """As of all algorithms: between two iterations, and what is learnt stays the same."""
+        """Between two iterations, and what is learnt stays the same."""
         pool = self._pools[self.env_runner_group]
         # Where groups stream, each is leased by whoever has nothing to do.
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
@@ -386,7 +385,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             self.recorder.set_state(own.get("recorded", {}))
 
     def about(self) -> dict[str, Any]:
-        """As of all checkpoints, and which version their weights are."""
+        """Adds the version of the weights."""
         return super().about() | {"weights_version": self.weights_version}
 
     def restore_from_path(self, path, *args, **kwargs) -> None:

@@ -56,7 +56,7 @@ class TabledConfig(AlgorithmConfig):
     rl_module = SectionMethod()
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        """As of all classes; settings among the arguments are refused with the method's name."""
+        """Refuses settings as arguments, and names the method that takes them."""
         taken = inspect.signature(cls.__init__).parameters
         if unknown := [name for name in kwargs if name not in taken]:
             where = (

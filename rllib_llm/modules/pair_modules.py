@@ -47,7 +47,7 @@ class RewardModelModule(HuggingFaceModule):
         return {columns.SCORES: sequence_scores(self.computing_model, ids, mask).float()}
 
     def float32_parts(self) -> list[nn.Module]:
-        """As of all modules: the head, where `sequence_scores` calls it itself."""
+        """The head, where `sequence_scores` calls it itself."""
         head = getattr(self.model, "score", None)
         return [head] if isinstance(head, nn.Module) else []
 

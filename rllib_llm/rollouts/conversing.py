@@ -58,7 +58,7 @@ class ConversationSampler(Sampler):
         return self._judged_by(self.environment.env, generated)
 
     def judge(self, generated: Generated) -> JudgedBatch:
-        """As of all samplers, one batch after the other."""
+        """One batch after the other."""
         with self._judging:
             self._judging_env.global_step = generated.version
             try:

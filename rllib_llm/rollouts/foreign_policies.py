@@ -34,18 +34,15 @@ class ForeignPolicy(ABC):
 
     @property
     def pad_token_id(self) -> int:
-        """As of all policies."""
         return self._source.tokenizer.pad_token_id
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """As of all policies."""
         return self._source.stop_token_ids
 
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
-        """As of all policies."""
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         return self._complete(ids, mask, asked).columns(ids.device)
 
@@ -59,10 +56,9 @@ class ForeignPolicy(ABC):
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
-        """As of all policies."""
+        """A new engine with weights of `version`."""
 
     def load(self, weights: FlatBuffer) -> None:
-        """As of all policies."""
         self.set_state(unpack(weights))
 
     def differing(self, weights: FlatBuffer) -> list[str]:
@@ -75,10 +71,9 @@ class ForeignPolicy(ABC):
 
     @abstractmethod
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As of all policies."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """As of all policies."""
         self._source.close()
 
 
@@ -93,7 +88,6 @@ class EnginePolicy(ForeignPolicy):
 
     @property
     def has_weights(self) -> bool:  # type: ignore[override]  # what it starts from are dummies
-        """As of all policies."""
         return self._engine.has_weights
 
     def _complete(
@@ -107,11 +101,9 @@ class EnginePolicy(ForeignPolicy):
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
-        """As of all policies."""
         return self._engine.open_rows(version, load_weights)
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As of all policies."""
         self._engine.load_weights(dict(state))
 
 
@@ -137,7 +129,6 @@ class ServerPolicy(ForeignPolicy):
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
-        """As of all policies."""
         raise ValueError(
             "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
             "whole batches of completions, not turn by turn. Set engine='torch'."

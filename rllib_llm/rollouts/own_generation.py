@@ -121,7 +121,6 @@ class FunctionPolicy(ModulePolicy):
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
-        """As of all policies."""
         n = asked.num_completions
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         with contextlib.closing(EngineLoop(self.open_engine(0))) as loop:
@@ -147,7 +146,6 @@ class FunctionPolicy(ModulePolicy):
         return await asyncio.gather(*[call(self._function, each) for each in wanted])
 
     def close(self) -> None:
-        """As of all policies."""
         self._events.close()
         super().close()
 

@@ -164,12 +164,10 @@ class ModulePolicy:
 
     @property
     def pad_token_id(self) -> int:
-        """As of all policies."""
         return self.build().tokenizer.pad_token_id
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """As of all policies."""
         # Here, since transformers would make importing the package slow.
         from rllib_llm.modules.tokenizer import eos_token_ids
 
@@ -178,7 +176,6 @@ class ModulePolicy:
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
-        """As of all policies."""
         params, module = asked.params, self.build()
         noise = None
         if not params.greedy:
@@ -210,7 +207,6 @@ class ModulePolicy:
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
-        """As of all policies."""
         module = self.build()
         return TorchEngine(
             module.computing_model, version=version, max_rows=self._max_rows,
@@ -218,24 +214,22 @@ class ModulePolicy:
         )  # fmt: skip
 
     def load(self, weights: FlatBuffer) -> None:
-        """As of all policies; the learner's own module has them already."""
+        """The learner's own module has them already."""
         if not self._is_shared:
             self.loader.load(self.build(), weights)
             self.has_weights = True
 
     def differing(self, weights: FlatBuffer) -> list[str]:
-        """As of all policies."""
         return differing(self.build(), weights)
 
     def get_state(self) -> dict[str, torch.Tensor]:
-        """As of all policies, without critic."""
+        """Without critic."""
         weights = self.build().get_state(inference_only=True)
         if self.loader.is_aliased:  # pickled, each view would take the whole buffer along
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         return weights
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As of all policies."""
         self.has_weights = True
         if self.module is None:
             self._pending_state = state
@@ -244,7 +238,7 @@ class ModulePolicy:
             self.module.set_state(state)
 
     def close(self) -> None:
-        """As of all policies."""
+        """Does nothing."""
 
 
 def _check_decoding(module: Any) -> None:

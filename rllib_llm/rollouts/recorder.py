@@ -46,18 +46,16 @@ class RecordsNothing:
     def record(
         self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
     ) -> None:
-        """As of all recorders."""
+        """Does nothing."""
 
     def state(self) -> dict[str, Any]:
-        """As of all recorders."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """As of all recorders."""
+        """Does nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """As of all recorders."""
         return {}
 
     def stop(self) -> None:
-        """As of all recorders."""
+        """Does nothing."""

@@ -33,7 +33,6 @@ class Replayed:
         return self.source.position
 
     def next(self) -> JudgedBatch:
-        """As of all sources."""
         fresh = self.source.next()
         self._iteration += 1
         drawn = self.buffer.draw(self._num_groups, self._iteration)
@@ -49,27 +48,25 @@ class Replayed:
         return dataclasses.replace(whole, node=fresh.node, num_replayed=drawn.num_rows)
 
     def publish(self, weights: PublishedWeights) -> None:
-        """As of all sources."""
         self.source.publish(weights)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """As of all sources, the buffer's beside the source's."""
+        """The buffer's metrics beside the source's."""
         return {"replay": self.buffer.metrics(self._iteration), **self.source.metrics()}
 
     def state(self) -> dict[str, Any]:
-        """As of all sources, the buffer with it."""
+        """Holds the buffer as well."""
         replay = {"iteration": self._iteration, "buffer": self.buffer.state()}
         return {**self.source.state(), "replay": replay}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """As of all sources; a state without a buffer leaves this one empty."""
+        """A state without a buffer leaves this one empty."""
         self.source.set_state(state)
         if "replay" in state:
             self._iteration = state["replay"]["iteration"]
             self.buffer.set_state(state["replay"]["buffer"])
 
     def stop(self) -> None:
-        """As of all sources."""
         self.source.stop()
 
 

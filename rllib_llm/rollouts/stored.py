@@ -27,7 +27,7 @@ class StoredRollouts:
     def record(
         self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
     ) -> None:
-        """As of all recorders; waits where the disk is slower than the run.
+        """Waits where the disk is slower than the run.
 
         Raises:
             RolloutStoreError: nothing can be written, and the run is to stop then.
@@ -41,11 +41,9 @@ class StoredRollouts:
         self._store.put(iteration, groups.num_rows, make)
 
     def state(self) -> dict[str, Any]:
-        """As of all recorders."""
         return self._store.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """As of all recorders."""
         self._store.set_state(state)
 
     def metrics(self) -> dict[str, float]:
@@ -53,5 +51,4 @@ class StoredRollouts:
         return self._store.metrics()
 
     def stop(self) -> None:
-        """As of all recorders."""
         self._store.stop()

@@ -163,46 +163,39 @@ class ThreadHost:
 
     @property
     def is_paused(self) -> bool:
-        """As of all hosts."""
         return self.loop.is_paused
 
     async def listen(self) -> None:
-        """As of all hosts; what comes of this one comes in its own thread."""
+        """What comes of this one comes in its own thread."""
 
     async def ready(self) -> None:
-        """As of all hosts; this one takes in whatever it is asked for."""
+        """This one takes in whatever it is asked for."""
 
     def submit_all(
         self, wanted: Sequence[Wanted], grammar: str | None = None
     ) -> list[Future[Ended]]:
-        """As of all hosts."""
         if grammar is not None:
             wanted = [replace(each, guide=self._grammars.guide(grammar)) for each in wanted]
         return self.loop.submit_all(wanted)
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
-        """As of all hosts."""
         return self._grammars.compile(grammar, pin)
 
     def release(self, pin: int) -> None:
-        """As of all hosts."""
         self._grammars.release(pin)
 
     def abort(self, future: Future[Ended]) -> None:
-        """As of all hosts."""
         self.loop.abort(future)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
     ) -> Future[list[Scores]]:
-        """As of all hosts."""
         done: Future[list[Scores]] = Future()
         begun = self.loop.do(lambda: self.engine.score(texts, top, version, done))
         begun.add_done_callback(partial(_hand_on_error, done))
         return done
 
     def count(self) -> Future[Counts]:
-        """As of all hosts."""
         return self.loop.do(
             lambda: Counts(
                 self.engine.num_sampling, self.engine.num_waiting, self.engine.rows_by_version
@@ -210,7 +203,6 @@ class ThreadHost:
         )
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
-        """As of all hosts."""
         if self._in_flight == "finish":
             self._loader.load(dict(weights), serial)
         else:
@@ -218,19 +210,15 @@ class ThreadHost:
         return self.loop.do(lambda: self.engine.versions).result()
 
     def pause(self) -> None:
-        """As of all hosts."""
         self.loop.pause()
 
     def resume(self) -> None:
-        """As of all hosts."""
         self.loop.resume()
 
     def check_open(self) -> None:
-        """As of all hosts."""
         self.loop.check_open()
 
     def close(self) -> None:
-        """As of all hosts."""
         self._grammars.close()
         self.loop.close()
 

@@ -96,11 +96,9 @@ class EngineProcess:
         self.facts: ModelFacts = facts
 
     async def listen(self) -> None:
-        """As of all hosts."""
         await self._channel.open()
 
     async def ready(self) -> None:
-        """As of all hosts."""
         await self._channel.ready()
 
     # --- completions -------------------------------------------------------------------------
@@ -108,7 +106,6 @@ class EngineProcess:
     def submit_all(
         self, wanted: Sequence[Wanted], grammar: str | None = None
     ) -> list[Future[Ended]]:
-        """As of all hosts."""
         futures: list[Future[Ended]] = [Future() for _ in wanted]
         sent = []
         for each, future in zip(wanted, futures, strict=True):
@@ -137,7 +134,6 @@ class EngineProcess:
                 self._send("cancel", number)
 
     def abort(self, future: Future[Ended]) -> None:
-        """As of all hosts."""
         with self._lock:
             found = [number for number, each in self._futures.items() if each is future]
         for number in found:
@@ -146,38 +142,32 @@ class EngineProcess:
     # --- calls -------------------------------------------------------------------------------
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
-        """As of all hosts."""
         return self._call("compile", grammar, pin)
 
     def release(self, pin: int) -> None:
-        """As of all hosts."""
         with contextlib.suppress(RuntimeError):  # it has ended, and holds nothing
             self._send("release", pin)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
     ) -> Future[list[Scores]]:
-        """As of all hosts."""
         return self._call("score", texts, top, version)
 
     def count(self) -> Future[Counts]:
-        """As of all hosts."""
         return self._call("count")
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
-        """As of all hosts. The weights are handed over in a file."""
+        """The weights are handed over in a file."""
         with tempfile.TemporaryDirectory(prefix="weights-", dir=_room_for(weights)) as folder:
             file = str(Path(folder) / "weights")
             torch.save(dict(weights), file)
             return self._call("load", file, serial).result()
 
     def pause(self) -> None:
-        """As of all hosts."""
         self.is_paused = True
         self._send("pause")
 
     def resume(self) -> None:
-        """As of all hosts."""
         self.is_paused = False
         self._send("resume")
 
@@ -187,12 +177,11 @@ class EngineProcess:
         return future
 
     def check_open(self) -> None:
-        """As of all hosts."""
         if self._is_closed:
             raise RuntimeError(_ENDED)
 
     def close(self) -> None:
-        """As of all hosts: its process notices that this end is closed, and ends."""
+        """Its process notices that this end is closed, and ends."""
         self._is_closing = True
         self._channel.close()
         try:

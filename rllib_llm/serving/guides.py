@@ -160,19 +160,18 @@ class LlGuide:
 
     @property
     def problem(self) -> str:
-        """As of all guides: a matcher in error would allow the end, wherever the answer is."""
+        """A matcher in error would allow the end, wherever the answer is."""
         if not self._matcher.is_error():
             return ""
         return str(self._matcher.get_error()).partition("\n<state>")[0][:500]
 
     def allowed(self) -> torch.Tensor:
-        """As of all guides: a bit for each token, which the matcher packs into bytes."""
+        """A bit for each token, which the matcher packs into bytes."""
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         bits = torch.arange(8, dtype=torch.uint8)
         return ((packed.unsqueeze(1) >> bits) & 1).bool().reshape(-1)
 
     def take(self, token_id: int) -> None:
-        """As of all guides."""
         self._matcher.consume_token(token_id)
 
 

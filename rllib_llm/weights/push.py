@@ -87,7 +87,6 @@ class VLLMServer(PushedServer):
         self._is_open = False
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
-        """As of all servers."""
         self._tell(self._pause, {})
         self._give(str(folder), f"{epoch}.{version}")
         self._tell("resume", {})
@@ -110,7 +109,6 @@ class SGLangServer(PushedServer):
     """SGLang's, which waits for the requests under way by itself."""
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
-        """As of all servers."""
         body = {
             "model_path": str(folder), "weight_version": f"{epoch}.{version}",
             "abort_all_requests": False, "flush_cache": True,
@@ -122,7 +120,6 @@ class RllibServer(PushedServer):
     """`rllib serve` of another cluster, with the key of its administration."""
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
-        """As of all servers."""
         self._tell("update_weights", {"path": str(folder), "epoch": epoch, "version": version})
 
 

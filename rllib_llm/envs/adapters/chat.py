@@ -75,7 +75,7 @@ class ChatEnv(ConversationEnv):
         return messages
 
     def close(self) -> None:
-        """As of all environments; and the connections to the server."""
+        """Closes the connections to the server as well."""
         self._client.close()
         super().close()
 

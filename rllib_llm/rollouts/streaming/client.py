@@ -53,26 +53,23 @@ class LocalLedger:
         self.journaled = JournaledLedger(rules, None, keeps_rejected=keeps_rejected)
 
     def call(self, name: str, *args: Any) -> Any:
-        """As of all ledgers."""
         return self.journaled.call(name, *args)
 
     def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """As of all ledgers; nobody works meanwhile, so it does not wait."""
+        """Nobody works meanwhile, so it does not wait."""
         return self.journaled.call("take", step, num_seen, nth)
 
     def state(self) -> dict[str, Any]:
-        """As of all ledgers."""
         return self.journaled.ledger.state()
 
     def close(self) -> None:
-        """As of all ledgers."""
+        """Does nothing."""
 
     def look(self) -> dict[str, Any]:
-        """As of all ledgers."""
         return looked(self.journaled)
 
     def stop(self) -> None:
-        """As of all ledgers."""
+        """Does nothing."""
 
 
 class RemoteLedger:
@@ -123,28 +120,23 @@ class RemoteLedger:
         return self.named.handle
 
     def call(self, name: str, *args: Any) -> Any:
-        """As of all ledgers."""
         return self.named.call("call", name, *args)
 
     def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """As of all ledgers."""
         return self.named.call("take", step, num_seen, nth, wait_s)
 
     def state(self) -> dict[str, Any]:
-        """As of all ledgers."""
         return self.named.call("state")
 
     def look(self) -> dict[str, Any]:
-        """As of all ledgers."""
         return self.named.call("look")
 
     def close(self) -> None:
-        """As of all ledgers."""
         if ray.is_initialized():
             ray.wait([self.actor.close.remote()], timeout=STOP_SECONDS)
 
     def stop(self) -> None:
-        """As of all ledgers; its journal goes as well."""
+        """Removes its journal as well."""
         if ray.is_initialized():
             self.named.end()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -97,11 +97,10 @@ class Rollouts:
 
     @property
     def position(self) -> int:
-        """As of all sources."""
         return self._position
 
     def publish(self, weights: PublishedWeights) -> None:
-        """As of all sources; the batch handed out before was learnt from."""
+        """The batch handed out before was learnt from."""
         if weights.version != self._step:
             self._handed_out.clear()
         self._step = weights.version
@@ -111,7 +110,7 @@ class Rollouts:
         self._ledger.call("publish", weights)
 
     def next(self) -> JudgedBatch:
-        """As of all sources.
+        """The next batch, once it is full.
 
         Raises:
             FilteredOutError: filters refuse everything.
@@ -222,7 +221,7 @@ class Rollouts:
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """As of all sources: `rollouts`, see `Ledger.metrics`, with `age_mean` and `age_max` of the
+        """`rollouts`, see `Ledger.metrics`, with `age_mean` and `age_max` of the
         last batch's groups in updates, and the seconds that it was waited for."""
         look = self.look()
         ages = self._ages or [0.0]
@@ -239,7 +238,7 @@ class Rollouts:
         return self._ledger.look()
 
     def state(self) -> dict[str, Any]:
-        """As of all sources: the ledger with all that is judged, and with what there is of the
+        """The ledger with all that is judged, and with what there is of the
         rest. What older weights have to sample is waited for: a restored run has only the
         newest. No batch is wanted meanwhile: that would change which weights sample."""
         self._workers.begin_wait()
@@ -263,7 +262,7 @@ class Rollouts:
         }  # fmt: skip
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """As of all sources; what is on its way is refused when it comes. A checkpoint of another
+        """What is on its way is refused when it comes. A checkpoint of another
         source says the position alone."""
         self._num_seen, self._step = 0, state["weights_version"]
         self._kept.clear()
@@ -276,7 +275,6 @@ class Rollouts:
         self._position = state.get("num_learnt", state["position"])
 
     def stop(self) -> None:
-        """As of all sources."""
         self._ledger.close()
         self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
         self._ledger.stop()

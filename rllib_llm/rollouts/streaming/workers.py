@@ -89,7 +89,7 @@ class PlainWorker:
         self._sampler, self._ledger, self._settings = sampler, ledger, settings
 
     def work(self) -> None:
-        """As of all workers; what is raised is not caught."""
+        """What is raised is not caught."""
         for lease in self._ledger.call("lease", "0", 1, []):
             try:
                 batch = self._sampler.serve(request_of(lease, self._settings), lease.weights)
@@ -102,13 +102,13 @@ class PlainWorker:
         """Nobody: it is this process."""
 
     def begin_wait(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
     def forget(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
     def stop(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
 
 class LocalWorker:
@@ -135,7 +135,6 @@ class LocalWorker:
         self._judges = JudgeThreads(sampler.judge, settings)
 
     def work(self) -> None:
-        """As of all workers."""
         while self._serve_one() and self._is_eager:
             pass
 
@@ -162,13 +161,12 @@ class LocalWorker:
         """Nobody: it is this process."""
 
     def begin_wait(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
     def forget(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
     def stop(self) -> None:
-        """As of all workers."""
         self._judges.close()
 
 
@@ -195,19 +193,17 @@ class RemoteWorkers:
         self._looked = self._someone_seen = time.monotonic()
 
     def work(self) -> None:
-        """As of all workers."""
         raise NotImplementedError
 
     def begin_wait(self) -> None:
-        """As of all workers. Nobody looked at samplers while the learner learnt."""
+        """Nobody looked at samplers while the learner learnt."""
         self._someone_seen = time.monotonic()
         self._num_losses = 0
 
     def forget(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
     def replace(self, sampler: str, reason: str) -> None:
-        """As of all workers."""
         worker = self._actors.worker_called(int(sampler))
         if worker is not None:
             self._pool.replace(worker, reason)
@@ -249,7 +245,7 @@ class RemoteWorkers:
             )
 
     def stop(self) -> None:
-        """As of all workers."""
+        """Does nothing."""
 
 
 @dataclass(eq=False)
@@ -284,7 +280,7 @@ class AskedWorkers(RemoteWorkers):
         self._nodes: dict[int, str] = {}  # by worker, as its last answer said
 
     def work(self) -> None:
-        """As of all workers; waits a moment for answers."""
+        """Waits a moment for answers."""
         healthy = self._pool.healthy()
         self._ask(healthy)
         self._receive()
@@ -295,7 +291,7 @@ class AskedWorkers(RemoteWorkers):
         self._require_progress(is_someone_there=bool(self._asked or healthy))
 
     def forget(self) -> None:
-        """As of all workers. Who is at work for nobody is asked again only where no other is."""
+        """Asks a worker whose last answer is no longer wanted only where no other is free."""
         for asked in self._asked.values():
             asked.is_wanted = False
 
@@ -392,7 +388,6 @@ class LeasingWorkers(RemoteWorkers):
         self._look()
 
     def work(self) -> None:
-        """As of all workers."""
         if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._require_progress(is_someone_there=bool(self._look()))
 
@@ -446,6 +441,5 @@ class LeasingWorkers(RemoteWorkers):
         super()._lose(worker)
 
     def stop(self) -> None:
-        """As of all workers."""
         calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
         self._actors.ready(calls, STOP_SECONDS)
