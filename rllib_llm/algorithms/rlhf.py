@@ -116,7 +116,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         )
 
     def make_recorder(self) -> RolloutRecorder:
-        """What is told of all that was sampled."""
+        """The recorder of rollouts, or one that records nothing."""
         if not self.config.store_rollouts:
             return RecordsNothing()
         storage = getattr(self, "_storage", None)

@@ -133,7 +133,7 @@ class Learnable(Protocol):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A conversation that is over, and what is said of it.
+    """A finished conversation and its result.
 
     score: all that it earned. valid: False where something failed that is not the policy's doing,
     for `reason`. group: position of its prompt; row_id: its place among all rollouts; prompt_index:

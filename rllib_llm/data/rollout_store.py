@@ -90,7 +90,7 @@ def check_version(schema: pa.Schema, where: str) -> None:
 
 
 def other_version(found: str, where: str) -> RolloutSchemaError:
-    """What is said of files that were written with schema version `found`."""
+    """The error for files that were written with schema version `found`."""
     return RolloutSchemaError(
         f"{where} has rollout schema version {found}, which must be {SCHEMA_VERSION}: another "
         "version of rllib_llm wrote it, and its columns differ. Sample the rollouts again, or read "

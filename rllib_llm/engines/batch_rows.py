@@ -118,7 +118,7 @@ class BatchRows:
         return Setting(params, stops, bias, bool(params.adjustments))
 
     def keep(self, moves: Moves) -> None:
-        """Lets rows go. Those that stay have not ended."""
+        """Removes finished rows."""
         targets, sources = moves.on_host
         for values in (self.columns, self.born, self.last, self.setting):
             values[targets] = values[sources]
@@ -223,7 +223,7 @@ class PromptQueue:
         return sum(len(group.columns) for group in self._groups)
 
     def put(self, groups: Sequence[Group], first: bool = False) -> None:
-        """Appends groups, or lets them go `first`."""
+        """Appends groups, or puts them `first`."""
         if first:
             self._groups.extendleft(reversed(groups))
         else:

@@ -133,7 +133,7 @@ class Decoder:
             self._opened_step()
 
     def close(self) -> None:
-        """Lets go of the decode step and its copies of the weights. It is made anew if needed."""
+        """Frees the decode step and its copies of the weights. It is made anew if needed."""
         self._decode_step = None
         self._held.close()
 
@@ -196,7 +196,7 @@ class Decoder:
     # --- who is in the batch -----------------------------------------------------------------
 
     def _drop_ended(self) -> list[int]:
-        """Lets rows go that have ended, if it is time to look; their columns of the buffers."""
+        """Removes finished rows, if it is time to look; returns their columns of the buffers."""
         last = self.rows.last
         if self.clock < last.max():
             if self.clock % self.steps_between_looks:
@@ -206,7 +206,7 @@ class Decoder:
         return self.drop_ended()
 
     def drop_ended(self) -> list[int]:
-        """Lets rows go that have ended; their columns of the buffers. Waits for the device."""
+        """Removes finished rows and returns their columns of the buffers. Waits for the device."""
         return self._keep(self.rows.alive.cpu())
 
     def remove(self, columns: set[int]) -> None:

@@ -196,7 +196,7 @@ class EngineLoop:
         return await asyncio.wrap_future(started)
 
     def abort(self, future: Future[Ended]) -> None:
-        """Takes a completion out of the engine; its future then has what there is of it, with
+        """Takes a completion out of the engine; its future then has the partial output, with
         finish="aborted", unless it ended before."""
         self._post(
             lambda: self._abort([i for i, r in self._requests.items() if r.future is future])
@@ -296,7 +296,7 @@ class EngineLoop:
 
     def _gathers(self) -> bool:
         """Waits for further prompts, so that they are prefilled together and end together; whether
-        there is something to hand over. Who does not come now is not waited for again."""
+        there is something to hand over. Late requests do not extend the wait."""
         self._num_left = 0
         deadline = time.monotonic() + _GATHERED_FOR
         with self._turn:

@@ -59,7 +59,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Row:
-    """One completion to be sampled, or to be gone on with."""
+    """One completion to be sampled or continued."""
 
     id: Hashable
     """Names the row in the engine; free again when the row has ended."""

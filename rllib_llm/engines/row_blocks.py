@@ -171,7 +171,7 @@ class RowBlock:
         self.add(other.columns.tolist(), other.lengths.tolist(), 0)
 
     def keep(self, moves: Moves) -> None:
-        """Lets rows go."""
+        """Removes finished rows."""
         targets, sources = moves.on_host
         for values in (self.columns, self.starts):
             values[targets] = values[sources]
@@ -291,7 +291,7 @@ class RowBlocks:
         self._blocks, self.order = [self._new_block()], None
 
     def keep(self, moves: Moves, columns: np.ndarray, left: np.ndarray) -> None:
-        """Lets rows go, then blocks that have none, or too few to be worth their cost.
+        """Removes finished rows, then blocks with no row or too few to be worth their cost.
 
         Args:
             moves: of the batch.

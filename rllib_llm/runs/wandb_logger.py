@@ -14,7 +14,7 @@ from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
 
 _LoggingActor: Any = wandb_logging_actor()
-RESUME = "allow"  # for W&B: a run of this id is gone on with where there is one
+RESUME = "allow"  # for W&B: a run of this id is resumed where there is one
 
 
 class SamplesLoggingActor(_LoggingActor):

@@ -291,8 +291,8 @@ def _check_address(server: Server) -> None:
 
 
 def _check_room(settings: ServeSettings) -> None:
-    """Raises UserError where the replicas will not find room: Ray Serve would wait for ever. What
-    was just let go of is waited for."""
+    """Raises UserError where the replicas will not find room: Ray Serve would wait for ever. Waits
+    for resources that were just freed."""
     import ray
     from ray import serve
 

@@ -166,7 +166,7 @@ class ThreadHost:
         return self.loop.is_paused
 
     async def listen(self) -> None:
-        """What comes of this one comes in its own thread."""
+        """Results come in its own thread."""
 
     async def ready(self) -> None:
         """This one takes in whatever it is asked for."""

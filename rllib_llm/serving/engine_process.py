@@ -54,12 +54,12 @@ _STOP_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there
 
-# (id, what comes of it) of completions and calls: Tokens, then the end, a result or an error.
+# (id, result) of completions and calls: Tokens, then the end, a result or an error.
 Events = list[tuple[int, Any]]
 
 
 class EngineProcess:
-    """See `EngineHost`. What comes of it comes in the event loop that `listen` is called in.
+    """See `EngineHost`. Results come in the event loop that `listen` is called in.
 
     Args:
         settings: of the server.

@@ -1,4 +1,4 @@
-"""One request in the engine: what comes of its completions, and how it ends.
+"""One request in the engine: its completions, and how it ends.
 
     engine's thread ── on_tokens ──▶ Mailbox ── one wake-up for a step ──▶ event loop ──▶ RowEvents
     RowEvents ──▶ RunningJob ──▶ pieces of each completion
@@ -162,7 +162,7 @@ class RowEvents:
             self._wake_reader()
 
     def abort(self) -> None:
-        """Takes all rows out of the engine: they end, with what there is of them."""
+        """Takes all rows out of the engine: they end with their partial output."""
         for future in self._futures:
             self._host.abort(future)
 
@@ -186,7 +186,7 @@ def deadline_passed(seconds: float) -> ApiError:
 
 
 class RunningJob:
-    """A job in the engine. `async for i, piece in job` gives what comes of completion i, whose
+    """A job in the engine. `async for i, piece in job` gives the pieces of completion i, whose
     prompt is number i // n; the last piece of each has a finish_reason.
 
     Args:

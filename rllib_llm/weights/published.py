@@ -1,4 +1,4 @@
-"""What is said of weights that were published: which they are, and where they lie."""
+"""Published weights: which version they are, and where they lie."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class BackgroundPublisher:
         return self._epoch
 
     def stop(self) -> None:
-        """Ends the thread, lets go of the weights, and ends the coordinator, which would hold them,
+        """Ends the thread, frees the weights, and ends the coordinator, which would hold them,
         unless another publisher has taken over the name."""
         with self._changed:
             self._stopped = True

@@ -206,7 +206,7 @@ class WeightsPush:
             shutil.rmtree(each, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets go of the servers; the last folders stay."""
+        """Closes the connections to the servers; the last folders stay."""
         self._threads.shutdown()
         for server in self._servers:
             server.close()

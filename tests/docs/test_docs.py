@@ -157,3 +157,21 @@ def test_the_site_has_settings_that_yaml_reads():
     # MkDocs' own tags are no plain YAML; the rest must be.
     text = re.sub(r"!!python/name:\S+", "x", (ROOT / "mkdocs.yml").read_text("utf-8"))
     assert yaml.safe_load(text)["docs_dir"] == "docs"
+
+
+# What strangers had to read twice in earlier versions.
+OPAQUE = (
+    "as of all", "gone on with", "what there is of", "what comes of it", "lets rows go",
+    "let go of", "told of all", "a matter of the machine", "who does not come", "is said of it",
+)  # fmt: skip
+
+
+def test_no_text_has_a_phrase_that_had_to_be_read_twice():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("rllib_llm/**/*.py")]
+    found = [
+        (str(file.relative_to(ROOT)), phrase)
+        for file in files
+        for phrase in OPAQUE
+        if phrase in " ".join(file.read_text("utf-8").lower().split())
+    ]
+    assert found == []

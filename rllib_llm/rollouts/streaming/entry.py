@@ -54,7 +54,7 @@ class Lease:
 
     id: fences: what is handed in under a lease that has ended is refused.
     weights: to sample with. order: of their publication, which grows; calls overtake one another.
-    partial: what there is of each group's completions, by position.
+    partial: the partial output of each group, by position.
     """
 
     id: int

@@ -37,8 +37,7 @@ class JournaledLedger:
 
     Args:
         rules, keeps_rejected: of a new ledger.
-        folder: where the file is; a ledger that it describes already is gone on with. None: no
-            file.
+        folder: where the file is; a ledger that it describes is resumed. None: no file.
         clock: seconds that only grow.
     """
 

@@ -289,7 +289,7 @@ class Ledger:
             self.account.reject("late", group.num_tokens)
 
     def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> None:
-        """Takes note of what there is of unfinished groups, which their sampler goes on with."""
+        """Records the partial output of groups that their sampler continues."""
         for position, tokens in partial.items():
             entry = self._leases.entry(lease, position)
             if entry is not None:
@@ -384,8 +384,8 @@ class Ledger:
         self._weights, self._has_all_weights = {}, False
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all but leases. Groups that are on their way wait again, with
-        what there is of them."""
+        """What a checkpoint keeps: all but leases. Groups in flight wait again, with
+        their partial output."""
         return {
             "table": [(e.position, e.turn, e.unit, e.group, e.partial) for e in self.table],
             "next": self.table.next,

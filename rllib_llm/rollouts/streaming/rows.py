@@ -300,7 +300,7 @@ class RowStream:
         )
 
     def partial(self) -> dict[int, dict[int, tuple[Tokens, ...]]]:
-        """What there is of each group, by lease and position."""
+        """The partial output of each group, by lease and position."""
         found: dict[int, dict[int, tuple[Tokens, ...]]] = {}
         for position, group in self._groups.items():
             if not group.has_begun:

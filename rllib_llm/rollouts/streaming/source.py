@@ -238,9 +238,9 @@ class Rollouts:
         return self._ledger.look()
 
     def state(self) -> dict[str, Any]:
-        """The ledger with all that is judged, and with what there is of the
-        rest. What older weights have to sample is waited for: a restored run has only the
-        newest. No batch is wanted meanwhile: that would change which weights sample."""
+        """The ledger with all judged groups, and the partial output of the others. Waits for
+        what older weights have to sample: a restored run has only the newest. No batch is
+        wanted meanwhile: that would change which weights sample."""
         self._workers.begin_wait()
         while self.look()["num_old"]:
             self._workers.work()

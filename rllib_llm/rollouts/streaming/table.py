@@ -19,7 +19,7 @@ class GroupTable:
         self._waiting: list[int] = []  # heap of positions that nobody samples, among others
 
     def begin(self, position: int) -> None:
-        """Empty, to be gone on with at `position`."""
+        """Empties it; the next group has `position`."""
         self.next = position
         self._entries, self._waiting = {}, []
 
