@@ -39,8 +39,8 @@ def get_algorithm_class(name: str) -> type:
 
     if name in RLLIB_ALGORITHMS:
         return rllib_algorithm_class(name)
-    known = [*ALGORITHMS, *RLLIB_ALGORITHMS]
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+    known = {known.lower(): known for known in [*RLLIB_ALGORITHMS, *ALGORITHMS]}
+    near = [known[each] for each in difflib.get_close_matches(name.lower(), known, 2, cutoff=0.4)]
     hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
     raise UnknownAlgorithmError(
         name="run",

@@ -121,7 +121,8 @@ def find_run(folder: str | Path) -> Run:
     files = sorted((file for file in files if file.is_file()), key=lambda f: f.stat().st_mtime)
     if not files:
         raise UserError(
-            f"run={str(root)!r} must be the folder of a run that goes on: nobody oversees one "
-            "there. Name the folder of the run, as `rllib train` shows it."
+            f"run={str(root)!r} must be the folder of a run that was started with an overseer: "
+            "none has left its address there. Start the run with `overseer: true` in its config, "
+            "and name its folder as `rllib train` shows it."
         )
     return Run(files[-1].resolve())

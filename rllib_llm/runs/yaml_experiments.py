@@ -177,6 +177,11 @@ def _check_spec(name: Any, spec: Any, source: str) -> None:
             f"{source}: experiment name {name!r} must be letters, digits, - and _: it becomes a "
             "folder name. Rename it."
         )
+    if name == "run" and isinstance(spec, str):
+        raise UserError(
+            f"{source}: an experiment must have a name: `run: {spec}` stands at the top of the "
+            "file. Write a line such as `my-run:` above it, and indent the rest below."
+        )
     if not isinstance(spec, dict):
         raise UserError(
             f"{source}: {name}={spec!r} must be a mapping with run, env, stop, config: it is an "

@@ -8,7 +8,11 @@ import pytest
 import yaml
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
-from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+from rllib_llm.algorithms.registry import (
+    ALGORITHMS,
+    UnknownAlgorithmError,
+    get_algorithm_class,
+)
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from rllib_llm.shared.tracebacks import VERBOSE
 from tests.algorithms import tiny_runs as tiny
@@ -270,3 +274,9 @@ def test_a_mistake_in_a_script_is_told_without_the_places_inside(monkeypatch):
     with pytest.raises(ValueError, match="temperature=0.0 must be") as whole:
         config.copy().build_algo()
     assert traceback.extract_tb(whole.value.__traceback__)[-1].name == "complain"
+
+
+def test_an_algorithm_in_other_letters_is_suggested():
+    with pytest.raises(UnknownAlgorithmError) as caught:
+        get_algorithm_class("grpo")
+    assert caught.value.remedy == "Did you mean 'GRPO' or 'PPO'"

@@ -46,6 +46,7 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, checkpoint_freq: 1}", "It is 'checkpoint_config.checkpoint_frequency'"),
         ("a: {run: SFT, checkpoint_config: {num_too_keep: 1}}", "Did you mean 'num_to_keep'"),
         ("a: {config: {}}", "a.run is missing"),
+        ("run: GRPO\nconfig: {}", "an experiment must have a name: `run: GRPO` stands at the top"),
         ("a: {run: SFT, stop: 3}", "a.stop=3 must be a mapping"),
         ("a: {run: SFT, stop: {episode: many}}", "a.stop.episode='many' must be a number"),
         ("a: {run: SFT, num_samples: 0}", "a.num_samples=0 must be at least 1"),
