@@ -23,7 +23,7 @@ from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.config.tables.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS
 from rllib_llm.config.tables.optimiser import OPTIMISER
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
-from rllib_llm.shared.errors import noted
+from rllib_llm.shared.errors import SettingError, noted
 
 
 class LanguageModelConfig(TabledConfig):
@@ -96,6 +96,14 @@ class LanguageModelConfig(TabledConfig):
         """
         # RLlib greets every algorithm on its new API stack; there is no other stack here.
         log_once(f"{self.algo_class.__name__}_on_new_api_stack")
+        if self.framework_str != "torch":
+            raise SettingError(
+                name="framework",
+                value=self.framework_str,
+                rule="be 'torch'",
+                reason="language models are computed by PyTorch here",
+                remedy="Leave it out",
+            )
         with noted():
             self.given_model()
         self.check_table()

@@ -16,7 +16,7 @@ from rllib_llm.config.lookup import (
 from rllib_llm.config.rllib_names import RETIRED
 from rllib_llm.config.setting import IN_ENV, Setting
 from rllib_llm.config.tables.rllib import INSTEAD
-from rllib_llm.shared.errors import SettingError, closest
+from rllib_llm.shared.errors import SettingError, closest, nearest, suggestion
 
 # What others set in their config, and what it is part of here.
 ELSEWHERE = {
@@ -79,7 +79,9 @@ def hint(config_class: ConfigClass, name: str, section: str = "") -> str:
     rows = table(config_class)
     if name in rows and rows[name].place == IN_ENV:
         return f"{_place(config_class, rows[name])}."
-    if name in section_names(config_class):
+    if section and nearest(name, section_rows(config_class, section)):
+        return suggestion(name, section_rows(config_class, section))
+    if name in section_names(config_class) and not section:
         return f"It is a section: write `{name}: {{name: value}}`, or .{name}(...)."
     others = other_names(config_class)
     if name in others:

@@ -24,6 +24,7 @@ Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
 _SOURCE_KEYS = (
     "path", "name", "split", "revision", "columns", "limit", "kwargs", "where", "best_of_group",
 )  # fmt: skip
+_UNREAD_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".pkl", ".gz", ".zip")
 _QUICK_BYTES = 64 * 1024**2
 _ALLOWED = (
     f"a file ({', '.join(SUFFIXES)}; a pattern or a list of files), a data set folder, a Hugging "
@@ -194,6 +195,12 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
             return [Path(match) for match in matches]
     if path.suffix in SUFFIXES or text.startswith((".", "/", "~")):
         raise missing_file(path, text, name)
+    if path.suffix.lower() in _UNREAD_SUFFIXES:
+        raise DataSourceError(
+            name=name, value=text, rule=f"end in one of {list(SUFFIXES)}",
+            reason=f"files of the format {path.suffix!r} are not read",
+            remedy="Save it as CSV or Parquet",
+        )  # fmt: skip
     if looks_dotted(text):
         function = import_dotted(text, name=name)
         if not callable(function):

@@ -78,7 +78,7 @@ def correct(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
     """1.0 for each completion whose first integer is the answer, else 0.0."""
     found = (_INTEGER.search(completion) for completion in completions)
     return [
-        float(match is not None and int(match.group()) == right)
+        float(match is not None and int(match.group()) == int(right))  # text in CSV files
         for match, right in zip(found, answer, strict=True)
     ]
 

@@ -130,6 +130,17 @@ def test_reference_pages_and_the_drawing_are_those_of_the_code(monkeypatch):
     assert computed == scale.page_with(scale.tables(), computed), "python scripts/scale.py"
 
 
+def test_mistakes_are_answered_before_a_run_and_without_tracebacks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import mistakes
+
+    answers = mistakes.answers()
+    assert len(answers) >= 60
+    assert [m for m, answer in answers.items() if not answer] == []
+    assert [m for m, answer in answers.items() if mistakes.TRACEBACK in answer] == []
+    assert mistakes.PAGE.read_text("utf-8") == mistakes.page(), "python scripts/mistakes.py"
+
+
 def test_the_house_has_no_circles(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import house

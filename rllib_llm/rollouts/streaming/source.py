@@ -110,12 +110,24 @@ class Rollouts:
         self._ledger.call("publish", weights)
 
     def next(self) -> JudgedBatch:
-        """The next batch, once it is full.
+        """The next batch, once it is full. Where a synchronous run gets none, it is as before the
+        call: its checkpoint is one of the iteration before, and the same prompts come again.
 
         Raises:
             FilteredOutError: filters refuse everything.
             SamplingError: nobody can sample.
         """
+        if self._rules.num_parts is None or self._handed_out:
+            return self._next()
+        before, weights = self.state() | {"weights_version": self._step}, self._kept[self._step]
+        try:
+            return self._next()
+        except Exception:
+            self.set_state(before)
+            self.publish(weights)
+            raise
+
+    def _next(self) -> JudgedBatch:
         start = said = time.monotonic()
         num_judged = 0
         self._workers.begin_wait()
