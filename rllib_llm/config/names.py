@@ -79,8 +79,6 @@ def hint(config_class: ConfigClass, name: str, section: str = "") -> str:
     rows = table(config_class)
     if name in rows and rows[name].place == IN_ENV:
         return f"{_place(config_class, rows[name])}."
-    if section and nearest(name, section_rows(config_class, section)):
-        return suggestion(name, section_rows(config_class, section))
     if name in section_names(config_class) and not section:
         return f"It is a section: write `{name}: {{name: value}}`, or .{name}(...)."
     others = other_names(config_class)
@@ -89,6 +87,8 @@ def hint(config_class: ConfigClass, name: str, section: str = "") -> str:
         if row.place == IN_ENV:
             return f"It is called {row.name!r} here. {_place(config_class, row)}."
         return f"It is called {row.name!r} here."
+    if section and nearest(name, section_rows(config_class, section)):
+        return suggestion(name, section_rows(config_class, section))
     return _resembles(name, known, others)
 
 
