@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from rllib_llm.overseer.actor import open_overseer
 from rllib_llm.overseer.commands import DONE, REFUSED
@@ -102,7 +102,8 @@ class Link:
                 self._exchange(answers, is_last)
                 answers, pause = [], INTERVAL_S
             except (RayError, ValueError, RuntimeError, ConnectionError) as error:
-                if not isinstance(error, GetTimeoutError):  # another one may be there by now
+                # Ray ends an actor whose maker drops its handle: only a dead one is forgotten.
+                if isinstance(error, ActorDiedError):
                     self._overseer = None
                 pause = min(2 * pause, MAX_INTERVAL_S)
             if is_last:
