@@ -88,7 +88,7 @@ class Ptx(Settings):
     ptx_coeff: float = setting(
         0.0,
         "γ, the weight of the mean cross-entropy of pretraining tokens",
-        note="InstructGPT: 27.8 against a loss summed differently; here 0.1 to 1 is a start. "
+        note="InstructGPT: 27.8 against a loss summed differently; here 0.05 to 1 is a start. "
         "0: only measured.",
         least=0,
         also=("ptx_coef", "ptx_loss_coef", "gamma_ptx"),
