@@ -224,13 +224,15 @@ def answers() -> dict[str, str]:
             for mistake, text in found.items()}  # fmt: skip
 
 
-def page() -> str:
+def page(found: dict[str, str]) -> str:
+    """The page of these answers."""
+
     def cell(text: str) -> str:
         return " ".join(text.replace("|", "\\|").split())
 
-    rows = (f"| {cell(mistake)} | {cell(answer)} |\n" for mistake, answer in answers().items())
+    rows = (f"| {cell(mistake)} | {cell(answer)} |\n" for mistake, answer in found.items())
     return HEAD + "".join(rows)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(answers()), encoding="utf-8")

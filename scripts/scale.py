@@ -1,8 +1,9 @@
-"""Writes the tables of docs/explanations/scale.md: what models cost on 1 to 512 GPUs, on paper.
+"""Writes the table of what models cost on 1 to 512 GPUs, on paper, into the pages that show it.
 
     python scripts/scale.py
 
-The model is on the page. Nothing here is measured; the page gives the constants' sources.
+The model is in docs/explanations/scale.md. Nothing here is measured; that page gives the constants'
+sources.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanations" / "scale.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = (DOCS / "explanations" / "scale.md", DOCS / "guides" / "cluster.md")
 BEGIN, END = "<!-- computed: begin -->", "<!-- computed: end -->"
 
 
@@ -158,7 +160,7 @@ def best_plan(model: Model, job: Job, gpu: Gpu, num: int) -> Plan | None:
 
 
 def tables(job: Job = Job(), gpu: Gpu = H100) -> str:
-    """The page's computed part."""
+    """The computed part of the pages."""
     lines = [
         "| model | GPUs | samplers + learners | seconds of an update | tokens/s | held up by |",
         "|---|---|---|---|---|---|",
@@ -186,4 +188,5 @@ def page_with(computed: str, page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with(tables(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in PAGES:
+        file.write_text(page_with(tables(), file.read_text(encoding="utf-8")), encoding="utf-8")

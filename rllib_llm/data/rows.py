@@ -87,24 +87,32 @@ class Rows(Sequence):
 
 
 def concatenated(parts: Sequence[Rows], description: str) -> Rows:
-    """One behind another; parts in Arrow stay there, where all have the same columns."""
-    backings = [part._backing for part in parts]
-    if any(part._is_list for part in parts) or len({tuple(sorted(p.columns)) for p in parts}) > 1:
-        return Rows([row for part in parts for row in part], description)
-    if all(part._is_arrow_table for part in parts):
+    """One behind another; parts in Arrow stay there, where all have the same columns of the same
+    kinds."""
+    is_arrow = not any(part._is_list for part in parts)
+    if is_arrow and len({tuple(sorted(part.columns)) for part in parts}) == 1:
         import pyarrow as pa
 
         try:
-            return Rows(pa.concat_tables(backings, promote_options="permissive"), description)
-        except pa.ArrowInvalid:  # a column of two kinds
-            return Rows([row for part in parts for row in part], description)
+            return Rows(_in_arrow(parts), description)
+        except (pa.ArrowException, ValueError):  # a column of two kinds
+            pass
+    return Rows([row for part in parts for row in part], description)
+
+
+def _in_arrow(parts: Sequence[Rows]) -> Any:
+    """The backings of parts in Arrow as one."""
+    backings = [part._backing for part in parts]
+    if all(part._is_arrow_table for part in parts):
+        import pyarrow as pa
+
+        return pa.concat_tables(backings, promote_options="permissive")
     import datasets
 
-    as_sets = [
+    return datasets.concatenate_datasets([
         datasets.Dataset(datasets.table.InMemoryTable(backing)) if part._is_arrow_table else backing
         for part, backing in zip(parts, backings, strict=True)
-    ]
-    return Rows(datasets.concatenate_datasets(as_sets), description)
+    ])  # fmt: skip
 
 
 def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:

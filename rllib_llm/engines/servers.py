@@ -18,8 +18,6 @@ from rllib_llm.engines.protocol import Ended, Finish, Noise
 from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
-# --- Asking for completions one by one, and batches of them, of whoever gives them
-
 
 class CompletionClient(Protocol):
     """Gives completions one by one: a server."""

@@ -39,6 +39,16 @@ def test_they_give_the_prompts_that_small_files_give(large, monkeypatch):
     assert mapped.rows(3, 20) == in_memory.rows(3, 20)
 
 
+@pytest.mark.parametrize("large_bytes", [0, 10**9])
+def test_columns_of_two_kinds_are_read_all_the_same(large, monkeypatch, large_bytes):
+    monkeypatch.setattr(files, "_LARGE_BYTES", large_bytes)
+    for number, answer in enumerate((7, "seven")):
+        table = pa.table({"prompt": ["p"], "answer": [answer]})
+        pq.write_table(table, large / f"k{number}.parquet")
+    rows = load_rows(str(large / "k*.parquet"))
+    assert [row["answer"] for row in rows] == [7, "seven"]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_row_is_trained_on_or_held_out(shuffle):
     halves = [

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -51,7 +51,7 @@ ADVICE = (
 )
 
 
-class Workers(Protocol):
+class Workers:
     """Who samples what a ledger gives out."""
 
     def work(self) -> None:
@@ -74,7 +74,7 @@ class Workers(Protocol):
         """Ends their work."""
 
 
-class PlainWorker:
+class PlainWorker(Workers):
     """The sampler of this process, asked for one batch after the other.
 
     Args:
@@ -98,20 +98,8 @@ class PlainWorker:
             groups = judged_groups(batch, min_valid=self._settings.min_valid)
             self._ledger.call("push", lease.id, groups)
 
-    def replace(self, sampler: str, reason: str) -> None:
-        """Nobody: it is this process."""
 
-    def begin_wait(self) -> None:
-        """Does nothing."""
-
-    def forget(self) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing."""
-
-
-class LocalWorker:
+class LocalWorker(Workers):
     """The sampler of this process, which works while the driver waits, and judges beside that.
 
     Args:
@@ -157,20 +145,11 @@ class LocalWorker:
             raise NoServerError(str(error)) from error
         return bool(leases) or is_judging
 
-    def replace(self, sampler: str, reason: str) -> None:
-        """Nobody: it is this process."""
-
-    def begin_wait(self) -> None:
-        """Does nothing."""
-
-    def forget(self) -> None:
-        """Does nothing."""
-
     def stop(self) -> None:
         self._judges.close()
 
 
-class RemoteWorkers:
+class RemoteWorkers(Workers):
     """Samplers in actors of their own: what becomes of those that die, hang, or have no core.
 
     Args:
@@ -192,16 +171,10 @@ class RemoteWorkers:
         self._num_losses = 0
         self._looked = self._someone_seen = time.monotonic()
 
-    def work(self) -> None:
-        raise NotImplementedError
-
     def begin_wait(self) -> None:
         """Nobody looked at samplers while the learner learnt."""
         self._someone_seen = time.monotonic()
         self._num_losses = 0
-
-    def forget(self) -> None:
-        """Does nothing."""
 
     def replace(self, sampler: str, reason: str) -> None:
         worker = self._actors.worker_called(int(sampler))
@@ -243,9 +216,6 @@ class RemoteWorkers:
             raise NoSamplersError(
                 f"{have}: none came back in {pool.start_limit:.0f} s. {ADVICE}\n{pool.last_words()}"
             )
-
-    def stop(self) -> None:
-        """Does nothing."""
 
 
 @dataclass(eq=False)
