@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.data.token_texts import TokenTexts
+from rllib_llm.data.encoding import TokenTexts
 from rllib_llm.rollouts.samples import SAMPLES_FILE
 from rllib_llm.runs.trial_logs import read_json_lines
 

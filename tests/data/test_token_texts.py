@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.data.token_texts import TokenTexts
+from rllib_llm.data.encoding import TokenTexts
 from rllib_llm.runs.page_rows import _Words
 from tests.conversations.templates import family_tokenizer
 
