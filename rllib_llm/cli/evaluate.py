@@ -14,7 +14,7 @@ from rich.table import Table
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.panel import show, stderr, user_errors
 from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.runs.flat_results import flatten, number
+from rllib_llm.runs.trial_logs import flatten, number
 from rllib_llm.runs.yaml_loader import parse_mapping
 
 if TYPE_CHECKING:

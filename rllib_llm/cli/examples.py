@@ -13,7 +13,7 @@ from rich.table import Table
 from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.panel import user_errors
 from rllib_llm.cli.train import run_file
-from rllib_llm.runs.include import examples_folder
+from rllib_llm.runs.yaml_loader import examples_folder
 from rllib_llm.shared.errors import UserError, suggestion
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)

@@ -206,7 +206,7 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> f
     """
     from rllib_llm.runs.plan import search_space
     from rllib_llm.runs.search_space import examples
-    from rllib_llm.runs.stand_ins import with_stand_ins
+    from rllib_llm.runs.yaml_experiments import with_stand_ins
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
     most = 0.0

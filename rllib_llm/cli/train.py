@@ -179,8 +179,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     console = Console()
     with user_errors(options.verbose):
         from rllib_llm.runs.doctor.examine import before_a_run
-        from rllib_llm.runs.plan import check_experiments
-        from rllib_llm.runs.room import check_disk, check_resources
+        from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
         from rllib_llm.runs.run_folder import (
             check_writable,
             new_folder,

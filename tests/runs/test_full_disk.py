@@ -14,8 +14,8 @@ import pytest
 from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.overseer.messages import ACTIVITY_FILE, MESSAGES_FILE, MessageLog
-from rllib_llm.runs.best_checkpoint import KeepBestCheckpoint
 from rllib_llm.runs.result_log import ResultLog, _append_whole
+from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
 from rllib_llm.shared.listening import Message
 from rllib_llm.shared.storage import BestEffort
 
