@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rllib_llm.cli.options import IMPORT_HELP
-from rllib_llm.cli.panel import user_errors
-from rllib_llm.cli.session import check_address, prepare
+from rllib_llm.cli.session import check_address, prepare, user_errors
 from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 from rllib_llm.shared.errors import UserError
 

@@ -15,8 +15,14 @@ import typer.core
 from rich.console import Console
 
 from rllib_llm.cli.options import RunOptions, laid_over, takes
-from rllib_llm.cli.panel import show, shown_warnings, user_errors
-from rllib_llm.cli.session import prepare, ray_session, weights_in_store
+from rllib_llm.cli.session import (
+    prepare,
+    ray_session,
+    show,
+    shown_warnings,
+    user_errors,
+    weights_in_store,
+)
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_experiments import Experiment, load
 from rllib_llm.runs.yaml_loader import parse_mapping, read

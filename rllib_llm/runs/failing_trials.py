@@ -20,8 +20,10 @@ from ray.exceptions import OutOfMemoryError, RayTaskError
 from ray.tune import Callback
 
 from rllib_llm.envs.judges.reward_functions import RewardError
-from rllib_llm.overseer.messages import is_paused
+from rllib_llm.overseer.diagnosis import PAUSED
 from rllib_llm.rollouts.errors import BrokenSamplerError
+from rllib_llm.runs.trial_logs import local_folder
+from rllib_llm.shared.messages import TrialEar
 from rllib_llm.shared.process import StarvedProcesses, TimeLimit
 from rllib_llm.shared.ray_compat import processes_of
 
@@ -157,7 +159,7 @@ class RestartHungTrials(Callback):
             self._looked[name] = now
         if now - self._looked[name] >= LOOK_SECONDS or silent > limit:
             self._looked[name] = now
-            is_waiting = is_paused(trial)
+            is_waiting = _is_paused(trial)
             starved = self._starved[name].take()
             self._heard[name] = now if is_waiting else min(now, self._heard[name] + starved)
         return now - self._heard[name]
@@ -242,3 +244,10 @@ def memory_text(message: str) -> str:
         for user in USER.finditer(message)
     ]
     return f"{text} Most was used by {', '.join(users[:MAX_USERS])}." if users else text
+
+
+def _is_paused(trial: Any) -> bool:
+    """Whether a trial whose folder is on this machine says that it was paused."""
+    folder = local_folder(trial)
+    said = None if folder is None else TrialEar(folder).activity()
+    return said is not None and said[0].startswith(PAUSED)

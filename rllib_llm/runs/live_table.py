@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import LocalFileSystem
 from ray.tune import Callback
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 from rich.box import SIMPLE_HEAD
@@ -18,10 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.overseer.messages import TrialEar, same_key
 from rllib_llm.runs.metrics import Metric, columns, progress
 from rllib_llm.runs.signs import Sign, Watch
-from rllib_llm.runs.trial_logs import flatten, number, setting
+from rllib_llm.runs.trial_logs import flatten, local_folder, number, setting
+from rllib_llm.shared.messages import TrialEar, same_key
 from rllib_llm.shared.tracebacks import is_verbose
 
 LINE_INTERVAL_S = 10.0
@@ -143,7 +141,7 @@ class LiveTable(Callback):
         self._last_poll = now
         for trial in trials:
             row = self._row(trial)
-            if row.ear is None and (folder := _folder(trial)) is not None:
+            if row.ear is None and (folder := local_folder(trial)) is not None:
                 row.ear = TrialEar(folder)
         self._hear()
         if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
@@ -247,14 +245,6 @@ class LiveTable(Callback):
         state = row.state if row.state != "running" else f"ETA {_eta(row)}"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def _folder(trial: Any) -> Path | None:
-    """The trial's folder, where it lies on a disk of this machine."""
-    storage = getattr(trial, "storage", None)
-    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
-        return None
-    return Path(storage.trial_fs_path)
 
 
 def _bar(row: TrialRow) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.registry import ALGORITHMS
-from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.checkpoints.whole import restore_source
 from rllib_llm.config.schema import build_config, flat_settings
 from rllib_llm.runs.check_data import check_data, check_sources, data_settings
 from rllib_llm.runs.experiment import Experiment, algorithm_class

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-from rllib_llm.checkpoints.finding import restore_source
+from rllib_llm.checkpoints.whole import restore_source
 from rllib_llm.config.schema import resolve_classes
 from rllib_llm.data.rollout_store import ROLLOUTS
 from rllib_llm.runs import default_callbacks

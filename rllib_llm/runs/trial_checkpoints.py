@@ -28,7 +28,7 @@ from rllib_llm.checkpoints.folder import (
     checkpoints_in,
     read_manifest,
 )
-from rllib_llm.overseer.orders import STOP_RUN
+from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.trial_logs import flatten, number
 from rllib_llm.shared.ray_compat import training_result
 from rllib_llm.shared.storage import BestEffort

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import LocalFileSystem
+
 from rllib_llm.shared.storage import Place
 
 
@@ -40,6 +42,14 @@ def setting(key: str, value: Any) -> str:
 
 
 RESULTS = "result.json"
+
+
+def local_folder(trial: Any) -> Path | None:
+    """The folder of a trial of Tune, where it lies on a disk of this machine."""
+    storage = getattr(trial, "storage", None)
+    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
+        return None
+    return Path(storage.trial_fs_path)
 
 
 def read_results(trial_folder: Place) -> list[dict[str, Any]]:

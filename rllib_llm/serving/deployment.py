@@ -91,7 +91,7 @@ def follow(service: Any) -> Any:
     settings = service.settings
     if settings.weights_name is None:
         return None
-    from rllib_llm.checkpoints.model_folder import find_model
+    from rllib_llm.checkpoints.folder import find_model
     from rllib_llm.serving.sources import AdapterMerger, RunSource
     from rllib_llm.weights.coordinator import CoordinatorClient
 

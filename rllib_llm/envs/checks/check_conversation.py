@@ -83,7 +83,7 @@ class ConversationChecker:
         if self.agent_server is None:
             raise ValueError(
                 "agent_server=None must be given for an environment of agents: they talk to a "
-                "server. Pass rllib_llm.serving.agent_server.open_agent_server."
+                "server. Pass rllib_llm.serving.http_server.open_agent_server."
             )
         engine = TorchEngine(load_causal_lm(env.settings["model"]), version=0)
         ends = env.chat_format.stop_token_ids
