@@ -60,7 +60,7 @@ def check_env(
         raise_error: raise `EnvContractError` where there are problems.
         report: is told, line by line, what was proven of a chat template.
         agent_server: for an environment of agents, which talk to a server: what makes it, as
-            `rllib_llm.serving.agent_server.open_agent_server`.
+            `rllib_llm.serving.http_server.open_agent_server`.
 
     What keeps the contract but needs other settings than the default ones is warned of. An
     exception of the environment itself passes through: its traceback says more than we could.
@@ -637,7 +637,7 @@ class ConversationChecker:
         if self.agent_server is None:
             raise ValueError(
                 "agent_server=None must be given for an environment of agents: they talk to a "
-                "server. Pass rllib_llm.serving.agent_server.open_agent_server."
+                "server. Pass rllib_llm.serving.http_server.open_agent_server."
             )
         engine = TorchEngine(load_causal_lm(env.settings["model"]), version=0)
         ends = env.chat_format.stop_token_ids

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.runs.doctor.examine import before_a_run, examine
-from rllib_llm.runs.doctor.finding import exit_code
-from rllib_llm.runs.doctor.machine import GIB, Machine
+from rllib_llm.runs.doctor.machine_rules import GIB, Machine
+from rllib_llm.runs.doctor.stage import exit_code
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
