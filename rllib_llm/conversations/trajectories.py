@@ -56,7 +56,9 @@ def from_record(record: Mapping[str, Any], chat_format: ChatFormat) -> Conversat
                 f"{len(held['token_ids'])} sampled tokens. The record was cut or changed: write it "
                 "again."
             )
-        fields = {key: tuple(v) if isinstance(v, list) else v for key, v in held.items()}
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in held.items()
+        }
         conversation.restore(Node(**fields))
     return conversation
 
