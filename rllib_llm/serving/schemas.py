@@ -408,13 +408,14 @@ class ResponseRequest(Strict):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     stream: bool | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     metadata: dict[str, Any] | None = None
     # Taken, without an effect.
     store: bool | None = None
     user: str | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: dict[str, Any] | None = None
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
