@@ -27,7 +27,7 @@ async function checkOpenai() {
   const { z } = await import("zod");
   const client = new OpenAI({ baseURL: url, apiKey, maxRetries: 0 });
   const chat = client.chat.completions;
-  const asked = { model, messages, max_tokens: 60, seed: 1 };
+  const asked = { model, messages, max_tokens: 200, seed: 1 };
   const schema = z.object({ a: z.number().int().min(0).max(9), sign: z.enum(["+", "-"]) });
   const parameters = {
     type: "object", additionalProperties: false, required: ["a", "sign"],
@@ -61,7 +61,7 @@ async function checkOpenai() {
     ours(called[0]);
   });
   await check("responses: whole, stream, parse", async () => {
-    const short = { model, input: "1 + 1?", max_output_tokens: 60 };
+    const short = { model, input: "1 + 1?", max_output_tokens: 200 };
     must((await client.responses.create(short)).output_text.length > 0);
     const final = await client.responses.stream(short).finalResponse();
     must(final.output_text.length > 0);
@@ -84,12 +84,12 @@ async function checkAi() {
   const schema = z.object({ a: z.number().int().min(0).max(9), sign: z.enum(["+", "-"]) });
   const official = createOpenAI({ baseURL: url, apiKey });
   const models = {
-    "openai-compatible": createOpenAICompatible({ name: "rllib", baseURL: url, apiKey, supportsStructuredOutputs: true })(model),
+    "openai-compatible": createOpenAICompatible({ name: "rllib", baseURL: url, apiKey, includeUsage: true, supportsStructuredOutputs: true })(model),
     "openai, chat": official.chat(model),
     "openai, responses": official.responses(model),
   };
   for (const [name, given] of Object.entries(models)) {
-    const asked = { model: given, prompt: "1 + 1?", maxOutputTokens: 60, maxRetries: 0 };
+    const asked = { model: given, prompt: "1 + 1?", maxOutputTokens: 2000, maxRetries: 0 };
     await check(`${name}: generateText, streamText`, async () => {
       must((await ai.generateText(asked)).text.length > 0);
       let text = "", failed = null;

@@ -380,17 +380,19 @@ def check_schemathesis(url: str, check: Callable) -> None:
 
 
 def check_guidellm(url: str, check: Callable) -> None:
-    for kind in ("chat_completions", "text_completions"):
+    target, model = url.removesuffix("/v1"), os.environ["CLIENTS_MODEL"]
+    for form in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
 
-        @check(f"benchmark, {kind}: all requests succeed")
-        def _(kind: str = kind) -> None:
-            out = Path(f"{kind}.json").resolve()
-            told = json.dumps({"prompt_tokens": 16, "output_tokens": 8})
+        @check(f"six requests of a load, {form}")
+        def _(form: str = form) -> None:
+            out = Path("guidellm.json").resolve()
+            backend = f"kind=openai_http,target={target},model={NAME},api_key={KEY}"
             run_tool(
-                "guidellm", "benchmark", "run", "--target", url.removesuffix("/v1"), "--model",
-                NAME, "--processor", os.environ["CLIENTS_MODEL"], "--profile", "synchronous",
-                "--max-requests", "6", "--data", told, "--output-path", str(out),
-                "--backend-kwargs", json.dumps({"api_key": KEY}), "--request-type", kind,
+                "guidellm", "run", "--backend", f"{backend},request_format={form}",
+                "--tokenizer", f"kind=hf_auto,model={model}", "--profile", "kind=synchronous",
+                "--constraint", "kind=max_requests,count=6",
+                "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+                "--output", f"kind=json,path={out}", "--disable-console-interactive",
             )  # fmt: skip
             (made,) = json.loads(out.read_text())["benchmarks"]
             totals = made["metrics"]["request_totals"]

@@ -23,6 +23,7 @@ from rllib_llm.serving.schemas import (
     ResponseRequest,
     ResponseTool,
     ResponseToolName,
+    Sampling,
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
@@ -57,9 +58,10 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         ApiError: 400, there is none.
     """
     asked: dict[str, Any] = {
+        **body.model_dump(include={*Sampling.model_fields}),
         "messages": _messages(body), "model": body.model, "stream": body.stream,
-        "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature,
-        "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls,
+        "max_completion_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "stream_options": {"include_usage": True} if body.stream else None,
     }  # fmt: skip
     if body.top_logprobs or _LOGPROBS in (body.include or ()):
@@ -179,9 +181,7 @@ def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message_item(
-    context: RequestContext, status: str, *content: dict[str, Any]
-) -> dict[str, Any]:
+def _message_item(context: RequestContext, status: str, *content: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"msg_{context.request_id}", "type": "message", "role": "assistant",
         "status": status, "content": content,

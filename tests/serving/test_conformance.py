@@ -225,6 +225,17 @@ def test_a_response_s_log_probs_are_the_chat_s(client):
     assert told(events[-1].response.output[0].content[0].logprobs) == expected
 
 
+def test_a_response_is_sampled_with_vllm_s_settings(client):
+    further = {"seed": 3, "top_k": 5, "ignore_eos": True, "repetition_penalty": 1.5}
+    made = client.responses.create(
+        model=NAME, input="1 + 1?", max_output_tokens=12, extra_body=further
+    )
+    chat = client.chat.completions.create(
+        model=NAME, messages=CHAT, max_tokens=12, extra_body=further
+    )
+    assert made.output_text == chat.choices[0].message.content
+
+
 def test_a_forced_call_comes_before_a_response_format(client):
     told = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}
     asked = {**ASKED, "tools": TOOLS, "tool_choice": NAMED, "response_format": told}
