@@ -89,7 +89,7 @@ async function checkAi() {
     "openai, responses": official.responses(model),
   };
   for (const [name, given] of Object.entries(models)) {
-    const asked = { model: given, prompt: "1 + 1?", maxOutputTokens: 2000, maxRetries: 0 };
+    const asked = { model: given, prompt: "1 + 1?", maxOutputTokens: 1000, maxRetries: 0 };
     await check(`${name}: generateText, streamText`, async () => {
       must((await ai.generateText(asked)).text.length > 0);
       let text = "", failed = null;

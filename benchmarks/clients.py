@@ -375,7 +375,7 @@ def check_schemathesis(url: str, check: Callable) -> None:
         run_tool(
             "schemathesis", "run", described, "--max-examples", "5", "--seed", "1",
             "--checks", f"{checks}response_schema_conformance", "--phases", "examples,fuzzing",
-            "-H", f"Authorization: Bearer {KEY}",
+            "--request-timeout", "60", "-H", f"Authorization: Bearer {KEY}",
         )  # fmt: skip
 
 
@@ -472,8 +472,12 @@ def served(model: Path) -> Iterator[str]:
     """The address of a server of the model, with a key."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "rllib_llm.cli.main", "serve", str(model), "--local",
-               "--port", str(port), "--name", NAME]  # fmt: skip
+    # A random model ends by itself too seldom for a client that waits ten seconds.
+    limits = ["--set", "max_model_len=2048", "--set", "default_max_tokens=64"]
+    command = [
+        sys.executable, "-m", "rllib_llm.cli.main", "serve", str(model), "--local",
+        "--port", str(port), "--name", NAME, *limits,
+    ]  # fmt: skip
     process = subprocess.Popen(command, env=os.environ | {"RLLIB_SERVE_API_KEYS": KEY})
     try:
         while True:
