@@ -18,8 +18,8 @@ from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.sampler import Generated
 from rllib_llm.rollouts.streaming.actor import looked
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
-from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.sampler import LeaseWork, RowWork, ServingSettings
+from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
+from rllib_llm.rollouts.streaming.sampler import LeaseWork, RowWork
 from rllib_llm.rollouts.streaming.source import Rollouts
 from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
