@@ -36,7 +36,7 @@ setup(
     packages=find_packages(include=["rllib_llm", "rllib_llm.*"]),
     package_data={
         "rllib_llm.runs": ["page/*"],
-        "rllib_llm.serving": ["page.html", "dashboard.json"],
+        "rllib_llm.serving": ["page.html", "dashboard.json", "haproxy.sh"],
     },
     cmdclass={"build_py": BuildWithExamples},
     install_requires=[

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from rllib_llm.config.schema import build_config
-from rllib_llm.runs.algorithms import algorithm_class
-from rllib_llm.runs.flat_results import flatten
+from rllib_llm.runs.experiment import algorithm_class
+from rllib_llm.runs.trial_logs import flatten
 from rllib_llm.runs.yaml_experiments import Experiment, fill, load
 from rllib_llm.runs.yaml_loader import read
 

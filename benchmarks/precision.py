@@ -27,7 +27,7 @@ from stopwatch import Stopwatch, add
 
 from rllib_llm import GRPOConfig
 from rllib_llm.examples import arithmetic
-from rllib_llm.runs.doctor.machine import Machine
+from rllib_llm.runs.doctor.machine_rules import Machine
 
 SPANS = ("generate", "score", "train", "total")
 PRECISIONS = {"float32": None, "bf16": "bf16"}

@@ -20,7 +20,7 @@ from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.cli.main import app
 from rllib_llm.config.listing import settings_of
 from rllib_llm.runs.experiment import KEYS, CheckpointConfig, Experiment
-from rllib_llm.runs.metric_names import GROUPS
+from rllib_llm.runs.metrics import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 _COLUMN = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<meaning>.*)$')

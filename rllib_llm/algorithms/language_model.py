@@ -23,15 +23,14 @@ from rllib_llm.algorithms.headline import HEADLINE, with_headline
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.algorithms.setup_watch import is_trial, killed_after
 from rllib_llm.checkpoints.folder import make_readable
-from rllib_llm.checkpoints.started_in import in_its_folder
+from rllib_llm.checkpoints.made_by import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.config.placement import require_places
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
-from rllib_llm.overseer.messages import MESSAGES_FILE, MessageLog
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.rollouts.samples import SAMPLES_FILE
-from rllib_llm.shared.listening import Listener, Message
+from rllib_llm.shared.messages import MESSAGES_FILE, Listener, Message, MessageLog
 from rllib_llm.shared.storage import fetch_file
 from rllib_llm.shared.tracebacks import raise_plainly
 

@@ -1,4 +1,4 @@
-"""What an iteration of RLHF reports: by group and name as in `runs/metric_names.py`, and under
+"""What an iteration of RLHF reports: by group and name as in `runs/metrics.py`, and under
 the names that RLlib uses for all algorithms."""
 
 from __future__ import annotations

@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from rllib_llm.cli.options import IMPORT_HELP
-from rllib_llm.cli.panel import user_errors
-from rllib_llm.cli.session import check_address, prepare
-from rllib_llm.runs.overrides import HELP as SET_HELP
+from rllib_llm.cli.session import check_address, prepare, user_errors
+from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
-    from rllib_llm.runs.doctor.finding import Finding
+    from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.experiment import Experiment
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -58,7 +57,7 @@ def doctor(
     """
     prepare(0, imports)
     with user_errors():
-        from rllib_llm.runs.doctor.finding import distinct, exit_code
+        from rllib_llm.runs.doctor.stage import distinct, exit_code
 
         found = list(_findings(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
@@ -78,9 +77,9 @@ def _findings(
     overrides: list[str] | None,
 ) -> Iterator[Finding]:
     from rllib_llm.runs.doctor.examine import examine
-    from rllib_llm.runs.doctor.finding import Finding
-    from rllib_llm.runs.doctor.machine import Machine
-    from rllib_llm.runs.doctor.ray_rules import ray_rules
+    from rllib_llm.runs.doctor.installation import ray_rules
+    from rllib_llm.runs.doctor.machine_rules import Machine
+    from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.yaml_experiments import load
     from rllib_llm.runs.yaml_loader import read
 
@@ -106,9 +105,8 @@ def _findings(
 
 def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
     from rllib_llm.runs.doctor.deep import deep_rules
-    from rllib_llm.runs.doctor.finding import Finding
-    from rllib_llm.runs.doctor.stage import make_stage
-    from rllib_llm.runs.stand_ins import with_stand_ins
+    from rllib_llm.runs.doctor.stage import Finding, make_stage
+    from rllib_llm.runs.yaml_experiments import with_stand_ins
 
     for experiment in with_stand_ins(experiments):
         try:

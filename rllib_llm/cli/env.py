@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rllib_llm.cli.options import IMPORT_HELP
-from rllib_llm.cli.panel import shown_warnings, user_errors
-from rllib_llm.cli.session import prepare
+from rllib_llm.cli.session import prepare, shown_warnings, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
@@ -70,7 +69,7 @@ def check(
     prepare(imports=imports)
     console = Console()
     with user_errors(), shown_warnings():
-        from rllib_llm.envs.checks.check_env import check_env
+        from rllib_llm.envs.check_env import check_env
 
         settings = parse_mapping(env_config, "--env-config")
         problems = check_env(
@@ -92,6 +91,6 @@ def check(
 
 def _open_agent_server(*arguments: Any, **settings: Any) -> Any:
     # Here, since it wants the packages of `rllib-llm[serve]`.
-    from rllib_llm.serving.agent_server import open_agent_server
+    from rllib_llm.serving.http_server import open_agent_server
 
     return open_agent_server(*arguments, **settings)

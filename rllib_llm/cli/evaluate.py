@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rllib_llm.cli.options import RayOptions, takes
-from rllib_llm.cli.panel import show, stderr, user_errors
-from rllib_llm.cli.session import prepare, ray_session
-from rllib_llm.runs.flat_results import flatten, number
+from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
+from rllib_llm.runs.trial_logs import flatten, number
 from rllib_llm.runs.yaml_loader import parse_mapping
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def evaluate(
                 **settings.get("evaluation_config", {}),
                 **_sampled(samples, pass_at, pass_on, answer_pattern),
             }
-        from rllib_llm.checkpoints.finding import find_checkpoint
+        from rllib_llm.checkpoints.whole import find_checkpoint
 
         folder = find_checkpoint(checkpoint)
         algorithm_config = checkpoint_config(folder, settings)

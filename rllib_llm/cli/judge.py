@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from rllib_llm.cli.options import IMPORT_HELP
-from rllib_llm.cli.panel import user_errors
-from rllib_llm.cli.session import prepare
+from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
 from rllib_llm.shared.errors import UserError
 

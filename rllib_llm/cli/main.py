@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from rllib_llm.cli import (
-    config,
     doctor,
     env,
     evaluate,
@@ -15,12 +14,9 @@ from rllib_llm.cli import (
     generate,
     judge,
     report,
-    rollouts,
     serve,
     status,
-    tell,
     train,
-    verify,
 )
 
 app = typer.Typer(
@@ -60,17 +56,17 @@ def rllib(
 app.add_typer(train.app, name="train")
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
-app.command("rollouts")(rollouts.rollouts)
-app.command("verify")(verify.verify)
+app.command("rollouts")(report.rollouts)
+app.command("verify")(report.verify)
 app.command("serve")(serve.serve)
 app.command("judge")(judge.judge)
 app.command("reward-server")(judge.reward_server)
-app.command("config")(config.show_config)
+app.command("config")(examples.show_config)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("status")(status.status)
 app.command("top")(status.top)
-for command in (tell.pause, tell.resume, tell.scale, tell.checkpoint, tell.stop):
+for command in (status.pause, status.resume, status.scale, status.checkpoint, status.stop):
     app.command(command.__name__)(command)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")

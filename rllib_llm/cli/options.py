@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from rllib_llm.runs.overrides import HELP as SET_HELP
+from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 
 IMPORT_HELP = (
     "A module of yours that is imported here and in Ray's processes before anything else, to "

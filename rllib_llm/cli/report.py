@@ -1,13 +1,17 @@
-"""`rllib report RUN [RUN]`: the report page of a run, or of two side by side."""
+"""`rllib report | rollouts | verify RUN`: what a run left behind."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from rllib_llm.cli.panel import user_errors
+from rllib_llm.cli.session import prepare, user_errors
+from rllib_llm.shared.errors import UserError
 
 
 def report(
@@ -32,3 +36,150 @@ def report(
             name = name if name not in groups else str(run)
             groups[name] = find_trials(run)
         print(write_page(groups, output or runs[0].expanduser() / PAGE_FILE))
+
+
+NUM_SHOWN = 5
+
+
+def rollouts(
+    run: Annotated[
+        str, typer.Argument(help="Folder or URL of a run, a stage, a trial or its rollouts.")
+    ],
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where", "-w", help="SQL condition: \"status = 'trained' AND score > 0.5\"."
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", "-s", help="A column, highest first, or 'COLUMN asc'."),
+    ] = None,
+    show: Annotated[
+        int, typer.Option("--show", "-n", min=0, help="How many completions are printed.")
+    ] = NUM_SHOWN,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export", help="FILE.jsonl, or a FOLDER that Hugging Face's load_dataset reads."
+        ),
+    ] = None,
+    columns: Annotated[
+        bool, typer.Option("--columns", help="List the columns and their types.")
+    ] = False,
+) -> None:
+    """Look at the completions that a run sampled: trained, rejected, failed and held-out ones.
+
+    Conditions are SQL, read by DuckDB: pip install 'rllib-llm[rollouts]'.
+    """
+    console = Console(highlight=False)
+    with user_errors():
+        from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
+
+        found = open_rollouts(rollout_folders(run))
+        if columns:
+            for field in found.schema:
+                console.print(f"{field.name:16} {field.type}", markup=False)
+            return
+        if export is not None:
+            table = query(found, where=where, sort=sort)
+            console.print(_export(table, export), soft_wrap=True)
+            return
+        _print_summary(console, found)
+        rows = query(found, where=where, sort=sort, limit=show).to_pylist() if show else []
+    if show and not rows:
+        console.print(f"No completion matches --where {where!r}." if where else "There is none.")
+    for row in rows:
+        _print_row(console, row)
+
+
+def _print_summary(console: Console, found: Any) -> None:
+    from rllib_llm.data.rollouts import reasons, summary
+
+    for status, counted in summary(found).items():
+        score = "" if counted["score"] is None else f", mean score {counted['score']:.4g}"
+        console.print(
+            f"{status}: {counted['completions']:.0f} completions, {counted['tokens']:.0f} tokens"
+            f"{score}"
+        )
+    why = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons(found).items()))
+    if why:
+        console.print(f"reasons: {why}")
+
+
+def _print_row(console: Console, row: dict[str, Any]) -> None:
+    reason = f" ({row['reason']})" if row["reason"] else ""
+    parts = [
+        f"iteration {row['iteration']}",
+        f"prompt {row['position']}.{row['sample']}",
+        f"{row['status']}{reason}",
+        *(f"{name} {row[name]:.4g}" for name in ("score", "reward") if row[name] is not None),
+        *(f"{name} {value:.4g}" for name, value in json.loads(row["rewards"] or "{}").items()),
+        f"{row['tokens']} tokens, {row['finish_reason']}",
+        *([f"row {row['row']}"] if row["row"] else ()),
+    ]
+    console.print(f"\n[bold]{escape(' · '.join(parts))}[/bold]", soft_wrap=True)
+    if row["prompt"] is None:
+        console.print(f"prompt ids {row['prompt_ids']}\ncompletion ids {row['completion_ids']}")
+        return
+    # A terminal shows by its brightness where the completion begins; turns have lines of their own.
+    glued = console.is_terminal and row["messages"] is None
+    for name, style in (("prompt", "dim"), ("completion", "")):
+        if not console.is_terminal:
+            console.print(f"{name}: ", end="")
+        end = "" if glued and name == "prompt" else "\n"
+        console.print(row[name], style=style, markup=False, end=end, soft_wrap=True)
+
+
+def _export(table: Any, target: str) -> str:
+    """Write the rows of `table`, and say where they are."""
+    if table.num_rows == 0:
+        raise UserError(
+            "--where must leave at least one row: there is none to export. Loosen the condition."
+        )
+    path = Path(target).expanduser()
+    if path.suffix in (".jsonl", ".ndjson", ".json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for batch in table.to_batches(max_chunksize=1024):
+                for row in batch.to_pylist():
+                    file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
+        return f"{table.num_rows} completions in {path}"
+    if path.suffix or path.is_file():
+        raise UserError(
+            f"--export={target!r} must end in .jsonl, or be a folder: {path.suffix or 'a file'} is "
+            "neither. Rename it."
+        )
+    import pyarrow.parquet as pq
+
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(
+            f"--export={target!r} must be new or empty: other files lie there, and a data set is "
+            "all that is in its folder. Choose another."
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path / "train-00000-of-00001.parquet", compression="zstd")
+    return f"{table.num_rows} completions in {path}: datasets.load_dataset({str(path)!r})"
+
+
+def verify(
+    run: Annotated[str, typer.Argument(help="Folder or URL of a run, a stage or a trial.")],
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", min=1, help="Completions of each trial.")
+    ] = 16,
+    seed: Annotated[int, typer.Option(help="Which completions are drawn.")] = 0,
+) -> None:
+    """Sample stored completions anew from the weights of the checkpoints, and compare.
+
+    Exits with 1 where more than round-off differs, or nothing can be compared.
+    """
+    prepare()
+    with user_errors():
+        from rllib_llm.runs import verify as verification
+
+        found = verification.verify(run, samples, seed)
+    console = Console(highlight=False)
+    for each in found:
+        console.print(str(each), markup=False, soft_wrap=True)
+    if not all(each.agrees for each in found):
+        raise typer.Exit(1)

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.panel import user_errors
-from rllib_llm.cli.session import prepare
+from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.shared.errors import UserError
 
 MISSING = (

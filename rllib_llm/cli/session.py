@@ -1,4 +1,4 @@
-"""Ray for the length of a command: quiet, without dashboard, with a bounded object store."""
+"""The length of a command: Ray, quiet and bounded, and what is said on stderr of mistakes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import re
 import socket
 import subprocess
 import sys
+import textwrap
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.cli.panel import user_errors
 from rllib_llm.modules.model_limits import num_elements
 from rllib_llm.shared.dotted import name_imports, runtime_env
 from rllib_llm.shared.errors import UserError
@@ -25,6 +31,58 @@ from rllib_llm.shared.tracebacks import VERBOSE
 
 if TYPE_CHECKING:
     from rllib_llm.runs.yaml_experiments import Experiment
+
+stderr = Console(stderr=True)
+
+
+def show(message: str, title: str = "error") -> None:
+    """Print `message` between two red rules on stderr, its words whole: a path can be copied, and
+    so can what is indented, a command, which stays on one line."""
+    width = max(20, stderr.width)
+    lines = [
+        line
+        for paragraph in message.splitlines()
+        for line in (
+            [paragraph]
+            if paragraph.startswith(" ")
+            else textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False)
+            or [""]
+        )
+    ]
+    stderr.print(Rule(title, align="left", style="red"))
+    stderr.print(Text("\n".join(lines)), soft_wrap=True)
+    stderr.print(Rule(style="red"))
+
+
+@contextlib.contextmanager
+def user_errors(verbosity: int = 0) -> Iterator[None]:
+    """Turn mistakes of the user (ValueError, missing files and modules) into a panel and exit 2.
+
+    With a `verbosity` above 0 the traceback comes first.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError, NotADirectoryError, ImportError) as error:
+        if verbosity:
+            stderr.print_exception()
+        show(str(error) or type(error).__name__)
+        raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def shown_warnings() -> Iterator[list[str]]:
+    """Print each different `UserWarning` of the block once, when it has ended without an error, and
+    add it to the list that is yielded."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield told
+    texts = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
+    told += dict.fromkeys(texts)
+    for text in told:
+        line = Text.assemble(("warning: ", "yellow"), text)
+        stderr.print(line, soft_wrap=True, highlight=False)
+
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +264,7 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> f
     """
     from rllib_llm.runs.plan import search_space
     from rllib_llm.runs.search_space import examples
-    from rllib_llm.runs.stand_ins import with_stand_ins
+    from rllib_llm.runs.yaml_experiments import with_stand_ins
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
     most = 0.0

@@ -15,8 +15,14 @@ import typer.core
 from rich.console import Console
 
 from rllib_llm.cli.options import RunOptions, laid_over, takes
-from rllib_llm.cli.panel import show, shown_warnings, user_errors
-from rllib_llm.cli.session import prepare, ray_session, weights_in_store
+from rllib_llm.cli.session import (
+    prepare,
+    ray_session,
+    show,
+    shown_warnings,
+    user_errors,
+    weights_in_store,
+)
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_experiments import Experiment, load
 from rllib_llm.runs.yaml_loader import parse_mapping, read
@@ -179,8 +185,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     console = Console()
     with user_errors(options.verbose):
         from rllib_llm.runs.doctor.examine import before_a_run
-        from rllib_llm.runs.plan import check_experiments
-        from rllib_llm.runs.room import check_disk, check_resources
+        from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
         from rllib_llm.runs.run_folder import (
             check_writable,
             new_folder,

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat
-from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.training_rows import Node
+from rllib_llm.conversations.conversation import Conversation, Node
 
 _JSON = "json:"  # in front of a value that is JSON text in a table
 _MESSAGE_KEYS = ("messages", "conversations", "conversation", "completion")

@@ -281,7 +281,7 @@ def _reward_model_term(
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
     if chosen.get("models"):
-        from rllib_llm.envs.judges.ensemble import RewardModelEnsemble
+        from rllib_llm.envs.judges.frozen_reward_model import RewardModelEnsemble
 
         return RewardTerm(RewardModelEnsemble(options.pop("models"), **options), weight, name)
     return RewardTerm(RewardModelScorer(options.pop("model"), **options), weight, name)

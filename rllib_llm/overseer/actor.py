@@ -1,19 +1,133 @@
-"""The overseer of a Tune run as a named actor, made by whichever trial needs it first."""
+"""The overseer of a Tune run as a named actor, made by whichever trial needs it first; it answers
+HTTP on loopback alone, for whoever has the run's token.
+
+GET  /health /status /topology /metrics      GET /commands?id=1&id=2
+POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"commands": [{"id", ...}]}
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import json
 import os
+import secrets
+import threading
 from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.overseer.http_server import OverseerServer
-from rllib_llm.overseer.overseer import Overseer
+from rllib_llm.overseer.overseer import CommandError, Overseer
 from rllib_llm.shared.named_actor import NAMESPACE
+
+# In the folder of a stage, JSON {"url", "token"}. Without that ending: of a run that is resumed,
+# Tune puts every .json and .pkl file of that folder back, again and again, as it was at first.
+ADDRESS_FILE = "overseer.address"
+MAX_BODY = 64 * 1024
+
+
+class OverseerServer:
+    """Serves an overseer until it is closed; its address and token are in `folder`, readable by the
+    user alone."""
+
+    def __init__(self, overseer: Overseer, folder: Path) -> None:
+        self.file = folder / ADDRESS_FILE
+        self.token = _old_token(self.file) or secrets.token_urlsafe(24)
+        handler = type("Handler", (_Handler,), {"overseer": overseer, "token": self.token})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="overseer", daemon=True).start()
+        self._write()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _write(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        new = self.file.with_suffix(f".{os.getpid()}")
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump({"url": self.url, "token": self.token}, stream)
+        os.replace(new, self.file)
+
+
+def _old_token(file: Path) -> str | None:
+    """The token of an overseer before this one, so that clients of a run can go on."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["token"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    overseer: Overseer
+    token: str
+
+    def do_GET(self) -> None:  # noqa: N802  (the library's name)
+        if not self._is_allowed():
+            return
+        parts = urlsplit(self.path)
+        answers: dict[str, Any] = {
+            "/health": self.overseer.health,
+            "/status": self.overseer.status,
+            "/topology": lambda: {"parts": self.overseer.status()["parts"]},
+        }
+        if parts.path == "/metrics":
+            self._send(HTTPStatus.OK, self.overseer.metrics(), "text/plain; version=0.0.4")
+        elif parts.path == "/commands":
+            ids = [int(one) for one in parse_qs(parts.query).get("id", []) if one.isdigit()]
+            self._send_json({"commands": self.overseer.commands(ids or None)})
+        elif parts.path in answers:
+            self._send_json(answers[parts.path]())
+        else:
+            self._send_json({"error": f"{parts.path} is nothing here"}, HTTPStatus.NOT_FOUND)
+
+    def do_POST(self) -> None:  # noqa: N802
+        if not self._is_allowed():
+            return
+        length = int(self.headers.get("Content-Length") or 0)
+        try:
+            if urlsplit(self.path).path != "/commands" or length > MAX_BODY:
+                raise CommandError(f"{self.path} takes no command of {length} bytes.")
+            body = json.loads(self.rfile.read(length) or b"{}")
+            told = self.overseer.command(str(body.get("name")), body.get("arguments"))
+        except (ValueError, AttributeError, TypeError) as error:
+            self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+            return
+        self._send_json({"commands": told})
+
+    def _is_allowed(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        # A page in a browser cannot send the token, nor an address that is not loopback's.
+        host = self.headers.get("Host", "").partition(":")[0]
+        if hmac.compare_digest(given, self.token) and host in ("127.0.0.1", "localhost"):
+            return True
+        self._send_json({"error": "the run's token is missing"}, HTTPStatus.UNAUTHORIZED)
+        return False
+
+    def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._send(status, json.dumps(value), "application/json")
+
+    def _send(self, status: HTTPStatus, text: str, kind: str) -> None:
+        data = text.encode("utf-8")
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing: requests come every second."""
+
 
 MAX_CALLS = 64  # at once; each takes microseconds
 

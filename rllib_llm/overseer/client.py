@@ -16,9 +16,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.overseer.commands import LOST
-from rllib_llm.overseer.http_server import ADDRESS_FILE
-from rllib_llm.overseer.overseer import is_settled
+from rllib_llm.overseer.actor import ADDRESS_FILE
+from rllib_llm.overseer.overseer import LOST, is_settled
 from rllib_llm.shared.errors import UserError
 
 SECONDS_TO_ANSWER = 5.0

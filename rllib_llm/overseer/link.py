@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from rllib_llm.overseer.actor import open_overseer
-from rllib_llm.overseer.commands import DONE, REFUSED
+from rllib_llm.overseer.overseer import DONE, REFUSED
 from rllib_llm.shared.named_actor import NamedActor
 
 INTERVAL_S = 1.0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.overseer.diagnosis import PhaseClock
 from rllib_llm.overseer.link import Link
-from rllib_llm.overseer.phases import PhaseClock
 
 IDLE, WEIGHTS, GENERATING = "waiting for a request", "loading weights", "generating"
 JUDGING, STARTING = "judging", "starting"

@@ -22,7 +22,7 @@ class AgentSampler(ConversationSampler):
         self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
     ) -> list[Attempt]:
         # Here, since it wants the packages of `rllib-llm[serve]`.
-        from rllib_llm.serving.agent_server import open_agent_server
+        from rllib_llm.serving.http_server import open_agent_server
 
         assert isinstance(env, AgentEnv), "the environment runner chose this sampler"
         engine = self.policy.open_engine(self.weights.version)

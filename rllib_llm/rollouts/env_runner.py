@@ -55,7 +55,7 @@ from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Generated, Sampler
 from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.listening import Listener
+from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import threads_for
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver

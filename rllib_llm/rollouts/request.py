@@ -11,7 +11,7 @@ import torch
 from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
-from rllib_llm.shared.listening import Message
+from rllib_llm.shared.messages import Message
 from rllib_llm.shared.padding import widen
 
 Column: TypeAlias = torch.Tensor

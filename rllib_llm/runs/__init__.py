@@ -8,12 +8,12 @@ from typing import Any
 # Imported when first used: Tune's loggers cost time to import, and every process imports this.
 _PUBLIC = {
     "default_callbacks": "rllib_llm.runs.callbacks",
-    "EndBrokenTrials": "rllib_llm.runs.broken_trials",
-    "KeepBestCheckpoint": "rllib_llm.runs.best_checkpoint",
-    "ResumablePBT": "rllib_llm.runs.resumable_pbt",
-    "RestartHungTrials": "rllib_llm.runs.hung_trials",
-    "SaveOnStop": "rllib_llm.runs.save_on_stop",
-    "TimedCheckpoints": "rllib_llm.runs.timed_checkpoints",
+    "EndBrokenTrials": "rllib_llm.runs.failing_trials",
+    "KeepBestCheckpoint": "rllib_llm.runs.trial_checkpoints",
+    "ResumablePBT": "rllib_llm.runs.search_space",
+    "RestartHungTrials": "rllib_llm.runs.failing_trials",
+    "SaveOnStop": "rllib_llm.runs.trial_checkpoints",
+    "TimedCheckpoints": "rllib_llm.runs.trial_checkpoints",
 }
 __all__ = [*_PUBLIC]
 

@@ -4,7 +4,7 @@ it is something else."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
 from rllib_llm.shared.errors import UserError, suggestion
+
+if TYPE_CHECKING:
+    from ray.tune import Trainable
 
 # Keys of other versions of the format -> where the setting lives.
 MOVED = {
@@ -212,3 +215,28 @@ def _reason(path: tuple[str, ...]) -> str:
     text = Experiment.model_fields[path[0]].description or ""
     asks = text.startswith(("what", "which", "when", "where", "how", "whether"))
     return f"it {'says' if asks else 'is'} {text}"
+
+
+def algorithm_class(name: str, where: str) -> type[Trainable]:
+    """Return the algorithm called `name`: a registered name or a dotted path to a class.
+
+    It is an Algorithm of RLlib, or another Trainable of Tune with a `get_default_config()`.
+
+    Raises:
+        UserError: nothing of that name; the message has the nearest ones.
+    """
+    from ray.tune import Trainable
+
+    from rllib_llm.algorithms.registry import get_algorithm_class
+
+    found = get_algorithm_class(name)
+    is_trainable = isinstance(found, type) and issubclass(found, Trainable)
+    if not (is_trainable and hasattr(found, "get_default_config")):
+        raise UserError(
+            name=f"{where}.run",
+            value=name,
+            rule="be an RLlib Algorithm or another Tune Trainable",
+            reason=f"it is {found!r}",
+            remedy="Check the path",
+        )
+    return found

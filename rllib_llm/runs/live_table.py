@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import LocalFileSystem
 from ray.tune import Callback
+from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,10 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.overseer.messages import TrialEar, same_key
-from rllib_llm.runs.flat_results import flatten, number, setting
-from rllib_llm.runs.metrics_view import Metric, columns, progress
+from rllib_llm.runs.metrics import Metric, columns, progress
 from rllib_llm.runs.signs import Sign, Watch
+from rllib_llm.runs.trial_logs import flatten, local_folder, number, setting
+from rllib_llm.shared.messages import TrialEar, same_key
+from rllib_llm.shared.tracebacks import is_verbose
 
 LINE_INTERVAL_S = 10.0
 WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet
@@ -140,7 +141,7 @@ class LiveTable(Callback):
         self._last_poll = now
         for trial in trials:
             row = self._row(trial)
-            if row.ear is None and (folder := _folder(trial)) is not None:
+            if row.ear is None and (folder := local_folder(trial)) is not None:
                 row.ear = TrialEar(folder)
         self._hear()
         if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
@@ -246,14 +247,6 @@ class LiveTable(Callback):
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _folder(trial: Any) -> Path | None:
-    """The trial's folder, where it lies on a disk of this machine."""
-    storage = getattr(trial, "storage", None)
-    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
-        return None
-    return Path(storage.trial_fs_path)
-
-
 def _bar(row: TrialRow) -> Any:
     if row.state in ("failed", "starting"):
         return f"[red]{row.state}[/red]" if row.state == "failed" else f"[dim]{row.state}[/dim]"
@@ -283,3 +276,113 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Progress(LiveTable):
+    """What `rllib train` shows, as plain lines, for a `Tuner` of one's own that Tune itself is to
+    say nothing of:
+
+    tune.RunConfig(verbose=0, callbacks=[Progress()])
+    """
+
+    def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
+        """`stop`: when a trial ends, to tell how far it is; by default that of the run."""
+        super().__init__("trials", stop or {}, _plain_console())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._console = _plain_console()  # a resumed run's
+
+    def setup(self, stop: Any = None, **info: Any) -> None:
+        """Takes the run's stop criteria, where none were given."""
+        if not self._stop and isinstance(stop, Mapping):
+            self._stop.update(stop)
+
+    def nameless(self, trial: Any) -> str:
+        """Its name under Tune: trials of the same settings are not the same."""
+        return str(trial)
+
+    def begin(self, trial: Any, num_trials: int | None) -> None:
+        """Say what is run, and where its results go."""
+        count = f"{num_trials} trial{'s' * (num_trials != 1)}" if num_trials else "Trials"
+        folder = trial.storage.experiment_fs_path
+        self._say(f"{count} of {trial.trainable_name}, results in {folder}")
+
+    def end(self) -> None:
+        """Show the last results of all trials beside one another."""
+        self._console.print(self.table())
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class TunerProgress(Callback):
+    """`Progress` for a run of this package's algorithms whose `RunConfig` leaves open what is
+    printed; with any other `verbose` than 3, what Tune takes for the default, it keeps silent, and
+    so it does about others' algorithms."""
+
+    def __init__(self) -> None:
+        self._lines: Progress | None = None
+        self._is_decided = False
+        self._stop: Any = None
+        self._num_trials: int | None = None
+
+    def setup(
+        self, stop: Any = None, num_samples: Any = None, total_num_samples: Any = None, **info: Any
+    ) -> None:
+        """Notes what the run is to be; whose algorithms it runs is not known yet."""
+        self._lines, self._is_decided = None, False
+        self._stop, self._num_trials = stop, total_num_samples
+
+    def on_step_begin(self, iteration: int, trials: list, **info: Any) -> None:
+        self._decide(trials)
+
+    def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
+        self._decide(trials)
+        if self._lines is not None:
+            self._lines.on_step_end(iteration, trials)
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self._decide(trials)
+        if self._lines is not None:
+            self._lines.on_trial_start(iteration, trials, trial)
+
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if self._lines is not None:
+            self._lines.on_trial_result(iteration, trials, trial, result)
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        if self._lines is not None:
+            self._lines.on_trial_complete(iteration, trials, trial)
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        if self._lines is not None:
+            self._lines.on_trial_error(iteration, trials, trial)
+
+    def on_experiment_end(self, trials: list, **info: Any) -> None:
+        if self._lines is not None:
+            self._lines.end()
+
+    def _decide(self, trials: list) -> None:
+        """Once, when the first trials are known: whether to speak, and Tune not to."""
+        if self._is_decided or not trials:
+            return
+        self._is_decided = True
+        is_default = has_verbosity(Verbosity.V3_TRIAL_DETAILS) and not is_verbose()
+        if is_default and any(_is_ours(trial) for trial in trials):
+            set_verbosity(Verbosity.V0_MINIMAL)
+            self._lines = Progress(self._stop if isinstance(self._stop, Mapping) else None)
+            self._lines.begin(trials[0], self._num_trials)
+
+
+def _is_ours(trial: Any) -> bool:
+    """Whether a trial runs an algorithm of this package, or one made from it."""
+    trainable = trial.get_trainable_cls()
+    classes = getattr(trainable, "__mro__", ())
+    return any(base.__module__.partition(".")[0] == "rllib_llm" for base in classes)
+
+
+def _plain_console() -> Console:
+    return Console(width=sys.maxsize, force_terminal=False)

@@ -9,21 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.samples import SAMPLES_FILE
-from rllib_llm.runs.before_after import before_after_table
-from rllib_llm.runs.flat_results import number
-from rllib_llm.runs.metrics_view import first_and_last, summary_metrics
+from rllib_llm.runs.metrics import first_and_last, summary_metrics
 from rllib_llm.runs.plot import plot_stage
 from rllib_llm.runs.report_page import PAGE_FILE
 from rllib_llm.runs.signs import signs
 from rllib_llm.runs.stage_result import StageResult
 from rllib_llm.runs.trial_logs import (
     before_and_after,
+    number,
     read_json_lines,
     read_results,
 )
@@ -184,3 +183,35 @@ def _stores(result: StageResult) -> bool:
 def _generates(model: Place) -> bool:
     """True for a causal language model, False for a reward model."""
     return "CausalLM" in (model / "config.json").read_text(encoding="utf-8")
+
+
+MAX_CHARS = 220
+
+
+def before_after_table(pairs: list[tuple[dict, dict]], num: int = 5) -> Table:
+    """Return a table of `num` prompts spread over `pairs`: both completions, with scores."""
+    step = max(1, len(pairs) // num)
+    table = Table(show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2)
+    table.add_column("before", ratio=3)
+    table.add_column("after", ratio=3)
+    for before, after in pairs[::step][:num]:
+        table.add_row(Text(_short(before["prompt"])), _cell(before), _cell(after))
+    return table
+
+
+def _cell(row: dict[str, Any]) -> Group:
+    return Group(Text(_short(row["completion"]) or "(nothing)"), Text(_scores(row), style="dim"))
+
+
+def _scores(row: dict[str, Any]) -> str:
+    """Return the score and, where it is there, the gold score, e.g. "score 1.32  gold 3.00"."""
+    shown = {"score": row.get("score"), "gold": row.get("gold_score")}
+    return "  ".join(
+        f"{name} {value:.2f}" for name, value in shown.items() if isinstance(value, int | float)
+    )
+
+
+def _short(text: str) -> str:
+    text = " ".join(str(text).split())
+    return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"

@@ -15,7 +15,7 @@ from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
 from ray.tune.utils.util import SafeFallbackEncoder
 
-from rllib_llm.overseer.orders import STOP_RUN
+from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.trial_logs import read_results
 from rllib_llm.shared.storage import BestEffort, fetch_file, keep_json_rows
 

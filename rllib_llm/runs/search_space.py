@@ -1,10 +1,15 @@
-"""Search spaces written in YAML: `{grid_search: [...]}`, `{loguniform: [1e-6, 1e-4]}`, ..."""
+"""Search in YAML: spaces such as `{grid_search: [...]}`, schedulers and searchers by name."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from rllib_llm.shared.errors import UserError
+from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.utils import flatten_dict
+
+from rllib_llm.runs.experiment import Experiment
+from rllib_llm.shared.errors import UserError, suggestion, unknown_key
 
 # Name -> argument names of the `ray.tune` function. `choice` and `grid_search` take one list.
 SAMPLERS: dict[str, tuple[str, ...]] = {
@@ -108,3 +113,121 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
         raise UserError(
             f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}"
         ) from error
+
+
+SHORT_NAMES = {"asha": "async_hyperband"}
+
+
+def make_scheduler(experiment: Experiment) -> Any:
+    """Return the Tune scheduler that the experiment names, None for first in, first out.
+
+    Raises:
+        UserError: unknown name or argument.
+    """
+    from ray.tune.schedulers import SCHEDULER_IMPORT, create_scheduler
+
+    if not experiment.scheduler:
+        _no_orphan(experiment, "scheduler")
+        return None
+    name = _choice(experiment, "scheduler", SCHEDULER_IMPORT)
+    arguments = _arguments(experiment, "scheduler_config", SCHEDULER_IMPORT[name])
+    if name != "fifo" and not (experiment.metric or arguments.get("metric")):
+        raise UserError(
+            name=f"{experiment.name}.metric",
+            rule="be set",
+            reason=f"scheduler {experiment.scheduler!r} compares trials by it",
+            remedy="Write `metric: objective/scores` and `mode: max`",
+        )
+    if name == "pbt":
+        return ResumablePBT(**arguments)
+    return create_scheduler(name, **arguments)
+
+
+def make_searcher(experiment: Experiment) -> Any:
+    """Return the Tune searcher that the experiment names, None for grid and random search.
+
+    Raises:
+        UserError: unknown name or argument, or its package is not installed.
+    """
+    from ray.tune.search import SEARCH_ALG_IMPORT, create_searcher
+
+    if not experiment.search_alg:
+        _no_orphan(experiment, "search")
+        return None
+    name = _choice(experiment, "search_alg", SEARCH_ALG_IMPORT)
+    arguments = _arguments(experiment, "search_config", SEARCH_ALG_IMPORT[name])
+    try:
+        return create_searcher(name, **arguments)
+    except (ImportError, AssertionError) as error:
+        raise UserError(
+            name=f"{experiment.name}.search_alg",
+            value=name,
+            rule="be installed",
+            reason=error,
+            remedy="Install its package, or drop the key for grid and random search",
+        ) from error
+
+
+def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
+    value = str(getattr(experiment, key)).lower()
+    value = SHORT_NAMES.get(value, value)
+    if value not in known:
+        raise UserError(
+            name=f"{experiment.name}.{key}",
+            value=value,
+            rule="be a name that Ray Tune knows",
+            reason="it is not",
+            remedy=suggestion(value, [*known, *SHORT_NAMES]),
+        )
+    return value
+
+
+def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
+    if inspect.isfunction(target):  # Tune imports some of them late, through a function
+        target = target()
+    arguments = to_tune(getattr(experiment, key), f"{experiment.name}.{key}")
+    allowed = list(inspect.signature(target.__init__).parameters)[1:]
+    for name in arguments:
+        if name not in allowed:
+            raise unknown_key(f"{experiment.name}.{key}", name, allowed)
+    return arguments
+
+
+def _no_orphan(experiment: Experiment, kind: str) -> None:
+    """Refuse arguments for something that is not chosen: they would have no effect."""
+    key = f"{kind}_config"
+    if getattr(experiment, key):
+        owner = "scheduler" if kind == "scheduler" else "search_alg"
+        raise UserError(
+            name=f"{experiment.name}.{key}",
+            rule=f"come with {owner}",
+            reason="alone it has no effect",
+            remedy=f"Name the {owner}, or drop it",
+        )
+
+
+class ResumablePBT(PopulationBasedTraining):
+    """Tune's scheduler, which counts from the checkpoints that trials go on from. Tune's own begins
+    at 0 in a resumed run: it perturbs at once, and where trials wait for each other (`synch`) and
+    two intervals or more have passed, each then waits for a time that all have reached, for ever.
+    """
+
+    _next_perturbation_sync: float  # Tune's own
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_add(tune_controller, trial)
+        saved = trial.latest_checkpoint_result
+        if saved is not None:
+            interval = self._perturbation_interval
+            time = flatten_dict(saved.metrics).get(self._time_attr, 0)
+            self._trial_state[trial].last_perturbation_time = time // interval * interval
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        decision = super().on_trial_result(tune_controller, trial, result)
+        reached = [
+            self._trial_state[live].last_train_time for live in tune_controller.get_live_trials()
+        ]
+        if self._synch and reached and min(reached) >= self._next_perturbation_sync:
+            intervals = max(reached) // self._perturbation_interval + 1
+            self._next_perturbation_sync = intervals * self._perturbation_interval
+        return decision

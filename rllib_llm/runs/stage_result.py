@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
-from rllib_llm.runs.flat_results import flatten, number, setting
-from rllib_llm.runs.metrics_view import BEST
+from rllib_llm.runs.metrics import BEST
+from rllib_llm.runs.trial_logs import flatten, number, setting
 from rllib_llm.runs.yaml_experiments import Experiment
 from rllib_llm.shared.storage import Place, UrlPath, local_copy, placed, replace_text, upload
 

@@ -1,15 +1,55 @@
-"""Read what a trial wrote: results (result.json) and sampled texts (samples.jsonl)."""
+"""What a trial's folder holds: results (result.json) and sampled texts (samples.jsonl)."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.runs.flat_results import flatten, number
+from pyarrow.fs import LocalFileSystem
+
 from rllib_llm.shared.storage import Place
 
+
+def flatten(result: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the nested result with keys joined by '/'."""
+    flat: dict[str, Any] = {}
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}/"))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def number(value: Any) -> float | None:
+    """Return `value` as a finite float, or None."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        return None
+    return result if math.isfinite(result) else None
+
+
+def setting(key: str, value: Any) -> str:
+    """Return "name=value", short: the last part of the key, floats to four digits."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{key.rpartition('/')[2]}={text}"
+
+
 RESULTS = "result.json"
+
+
+def local_folder(trial: Any) -> Path | None:
+    """The folder of a trial of Tune, where it lies on a disk of this machine."""
+    storage = getattr(trial, "storage", None)
+    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
+        return None
+    return Path(storage.trial_fs_path)
 
 
 def read_results(trial_folder: Place) -> list[dict[str, Any]]:

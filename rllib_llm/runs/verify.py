@@ -27,8 +27,7 @@ from gymnasium.spaces import Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.checkpoints import made_by
-from rllib_llm.checkpoints.fetching import fetched
-from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
+from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check, fetched
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams

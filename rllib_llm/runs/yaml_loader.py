@@ -1,14 +1,21 @@
-"""YAML as people write it: `1e-5` is a number, a key written twice is an error."""
+"""YAML files as `rllib` reads them: strict, with `include`, and with `--set`.
+
+The experiments of included files come first, in their order. What this file says under the same
+name is laid over them, key by key; an experiment that it sets to null is left out.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rllib_llm.shared.errors import UserError
+import rllib_llm
+from rllib_llm.runs.search_space import LISTS, SAMPLERS
+from rllib_llm.shared.errors import UserError, suggestion
 
 # YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
 FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -80,3 +87,210 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
             f"Write it as JSON: {option} '{{\"lr\": 1e-5}}'."
         )
     return value
+
+
+KEY = "include"
+HERE = "${here}"
+
+
+def examples_folder() -> Path:
+    """Return the examples' folder: inside an installed package, beside it in a checkout."""
+    package = Path(rllib_llm.__file__).resolve().parent
+    inside = package / "tuned_examples"
+    return inside if inside.is_dir() else package.parent / "tuned_examples"
+
+
+def with_includes(
+    data: dict[str, Any], source: str, here: Path | None, inside: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """Return `data`, a parsed file, laid over the files that it includes.
+
+    Args:
+        source: the file's name for errors.
+        here: its folder; included files are looked for there, then among the examples.
+        inside: the files that include this one.
+
+    Raises:
+        UserError: no such file, or one that includes itself.
+    """
+    data = dict(data)
+    names = data.pop(KEY, None) or []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(
+            f"{source}: include={names!r} must be a file or a list of files: what they say comes "
+            "before this one. Write `include: other.yaml`."
+        )
+    if not names:
+        return data
+    merged: dict[str, Any] = {}
+    for name in names:
+        path = _found(name, here)
+        if path in inside:
+            raise UserError(
+                f"{source}: include={name!r} must not lead back to {path.name}: it would never "
+                "end. Take one of the two out."
+            )
+        included = _placed(read(path), str(path.parent))
+        if not isinstance(included, dict):
+            raise UserError(f"{path} must hold experiments: {source} includes it. Check the file.")
+        merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
+    merged = laid_over(merged, data)
+    return {key: value for key, value in merged.items() if value is not None or key == "vars"}
+
+
+def _found(name: str, here: Path | None) -> Path:
+    """The file beside the including one, else the example of that name, else the former."""
+    beside = ((here or Path()) / name).resolve()
+    example = examples_folder() / name
+    return example.resolve() if not beside.is_file() and example.is_file() else beside
+
+
+def _placed(value: Any, folder: str) -> Any:
+    """`value` with ${here} replaced: it means the folder of the file that it stands in."""
+    if isinstance(value, dict):
+        return {key: _placed(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_placed(item, folder) for item in value]
+    return value.replace(HERE, folder) if isinstance(value, str) else value
+
+
+def laid_over(below: Any, above: Any) -> Any:
+    """`above`, with what `below` has beside it where both are mappings; search spaces are whole."""
+    both = isinstance(below, dict) and isinstance(above, dict)
+    if not both or _is_space(below) or _is_space(above):
+        return above
+    merged = {key: laid_over(value, above[key]) if key in above else value
+              for key, value in below.items()}  # fmt: skip
+    return merged | {key: value for key, value in above.items() if key not in below}
+
+
+def _is_space(value: dict[str, Any]) -> bool:
+    return len(value) == 1 and next(iter(value)) in (*SAMPLERS, *LISTS)
+
+
+HELP = (
+    "Change a setting of the file: KEY=VALUE, as often as needed. KEY is a path of names joined by "
+    "dots: 'sft.config.lr=1e-3' for the experiment sft, 'config.lr=1e-3' or 'stop.episode=100' for "
+    "every experiment, 'vars.data=FILE' for a variable. Settings of the algorithm may leave out "
+    "config: 'sft.lr=1e-3'. Without an experiment's name, such a setting goes to each experiment "
+    "whose algorithm knows it. VALUE is YAML: 1e-3, true, [1, 2], {grid_search: [1, 2]}."
+)
+
+
+def apply_overrides(
+    data: dict[str, Any], overrides: tuple[str, ...], source: str
+) -> dict[str, Any]:
+    """Return a copy of the parsed YAML file `data` with the `--set` texts applied in order.
+
+    Raises:
+        UserError: no "=", or a key that fits no experiment.
+    """
+    data = copy.deepcopy(data)
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise UserError(
+                f"--set {text!r} must be KEY=VALUE: a path of names joined by dots, and a value. "
+                "Write --set sft.config.lr=1e-3."
+            )
+        _apply(data, keys, parse(value, f"--set {path}"), source)
+    return data
+
+
+def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
+    from rllib_llm.runs.experiment import KEYS
+
+    experiments = {name: spec for name, spec in data.items() if name != "vars"}
+    if keys[0] == "vars":
+        _known_variable(data, keys, source)
+        _assign(data, keys, value)
+        return
+    if keys[0] in experiments and len(keys) > 1:
+        targets, rest = {keys[0]: experiments[keys[0]]}, keys[1:]
+    elif keys[0] in KEYS:
+        targets, rest = experiments, keys
+    else:
+        targets, rest = _that_know(keys[0], experiments), keys
+        if not targets:
+            raise UserError(
+                f"--set {'.'.join(keys)}: {keys[0]!r} is neither an experiment of {source} "
+                f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. "
+                f"{suggestion(keys[0], [*experiments, *KEYS, *_known_settings(experiments)])}"
+            )
+    if rest[0] not in KEYS:
+        rest = ["config", *rest]
+    for spec in targets.values():
+        if isinstance(spec, dict):
+            _assign(spec, _where_it_stands(spec, rest), copy.deepcopy(value))
+
+
+def _where_it_stands(spec: dict[str, Any], keys: list[str]) -> list[str]:
+    """Return the path of a setting inside its section, if the file has it there."""
+    config = spec.get("config")
+    if keys[0] != "config" or len(keys) != 2 or not isinstance(config, dict) or keys[1] in config:
+        return keys
+    sections = (name for name, value in config.items() if isinstance(value, dict))
+    holder = next((n for n in sections if n != "env_config" and keys[1] in config[n]), None)
+    return keys if holder is None else ["config", holder, keys[1]]
+
+
+def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
+    known = data.get("vars") or {}
+    if not isinstance(known, dict):
+        return  # told where the file is read
+    if len(keys) < 2 or keys[1] not in known:
+        raise UserError(
+            f"--set {'.'.join(keys)}: {source} has no such variable. "
+            f"It has: {', '.join(known) or 'none (no `vars` at its top)'}."
+        )
+
+
+def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
+    """Return the experiments whose algorithm has a setting called `key`."""
+    return {
+        name: spec for name, spec in experiments.items() if key in _known_settings({name: spec})
+    }
+
+
+def _known_settings(experiments: dict[str, Any]) -> set[str]:
+    """Return the settings, and sections, of all algorithms that the experiments run."""
+    from rllib_llm.config.schema import allowed_keys, sections
+    from rllib_llm.runs.experiment import algorithm_class
+
+    names = {
+        spec["run"] for spec in experiments.values() if isinstance(spec, dict) and "run" in spec
+    }
+    configs = [algorithm_class(name, "run").get_default_config() for name in sorted(names)]
+    return {key for config in configs for key in (*allowed_keys(config), *sections(config))}
+
+
+def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set `target[keys[0]][keys[1]]...` to `value`, making mappings where there are none."""
+    where: Any = target
+    for done, key in enumerate(keys[:-1], 1):
+        if isinstance(where, list):
+            where = where[_index(where, key, keys)]
+            continue
+        if where.get(key) is None:
+            where[key] = {}
+        where = where[key]
+        if not isinstance(where, dict | list):
+            raise UserError(
+                f"--set {'.'.join(keys)}: {'.'.join(keys[:done])} is {where!r}, which holds no "
+                "settings of its own. Shorten the path."
+            )
+    if isinstance(where, list):
+        where[_index(where, keys[-1], keys)] = value
+    else:
+        where[keys[-1]] = value
+
+
+def _index(items: list[Any], key: str, keys: list[str]) -> int:
+    if not key.isdigit() or int(key) >= len(items):
+        raise UserError(
+            f"--set {'.'.join(keys)}: {key!r} must be a number from 0 to {len(items) - 1}: "
+            "it picks an item of a list. Check the position."
+        )
+    return int(key)

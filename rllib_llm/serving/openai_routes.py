@@ -17,8 +17,7 @@ from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, OpenAIFields
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
-from rllib_llm.serving.streams import Event
-from rllib_llm.serving.texts import Piece
+from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.versions import MODEL_GONE
 from rllib_llm.serving.views import ChatView, Envelope, TextView, usage
 

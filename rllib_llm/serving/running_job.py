@@ -31,7 +31,7 @@ from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.job import Job
 from rllib_llm.serving.metrics import JobWatch
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.texts import Choice, Piece, TextStream
+from rllib_llm.serving.streams import Choice, Piece, TextStream
 from rllib_llm.serving.versions import LiveWeights, Weights
 
 

@@ -17,8 +17,7 @@ from rllib_llm.serving.schemas import ChatRequest, RewardRequest
 from rllib_llm.serving.security import Client, Guards
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import Event
-from rllib_llm.serving.texts import Piece
+from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import ChatView
 
 

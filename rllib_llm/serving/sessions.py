@@ -21,7 +21,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving.chat import read_arguments, refused_by_template
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.schemas import ChatRequest
-from rllib_llm.serving.texts import Piece
+from rllib_llm.serving.streams import Piece
 
 MAX_SESSIONS = 10_000
 MAX_OF_AN_OWNER = 1_000

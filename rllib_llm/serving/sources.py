@@ -93,7 +93,7 @@ def load_folder(service: Service, path: str, epoch: int, version: int) -> Weight
         ValueError: the folder is not below the server's `update_weights_folder`, or holds no model,
             or one of another architecture.
     """
-    from rllib_llm.checkpoints.model_folder import find_model
+    from rllib_llm.checkpoints.folder import find_model
     from rllib_llm.modules.pretrained import load_causal_lm
 
     folder = _allowed_folder(path, service.settings.update_weights_folder)

@@ -20,8 +20,7 @@ from rllib_llm.serving.schemas import (
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
-from rllib_llm.serving.streams import Event
-from rllib_llm.serving.texts import Piece
+from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import prompt_logprobs, token_logprobs, usage, versions_told
 
 

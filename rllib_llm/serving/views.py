@@ -13,7 +13,7 @@ from rllib_llm.serving import chat
 from rllib_llm.serving.running_job import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest
 from rllib_llm.serving.service import Service
-from rllib_llm.serving.texts import Piece, TextStream
+from rllib_llm.serving.streams import Piece, TextStream
 from rllib_llm.serving.versions import Weights
 
 _LOWEST = -9999.0  # JSON has no -inf

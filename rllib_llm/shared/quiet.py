@@ -28,7 +28,7 @@ FAILURES = "ray.tune.execution.tune_controller"  # logs what ended a trial
 # The other one, which RLlib's own examples choose, can be told to be silent.
 TUNE_OUTPUT = "RAY_AIR_NEW_OUTPUT"
 TUNE_CALLBACKS = "RAY_TUNE_CALLBACKS"
-PROGRESS = "rllib_llm.runs.progress.TunerProgress"
+PROGRESS = "rllib_llm.runs.live_table.TunerProgress"
 
 
 def quiet_libraries() -> None:

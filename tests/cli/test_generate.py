@@ -11,10 +11,8 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, write_manifest
-from rllib_llm.checkpoints.model_folder import find_model
-from rllib_llm.cli.completer import STREAMED_TOKENS, Completer, Sampling
-from rllib_llm.cli.generate import converse, unescaped
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, find_model, write_manifest
+from rllib_llm.cli.generate import STREAMED_TOKENS, Completer, Sampling, converse, unescaped
 from rllib_llm.cli.main import app
 from rllib_llm.examples import arithmetic
 from rllib_llm.shared.errors import UserError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.data.token_texts import TokenTexts
-from rllib_llm.runs.page_rows import _Words
+from rllib_llm.data.encoding import TokenTexts
+from rllib_llm.runs.report_page import _Words
 from tests.conversations.templates import family_tokenizer
 
 TEXT = "the sum is 12 and the tool is quick"

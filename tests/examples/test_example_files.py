@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from rllib_llm.config.schema import allowed_keys, build_config
-from rllib_llm.runs.algorithms import algorithm_class
-from rllib_llm.runs.flat_results import flatten
-from rllib_llm.runs.include import examples_folder
+from rllib_llm.runs.experiment import algorithm_class
 from rllib_llm.runs.plan import check_experiments, search_space
 from rllib_llm.runs.search_space import examples
 from rllib_llm.runs.stage_result import export_model
+from rllib_llm.runs.trial_logs import flatten
 from rllib_llm.runs.yaml_experiments import Experiment, fill, load
-from rllib_llm.runs.yaml_loader import read
+from rllib_llm.runs.yaml_loader import examples_folder, read
 from rllib_llm.shared.errors import UserError
 
 FOLDER = examples_folder()

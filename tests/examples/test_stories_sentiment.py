@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.runs.include import examples_folder
 from rllib_llm.runs.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.runs.yaml_loader import examples_folder
 
 YAML = examples_folder() / "stories_sentiment.yaml"
 # 12 texts, 8 pairs, 2 iterations of 4 completions of 4 tokens.

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rllib_llm.overseer.messages import MAX_PRINTED, MESSAGES_FILE, MessageLog, TrialEar
-from rllib_llm.shared.listening import Message
+from rllib_llm.shared.messages import MAX_PRINTED, MESSAGES_FILE, Message, MessageLog, TrialEar
 
 FAILED = "reward function 'answered' failed on {} of 16 completions, first on prompt {!r}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.overseer.orders import Orders
+from rllib_llm.overseer.oversight import Orders
 
 
 class ScriptedLink:

@@ -12,10 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.overseer.actor import OverseerServer
 from rllib_llm.overseer.client import NoOverseerError, find_run
-from rllib_llm.overseer.commands import CommandError
-from rllib_llm.overseer.http_server import OverseerServer
-from rllib_llm.overseer.overseer import SILENT_SECONDS, Overseer, is_settled
+from rllib_llm.overseer.overseer import SILENT_SECONDS, CommandError, Overseer, is_settled
 from rllib_llm.shared.errors import UserError
 from tests.cli.said import said
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.overseer import diagnosis
-from rllib_llm.overseer.diagnosis import diagnose
-from rllib_llm.overseer.phases import PhaseClock, shares
+from rllib_llm.overseer.diagnosis import PhaseClock, diagnose, shares
 
 
 class Clock:

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from rllib_llm.runs.before_after import MAX_CHARS, before_after_table
+from rllib_llm.runs.report import MAX_CHARS, before_after_table
 
 
 def row(prompt: str, completion: str, **values: float) -> dict:

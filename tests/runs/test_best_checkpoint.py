@@ -11,7 +11,7 @@ import pyarrow.fs
 import pytest
 from ray.tune.result import SHOULD_CHECKPOINT
 
-from rllib_llm.runs.best_checkpoint import BEST_CHECKPOINT, KeepBestCheckpoint
+from rllib_llm.runs.trial_checkpoints import BEST_CHECKPOINT, KeepBestCheckpoint
 
 
 class Trial:

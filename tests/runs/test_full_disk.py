@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.overseer.messages import ACTIVITY_FILE, MESSAGES_FILE, MessageLog
-from rllib_llm.runs.best_checkpoint import KeepBestCheckpoint
 from rllib_llm.runs.result_log import ResultLog, _append_whole
-from rllib_llm.shared.listening import Message
+from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
+from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, Message, MessageLog
 from rllib_llm.shared.storage import BestEffort
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

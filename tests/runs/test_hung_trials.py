@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rllib_llm.runs import hung_trials as module
-from rllib_llm.runs.hung_trials import RestartHungTrials
+from rllib_llm.runs import failing_trials as module
+from rllib_llm.runs.failing_trials import RestartHungTrials
 
 
 def trial(name, status="RUNNING", actor="an actor"):
@@ -166,7 +166,7 @@ def test_a_starved_trial_is_not_a_hung_one(world, monkeypatch):
 def test_a_trial_that_was_paused_is_given_time_again(world, monkeypatch):
     clock, killed = world
     says_paused = [True]
-    monkeypatch.setattr(module, "is_paused", lambda trial: says_paused[0])
+    monkeypatch.setattr(module, "_is_paused", lambda trial: says_paused[0])
     callback, trials = RestartHungTrials(timeout_s=100.0), [trial("a")]
     callback.on_trial_start(0, trials, trials[0])
     silent_for(clock, callback, trials, 10_000)

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
-from rllib_llm.overseer.messages import MessageLog
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow
-from rllib_llm.shared.listening import Message
+from rllib_llm.shared.messages import Message, MessageLog
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm import GRPOConfig, PPOPtxConfig, RewardModelConfig, SFTConfig
-from rllib_llm.runs.flat_results import flatten
-from rllib_llm.runs.metric_names import GROUPS, describes
+from rllib_llm.runs.metrics import GROUPS, describes
+from rllib_llm.runs.trial_logs import flatten
 
 SUMS = "rllib_llm.examples.arithmetic"
 REVIEWS = "rllib_llm.examples.reviews_grammar"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.runs.flat_results import flatten, number
-from rllib_llm.runs.metrics_view import EPISODES, Metric, columns, progress, summary_metrics
+from rllib_llm.runs.metrics import EPISODES, Metric, columns, progress, summary_metrics
+from rllib_llm.runs.trial_logs import flatten, number
 
 
 def test_nested_results_become_flat():

@@ -10,7 +10,7 @@ from ray.train._internal.session import _TrainingResult
 from ray.tune import Checkpoint, CheckpointConfig
 from ray.tune.experiment import Trial
 
-from rllib_llm.runs.new_terms import NewTerms
+from rllib_llm.runs.callbacks import NewTerms
 
 
 def saved(folder: Path, num: int) -> _CheckpointManager:

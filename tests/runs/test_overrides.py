@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.runs.overrides import apply_overrides
+from rllib_llm.runs.yaml_loader import apply_overrides
 from rllib_llm.shared.errors import UserError
 
 DATA = {

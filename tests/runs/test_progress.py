@@ -13,7 +13,7 @@ import pytest
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 
 from rllib_llm.algorithms.grpo import GRPO
-from rllib_llm.runs.progress import Progress, TunerProgress
+from rllib_llm.runs.live_table import Progress, TunerProgress
 from rllib_llm.shared import quiet
 from rllib_llm.shared.tracebacks import VERBOSE
 from tests.docs.code_blocks import blocks_of

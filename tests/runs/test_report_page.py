@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.examples.calculator import build_tokenizer
-from rllib_llm.runs.environment import describe_environment, read_environment, write_environment
-from rllib_llm.runs.page_rows import page_rows
-from rllib_llm.runs.report_page import find_trials, panels, write_page
+from rllib_llm.runs.report_page import find_trials, page_rows, panels, write_page
+from rllib_llm.runs.run_folder import describe_environment, read_environment, write_environment
 from rllib_llm.shared.errors import UserError
 
 NASTY = "</script><script>document.title='stolen'</script><!-- & \u2028 \"'"

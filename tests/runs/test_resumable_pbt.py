@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rllib_llm.runs.scheduling import make_scheduler
+from rllib_llm.runs.search_space import make_scheduler
 from rllib_llm.runs.yaml_experiments import Experiment
 
 

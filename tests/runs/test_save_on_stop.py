@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rllib_llm.runs.save_on_stop import SaveOnStop
+from rllib_llm.runs.trial_checkpoints import SaveOnStop
 
 
 class Trial:

@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.runs.flat_results import setting
 from rllib_llm.runs.stage_result import (
     StageResult,
     best_trial,
     export_model,
     trial_labels,
 )
+from rllib_llm.runs.trial_logs import setting
 from rllib_llm.runs.yaml_experiments import Experiment
 
 

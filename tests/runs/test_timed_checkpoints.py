@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
-from rllib_llm.runs import timed_checkpoints as module
-from rllib_llm.runs.timed_checkpoints import TimedCheckpoints
+from rllib_llm.runs import trial_checkpoints as module
+from rllib_llm.runs.trial_checkpoints import TimedCheckpoints
 
 
 class Run:

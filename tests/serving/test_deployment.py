@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
@@ -104,6 +106,42 @@ def test_haproxy_is_for_servers_with_keys(monkeypatch):
             deployment.uses_haproxy(ServeSettings(model="m", haproxy=asked))
     monkeypatch.setenv(deployment.HAPROXY, "0")
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
+
+
+def answer_to_a_drip(port: int) -> bytes:
+    """What a server says to a client that sends its request's head byte by byte, for ever."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(0.1)
+        connection.sendall(b"POST / HTTP/1.1\r\n")
+        answer, end = b"", time.monotonic() + DEADLINE_S
+        while not answer and time.monotonic() < end:
+            connection.sendall(b"a")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(12)
+    return answer
+
+
+def test_haproxy_closes_connections_whose_head_comes_byte_by_byte(tmp_path):
+    port, file = free_port(), tmp_path / "haproxy.cfg"
+    file.write_text(
+        "defaults\n    mode http\n    timeout connect 9s\n    timeout client 9s\n"
+        f"    timeout server 9s\nfrontend here\n    bind 127.0.0.1:{port}\n"
+    )
+    script = [str(deployment.HAPROXY_SCRIPT), "-db", "-f", str(file)]
+    environment = os.environ | deployment.limited_heads(0.9)
+    process = subprocess.Popen(script, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: is_open(port))
+        assert answer_to_a_drip(port) == b"HTTP/1.1 408"
+    finally:
+        process.terminate()
+        process.wait()
+    assert file.read_text().count("timeout http-request 1s") == 1
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import pytest
 
 from rllib_llm.serving import deployment
 from tests import tiny_models
-from tests.serving.test_deployment import free_port
+from tests.serving.test_deployment import answer_to_a_drip, free_port
 from tests.serving.test_on_ray import KNOBS, Load, running
 from tests.serving.tiny_server import NAME, model, tokenizer, until
 
@@ -32,7 +32,8 @@ from rllib_llm.serving import deployment
 
 folder, port = sys.argv[1:]
 server = rllib_llm.serve(
-    folder, port=int(port), api_keys="k", haproxy=True, num_cpus=0.5, replicas=2
+    folder, port=int(port), api_keys="k", haproxy=True, num_cpus=0.5, replicas=2,
+    slow_request_s=2
 )
 print("ready", flush=True)
 for line in sys.stdin:
@@ -44,7 +45,10 @@ for line in sys.stdin:
 
 def server(folder: str, port: int) -> subprocess.Popen:
     # A server that was started in this process has said of it how Ray was started.
-    told = {deployment.HAPROXY, *deployment.HAPROXY_PORTS}
+    told = {
+        deployment.HAPROXY, *deployment.HAPROXY_PORTS, deployment.HAPROXY_CLIENT_SECONDS,
+        deployment.HAPROXY_BINARY, deployment.HEAD_SECONDS,
+    }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name not in told}
     return subprocess.Popen(
         [sys.executable, "-c", SERVER, folder, str(port)],
@@ -77,6 +81,7 @@ def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(tmp
         says(process, "ready")
         until(lambda: len(replicas(process)) == 2)
         assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert answer_to_a_drip(port) == b"HTTP/1.1 408"
         with openai.OpenAI(base_url=f"{url}/v1", api_key="k") as client:
             assert client.models.list().data[0].id == NAME
             expected = client.completions.create(**KNOBS).choices[0].text

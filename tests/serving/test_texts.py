@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.data.token_texts import TokenTexts
-from rllib_llm.serving.texts import TextStream
+from rllib_llm.data.encoding import TokenTexts
+from rllib_llm.serving.streams import TextStream
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()

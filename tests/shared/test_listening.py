@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from rllib_llm.shared.listening import Listener, Message
+from rllib_llm.shared.messages import Listener, Message
 
 
 def test_warnings_records_and_prints_are_noted_and_passed_on(capsys):

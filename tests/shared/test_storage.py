@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rllib_llm.checkpoints.fetching import fetched
-from rllib_llm.checkpoints.folder import CheckpointError, check, write_manifest
+from rllib_llm.checkpoints.folder import CheckpointError, check, fetched, write_manifest
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.data.sources import load_rows

@@ -28,7 +28,7 @@ from rllib_llm.rollouts.streaming.entry import JudgedGroup, Lease
 from rllib_llm.rollouts.streaming.packing import judged_group, split
 from rllib_llm.rollouts.streaming.rows import RowStream
 from rllib_llm.rollouts.streaming.rules import ServingSettings
-from rllib_llm.shared.listening import Listener
+from rllib_llm.shared.messages import Listener
 from rllib_llm.weights.published import PublishedWeights
 
 WAIT_SECONDS = 2.0  # for work, before it is asked for again

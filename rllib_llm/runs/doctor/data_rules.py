@@ -9,8 +9,7 @@ from typing import Any
 from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_limits import num_positions
 from rllib_llm.runs.check_data import _is_here
-from rllib_llm.runs.doctor.finding import Finding
-from rllib_llm.runs.doctor.stage import Stage, first_rows
+from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
 
 MAX_REPEATED = 0.05  # share of rows that equal an earlier one
 MAX_CUT = 0.05  # share of texts that lose tokens

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.auto_precision import decided
-from rllib_llm.runs.doctor.finding import Finding
-from rllib_llm.runs.doctor.stage import Stage
+from rllib_llm.runs.doctor.stage import Finding, Stage
 
 NUM_ITERATIONS = 2
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.05}  # nats per token between decoding and learning
@@ -122,7 +121,7 @@ def chat_rules(stage: Stage) -> Iterator[Finding]:
 
 def oracle_rules(stage: Stage) -> Iterator[Finding]:
     """Whether rewards prefer a row's own answer to another row's, where rows have answers."""
-    from rllib_llm.runs.doctor.oracle import answer_scores
+    from rllib_llm.runs.doctor.reward_rules import answer_scores
 
     scores = answer_scores(stage) if stage.is_rlhf else None
     if scores is None:

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from rllib_llm.envs.judges.reward_functions import RewardError
 from rllib_llm.runs.doctor.data_rules import data_rules
-from rllib_llm.runs.doctor.finding import Finding, distinct
 from rllib_llm.runs.doctor.installation import installation_rules
-from rllib_llm.runs.doctor.machine import Machine
-from rllib_llm.runs.doctor.machine_rules import machine_rules
-from rllib_llm.runs.doctor.memory_rules import memory_rules
-from rllib_llm.runs.doctor.model_rules import model_rules
-from rllib_llm.runs.doctor.plan_rules import plan_rules
+from rllib_llm.runs.doctor.machine_rules import Machine, machine_rules, memory_rules
+from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules
 from rllib_llm.runs.doctor.reward_rules import reward_rules
-from rllib_llm.runs.doctor.stage import Stage, make_stage
+from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, make_stage
 from rllib_llm.runs.experiment import Experiment
 from rllib_llm.shared.errors import UserError, all_complaints
 
@@ -52,8 +48,8 @@ def examine(
         folder: where results will go, for the disk.
         is_here: Ray will be started on this machine.
     """
-    from rllib_llm.runs.room import check_disk
-    from rllib_llm.runs.stand_ins import with_stand_ins
+    from rllib_llm.runs.plan import check_disk
+    from rllib_llm.runs.yaml_experiments import with_stand_ins
 
     found = list(installation_rules(machine.versions))
     try:
@@ -79,7 +75,7 @@ def examine_experiment(
     """Findings about one experiment: first of the rules that `rllib train` refuses to run by; where
     none of these is broken, of all others."""
     from rllib_llm.runs import plan
-    from rllib_llm.runs.stand_ins import StandIn, model_of
+    from rllib_llm.runs.yaml_experiments import StandIn, model_of
 
     name = experiment.name
     # A stand-in that is wrong is told of the experiment that names it.
@@ -126,7 +122,7 @@ def before_a_run(experiments: list[Experiment]) -> None:
     Raises:
         UserError: the errors, a line each.
     """
-    from rllib_llm.runs.stand_ins import with_stand_ins
+    from rllib_llm.runs.yaml_experiments import with_stand_ins
 
     errors = []
     for experiment in with_stand_ins(experiments):

@@ -1,16 +1,17 @@
-"""Rules about what is installed: versions against what was tried, and packages at odds."""
+"""Rules about what is installed: versions that were tried, packages at odds, whether Ray starts."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from rllib_llm.runs.doctor.finding import Finding
+from rllib_llm.runs.doctor.stage import Finding
 
 LEAST_PYTHON = (3, 10)
 # What CI runs with; a test holds it to constraints.txt.
@@ -111,3 +112,37 @@ def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator
         where=f"{owner}: {name}",
         rule=f"be {requirement.specifier} for {owner} {versions.get(owner, '')}".rstrip(),
     )
+
+
+SECONDS_TO_START = 60.0
+STORE_BYTES = 80 * 1024**2  # the least that Ray accepts
+
+
+def ray_rules() -> Iterator[Finding]:
+    """Starts a small Ray of its own, unless one runs in this process, and asks it for an answer."""
+    import ray
+
+    started = not ray.is_initialized()
+    begin = time.monotonic()
+    try:
+        if started:
+            ray.init(
+                address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+                object_store_memory=STORE_BYTES, logging_level="ERROR",
+            )  # fmt: skip
+        answer = ray.get(ray.put("here"), timeout=SECONDS_TO_START)
+        seconds = time.monotonic() - begin
+        if answer == "here" and started:
+            yield Finding(
+                "ray.start", "note", f"Ray {ray.__version__} starts in {seconds:.1f} s", "", ""
+            )
+    except (OSError, RuntimeError, ConnectionError, TimeoutError, ValueError) as error:
+        yield Finding(
+            "ray.start", "error", f"Ray does not start: {type(error).__name__}: {error}",
+            "samplers and trials need it",
+            "Look at /tmp/ray/session_latest/logs, free ports and memory, and stop old sessions "
+            "(ray stop).",
+        )  # fmt: skip
+    finally:
+        if started:
+            ray.shutdown()

@@ -11,11 +11,9 @@ import time
 import pytest
 
 from rllib_llm.envs.judges.judge_model import tagged
-from rllib_llm.envs.judges.judge_server import JudgeServer
-from rllib_llm.envs.judges.pairwise import PairwiseJudge
+from rllib_llm.envs.judges.llm_judges import JudgeServer, PairwiseJudge, ReferenceJudge, RubricJudge
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.envs.judges.rubric import ReferenceJudge, RubricJudge
 from tests.envs.judges.test_judge_server import reply, rows
 from tests.scripted_server import serving
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rllib_llm.runs.doctor.machine import GIB, Machine
+from rllib_llm.runs.doctor.machine_rules import GIB, Machine
 from rllib_llm.runs.experiment import Experiment
 
 HERE = "tests.runs.doctor.set_ups"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.runs.doctor.examine import before_a_run, examine
-from rllib_llm.runs.doctor.finding import exit_code
-from rllib_llm.runs.doctor.machine import GIB, Machine
+from rllib_llm.runs.doctor.machine_rules import GIB, Machine
+from rllib_llm.runs.doctor.stage import exit_code
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
@@ -170,7 +170,7 @@ def test_a_server_that_does_not_answer_is_named():
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         judge = {
-            "function": "rllib_llm.envs.judges.judge_server.JudgeServer",
+            "function": "rllib_llm.envs.judges.llm_judges.JudgeServer",
             "kwargs": {"base_url": url, "model": "judge"},
         }
         ids = [f.id for f in found(grpo(env={"reward_functions": judge}))]

@@ -44,7 +44,7 @@ def test_the_table_of_tried_versions_is_that_of_the_constraints():
 
 
 def test_this_machine_has_versions_and_memory(tmp_path):
-    from rllib_llm.runs.doctor.machine import Machine
+    from rllib_llm.runs.doctor.machine_rules import Machine
 
     machine = Machine.here(tmp_path / "not" / "yet")
     assert machine.versions["torch"] and machine.memory > 0 and machine.cpus >= 1

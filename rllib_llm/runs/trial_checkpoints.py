@@ -1,0 +1,356 @@
+"""Tune callbacks that decide which checkpoints a trial makes, keeps and goes on from.
+
+A held-out result belongs to the weights that were evaluated, and stands in later results until the
+next evaluation. So a trial is asked for a checkpoint with each result that is the best so far, and
+a checkpoint counts only with a result that was measured on it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem, copy_files
+from ray.tune import Callback, Checkpoint
+from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
+
+from rllib_llm.checkpoints.folder import (
+    MANIFEST,
+    CheckpointError,
+    checkpoints_in,
+    read_manifest,
+)
+from rllib_llm.overseer.oversight import STOP_RUN
+from rllib_llm.runs.trial_logs import flatten, number
+from rllib_llm.shared.ray_compat import training_result
+from rllib_llm.shared.storage import BestEffort
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 300.0
+MAX_SHARE = 0.02  # of the time, that saving may take
+
+
+class TimedCheckpoints(Callback):
+    """Asks for a checkpoint with the first result after the interval has passed."""
+
+    def __init__(self, interval_s: float | str = "auto"):
+        """`interval_s`: seconds between checkpoints of a trial. "auto": five minutes, or more where
+        saving would take over 2 % of the time; trials that save by iterations are left alone."""
+        self._interval_s = interval_s
+        self._since: dict[str, float] = {}  # monotonic seconds of the last checkpoint, by trial id
+        self._asked: dict[str, float] = {}  # and of a checkpoint that is being saved
+        self._slowest: dict[str, float] = {}  # seconds that saving took
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._since[trial.trial_id] = time.monotonic()
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if self._interval_s == "auto" and trial.checkpoint_freq:
+            return
+        now = time.monotonic()
+        if now - self._since.setdefault(trial.trial_id, now) >= self.seconds(trial.trial_id):
+            result[SHOULD_CHECKPOINT] = True
+            self._asked[trial.trial_id] = now
+
+    def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        now = time.monotonic()
+        self._since[trial.trial_id] = now
+        asked = self._asked.pop(trial.trial_id, None)
+        if asked is not None:
+            self._note_cost(trial, now - asked)
+
+    def seconds(self, trial_id: str) -> float:
+        """Seconds from one checkpoint of a trial to the next."""
+        if not isinstance(self._interval_s, str):
+            return self._interval_s
+        return max(INTERVAL_S, self._slowest.get(trial_id, 0.0) / MAX_SHARE)
+
+    def _note_cost(self, trial: Any, seconds: float) -> None:
+        before = self.seconds(trial.trial_id)
+        self._slowest[trial.trial_id] = max(seconds, self._slowest.get(trial.trial_id, 0.0))
+        if self.seconds(trial.trial_id) > before:
+            logger.warning(
+                "A checkpoint of %s takes %.0f s: so that this costs no more than %.0f %% of the "
+                "time, there is one every %.0f min. checkpoint_interval_s says otherwise.",
+                trial, seconds, 100 * MAX_SHARE, self.seconds(trial.trial_id) / 60,
+            )  # fmt: skip
+
+
+MEASURED = "eval/iteration"  # after which iteration what stands under eval/ was measured
+BEST_CHECKPOINT = "best_checkpoint"
+RECORD = "best_checkpoint.json"
+# What held-out data says, and which way is up; the first that a result has is taken.
+HELD_OUT = (
+    ("eval/scores", "max"),
+    ("eval/accuracy", "max"),
+    ("eval/loss", "min"),
+    ("evaluation/env_runners/episode_return_mean", "max"),
+)
+
+
+class KeepBestCheckpoint(Callback):
+    """Has `best_checkpoint` in a trial's folder be the checkpoint with the best held-out result,
+    and `best_checkpoint.json` say which one that is. It takes no more room than Tune's own as long
+    as that is kept: files are linked; at a URL they are copied. Trials without held-out results
+    have none.
+    """
+
+    def __init__(self, metric: str | None = None, mode: str | None = None):
+        """`metric`, `mode`: another result to go by, "max" or "min"."""
+        self._rules = HELD_OUT if metric is None else ((metric, mode or "max"),)
+        self._best: dict[str, dict[str, Any]] = {}  # by trial id, saved in this start
+        self._copy = BestEffort(BEST_CHECKPOINT)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        record = self._record(flatten(result), "")
+        if record is not None and _is_better(record, self._best.get(trial.trial_id)):
+            result[SHOULD_CHECKPOINT] = True
+
+    def on_checkpoint(
+        self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any
+    ) -> None:
+        record = self._record(flatten(trial.last_result or {}), Path(checkpoint.path).name)
+        if record is None:
+            return
+        # Only now: a trial that dies while it saves is asked again.
+        if _is_better(record, self._best.get(trial.trial_id)):
+            self._best[trial.trial_id] = record
+        with self._copy.writing():
+            if isinstance(checkpoint.filesystem, LocalFileSystem):
+                _keep_here(Path(checkpoint.path), record)
+            else:
+                _keep_elsewhere(checkpoint.filesystem, checkpoint.path, record)
+
+    def _record(self, result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+        """What is noted of a checkpoint: the first of the rules' results that was measured in this
+        iteration, None where there is none."""
+        iteration = result.get("training_iteration")
+        for metric, mode in self._rules:
+            value = number(result.get(metric))
+            measured = result.get(MEASURED, iteration) if metric.startswith("eval/") else iteration
+            if value is not None and measured == iteration:
+                return {"metric": metric, "mode": mode, "value": value, "checkpoint": name,
+                        "training_iteration": iteration}  # fmt: skip
+        return None
+
+
+def _keep_here(source: Path, record: Mapping[str, Any]) -> None:
+    folder = source.parent
+    target = folder / BEST_CHECKPOINT
+    before = _read(folder / RECORD) if target.is_dir() else None
+    if source.is_dir() and _is_better(record, before):
+        _link(source, target)
+        (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def _keep_elsewhere(filesystem: FileSystem, source: str, record: Mapping[str, Any]) -> None:
+    """As on a disk, where storage is not one: files are copied. The record is written last, so
+    that without it there is no best checkpoint."""
+    folder = source.rpartition("/")[0]
+    target, file = f"{folder}/{BEST_CHECKPOINT}", f"{folder}/{RECORD}"
+    before = None
+    if filesystem.get_file_info(file).type == FileType.File:
+        with filesystem.open_input_stream(file) as stream:
+            before = json.loads(stream.read())
+    if not _is_better(record, before):
+        return
+    for path, delete in ((file, filesystem.delete_file), (target, filesystem.delete_dir)):
+        if filesystem.get_file_info(path).type != FileType.NotFound:
+            delete(path)
+    filesystem.create_dir(target, recursive=True)
+    copy_files(source, target, filesystem, filesystem)
+    with filesystem.open_output_stream(file) as stream:
+        stream.write(json.dumps(record, indent=1).encode())
+
+
+def _is_better(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    if before is None or before["metric"] != record["metric"]:
+        return True
+    gain = record["value"] - before["value"]
+    return gain > 0 if record["mode"] == "max" else gain < 0
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Makes `target` the same files as `source`, which may be deleted later."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, copy_function=_link_or_copy)
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.is_dir():
+        os.rename(target, replaced)
+    os.rename(partial, target)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+class UseFailureCheckpoints(Callback):
+    """Tells Tune of the checkpoint that `WholeCheckpoints.train` leaves when an iteration fails, so
+    that a restart, or `Tuner.restore`, goes on from there: with the error Tune hears nothing else.
+    """
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        _register(trial)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        _register(trial)
+
+
+def _register(trial: Any) -> None:
+    """Gives `trial` the newest checkpoint in its folder, if that is of its last result."""
+    filesystem = trial.storage.storage_filesystem
+    newest = _newest(filesystem, trial.storage.trial_fs_path)
+    known = None if trial.checkpoint is None else trial.checkpoint.path
+    if newest is None or newest == known or not trial.has_reported_at_least_once:
+        return
+    manifest = _manifest(filesystem, newest)
+    # A sum of measured times: no other state of this trial has the same.
+    if manifest.get(TIME_TOTAL_S) == trial.last_result.get(TIME_TOTAL_S):
+        checkpoint = Checkpoint(newest, filesystem)
+        trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))
+
+
+def _newest(filesystem: FileSystem, folder: str) -> str | None:
+    """The path of a trial's newest checkpoint, usable or not."""
+    if isinstance(filesystem, LocalFileSystem):
+        found = checkpoints_in(folder)
+        return str(found[0]) if found else None
+    infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+    names = [
+        info.base_name for info in infos if info.base_name.removeprefix("checkpoint_").isdigit()
+    ]
+    return f"{folder}/{max(names)}" if names else None
+
+
+def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
+    """What the checkpoint says of itself; nothing where saving it was interrupted."""
+    if isinstance(filesystem, LocalFileSystem):
+        try:
+            return read_manifest(Path(checkpoint))
+        except CheckpointError:
+            return {}
+    file = f"{checkpoint}/{MANIFEST}"
+    if filesystem.get_file_info(file).type != FileType.File:
+        return {}
+    with filesystem.open_input_stream(file) as stream:
+        return json.loads(stream.read())
+
+
+RUNNING = "RUNNING"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SaveOnStop(Callback):
+    """At the first signal, has every trial that runs save a checkpoint when its iteration ends, and
+    then lets Tune end the run as Ctrl-C does; the second one ends it at once.
+
+    As a context manager around `Tuner.fit()` it leaves the handlers of the signals as they were.
+    Tune alone ends a run in the middle of its iterations, saves nothing, and takes no notice of
+    SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._told = self._ended = False
+        self._handlers: dict[signal.Signals, Any] = {}  # those before
+        self._end_run: Any = None  # Tune's handler
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles the run's callbacks next to its state; handlers belong to this process.
+        return {**vars(self), "_handlers": {}, "_end_run": None}
+
+    def __enter__(self) -> SaveOnStop:
+        if _in_main_thread():
+            self._handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
+
+    def setup(self, *args: Any, **info: Any) -> None:
+        """Takes over the signals, for which Tune has set its handlers just before."""
+        if not _in_main_thread():
+            return
+        self._end_run = signal.getsignal(signal.SIGINT)
+        if not self._handlers:
+            self.__enter__()
+        for signum in SIGNALS:
+            signal.signal(signum, self._note)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if result.get(STOP_RUN):  # `rllib stop`
+            self.interrupted = True
+        if self.interrupted and not _is_saved_at(trial, result):
+            result[SHOULD_CHECKPOINT] = True
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if not self.interrupted or self._ended:
+            return
+        if all(_is_saved(trial) for trial in trials):
+            self._ended = True
+            self._end(trials)
+        elif not self._told:
+            self._told = True
+            logger.warning(
+                "Stopping: a checkpoint is saved when this iteration ends. Once more stops at once."
+            )
+
+    def _end(self, trials: list[Any]) -> None:
+        if callable(self._end_run):
+            self._end_run(signal.SIGINT, None)
+            return
+        for trial in trials:  # Tune handles no signals in other threads: each ends with a result
+            trial.stopping_criterion = {TRAINING_ITERATION: 1}
+
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        self.__exit__()
+
+    def _note(self, signum: int, frame: Any) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+
+
+def _is_saved(trial: Any) -> bool:
+    """Whether ending `trial` now loses nothing but an iteration that has not ended."""
+    if trial.status != RUNNING or not trial.has_reported_at_least_once:
+        return True
+    return _is_saved_at(trial, trial.last_result)
+
+
+def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:
+    """Whether the newest checkpoint is of the iteration of `result`."""
+    saved, done = trial.latest_checkpoint_result, result.get(TRAINING_ITERATION)
+    return saved is not None and done is not None and saved.metrics[TRAINING_ITERATION] == done
+
+
+def _in_main_thread() -> bool:
+    """True where Python lets us handle signals."""
+    return threading.current_thread() is threading.main_thread()
