@@ -6,7 +6,6 @@ environment is made, not when its name is registered.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -16,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
@@ -174,13 +173,11 @@ def _make_dotted(path: str, env_config: Mapping[str, Any]) -> Any:
 
 
 def _unknown(env: str) -> UnknownEnvError:
-    near = difflib.get_close_matches(env, ENVIRONMENTS, n=2, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
     return UnknownEnvError(
         name="env",
         value=env,
         rule=f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
         "path to an environment",
         reason="it is none of these",
-        remedy=hint,
+        remedy=did_you_mean(env, ENVIRONMENTS, 2, cutoff=0.4, otherwise="Check the spelling"),
     )
