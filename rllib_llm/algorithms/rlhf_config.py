@@ -35,6 +35,7 @@ from rllib_llm.config.tables.rollouts import ROLLOUTS
 from rllib_llm.config.tables.sampling import SAMPLING
 from rllib_llm.config.tables.streaming import STREAMING
 from rllib_llm.config.tables.weights import WEIGHTS
+from rllib_llm.envs.registry import check_name
 from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
 
 
@@ -220,5 +221,6 @@ class RLHFConfig(LanguageModelConfig):
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
         )  # fmt: skip
+        check_name(self.env)
         check_evaluation(self)
         check_eval_envs(self)

@@ -12,7 +12,6 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
+from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import BanditEnvError, told_columns
 from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
@@ -573,16 +573,6 @@ def _with_hole(mask: torch.Tensor) -> torch.Tensor:
 _WORDS = 12  # tokens of a random turn, at most
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A random turn."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str = "stop"
-
-
 class ConversationChecker:
     """Talks to an environment with random words, twice, and compares.
 
@@ -653,10 +643,10 @@ class ConversationChecker:
         plain = [token for token in range(len(env.tokenizer)) if token not in known]
         end = env.chat_format.encode(env.chat_format.turn_end)
 
-        async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> _Said:
+        async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> Ended:
             generator = random.Random(f"{self.seed} {row} {turn}")  # whoever asks first
             ids = [*generator.choices(plain, k=min(room - 1, _WORDS)), *end]
-            return _Said(ids, [-1.0] * len(ids), [0] * len(ids))
+            return Ended(row, ids, [-1.0] * len(ids), [0] * len(ids), "stop")
 
         return run_rollouts(
             env, env.tasks.rows(1, self.num_prompts), first_position=1,

@@ -223,7 +223,9 @@ class RubricJudge(SchemaJudge):
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> tuple[list[float | Invalid], dict[str, list[float]]]:
         """The score of each completion, `Invalid` where the judge gave none, and the grades."""
-        references = reference_column(columns, self._reference_column, len(completions))
+        references: Sequence[Any] = [None] * len(completions)
+        if self._reference_column is not None:
+            references = required_column(columns, "reference_column", self._reference_column)
         rows = zip(prompts, completions, references, strict=True)
         verdicts = await self.ask([self._question(*row) for row in rows], dict)
         grades = {
@@ -275,7 +277,7 @@ class ReferenceJudge(SchemaJudge):
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> list[float | Invalid | None]:
         """1.0 or 0.0 for each completion, `Invalid` where the judge gave no verdict."""
-        references = reference_column(columns, self._reference_column, len(completions))
+        references = required_column(columns, "reference_column", self._reference_column)
         judged = [i for i, reference in enumerate(references) if reference is not None]
         questions = [self._question(prompts[i], completions[i], references[i]) for i in judged]
         scores: list[float | Invalid | None] = [None] * len(completions)
@@ -288,17 +290,6 @@ class ReferenceJudge(SchemaJudge):
         task = "Does the answer say the same as the right answer, whatever its form?"
         parts = [tagged("request", prompt), tagged("right_answer", str(reference))]
         return self.question([*parts, tagged("answer", completion), task])
-
-
-def reference_column(columns: Mapping[str, Any], name: str | None, size: int) -> Sequence[Any]:
-    """The column that a judge compares with; None for each row where it does not.
-
-    Raises:
-        ValueError: the data set has no such column.
-    """
-    if name is None:
-        return [None] * size
-    return required_column(columns, "reference_column", name)
 
 
 GROUP = "group"
@@ -354,7 +345,7 @@ class PairwiseJudge(SchemaJudge):
             pairs = [(prompts[i], completions[i], completions[j]) for i, j in grouped]
             met: list[tuple[int, int | None]] = [*grouped]
         else:
-            others = reference_column(columns, self._against, len(completions))
+            others = required_column(columns, "against", self._against)
             met = [(i, None) for i in range(len(completions))]
             rows = zip(prompts, completions, others, strict=True)
             pairs = [(prompt, one, str(other)) for prompt, one, other in rows]

@@ -121,6 +121,8 @@ def test_pairs_are_asked_with_their_places_swapped():
     assert shown == {(x, y) for x, y in [("aaa", "aa"), ("a", "aa"), ("bb", "cc")]} | {
         ("aa", "aaa"), ("aa", "a"), ("cc", "bb"),
     }  # fmt: skip
+    with pytest.raises(ValueError, match="against='other' must be a column of the data set"):
+        call(judge, ["a"])
 
 
 def test_a_judge_that_prefers_a_place_says_nothing():
