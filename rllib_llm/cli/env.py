@@ -69,7 +69,7 @@ def check(
     prepare(imports=imports)
     console = Console()
     with user_errors(), shown_warnings():
-        from rllib_llm.envs.checks.check_env import check_env
+        from rllib_llm.envs.check_env import check_env
 
         settings = parse_mapping(env_config, "--env-config")
         problems = check_env(

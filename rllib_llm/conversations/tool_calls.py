@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -154,8 +154,11 @@ def parse_reply(
         schemas = tools if isinstance(tools, Mapping) else {}
         if syntax == "cohere":
             said = _COHERE_RESPONSE.sub("", said)
-        find = _FINDERS[syntax if reads_calls else "none"]
-        content, found = find(said, finish == "stop", schemas)
+        content, found = said, []
+        if reads_calls and syntax in _BLOCKS:
+            content, found = _find_blocks(syntax, said, schemas)
+        elif reads_calls and syntax in _ALONE:
+            content, found = _ALONE[syntax](said, finish == "stop")
     calls = []
     for i, call in enumerate(found):
         status = call.status
@@ -183,54 +186,21 @@ def _split_thoughts(
 Found = tuple[str, list[ToolCall]]
 
 
-def _find_hermes(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    content, blocks = _blocks(text)
-    return content, [_from_json(body, raw, closed) for body, raw, closed in blocks]
-
-
-def _find_xml(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    content, blocks = _blocks(text)
-    return content, [_from_xml(body, raw, closed, schemas) for body, raw, closed in blocks]
-
-
-def _find_glm(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    content, blocks = _blocks(text)
-    return content, [_from_glm(body, raw, closed, schemas) for body, raw, closed in blocks]
-
-
-def _find_gemma4(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    content, blocks = _blocks(text, _GEMMA)
-    return content, [_from_gemma(body, raw, closed) for body, raw, closed in blocks]
-
-
-def _find_pythonic(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    content, blocks = _blocks(text, _PYTHONIC)
-    return content, [call for block in blocks for call in _from_python(*block)]
-
-
-def _find_cohere(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    content, blocks = _blocks(text, _COHERE)
-    return content, [
-        call for body, raw, closed in blocks for call in _from_array(body, raw, closed)
-    ]
-
-
-def _blocks(text: str, marks: tuple[str, str] = _HERMES) -> tuple[str, list[tuple[str, str, bool]]]:
-    """Text outside blocks between two marks; and of each block what is in it, all of it, and
-    whether it is closed."""
-    start, end = marks
-    content, _, rest = text.partition(start)
-    blocks = []
-    more = len(content) < len(text)
-    while more:
+def _find_blocks(syntax: str, text: str, schemas: Schemas) -> Found:
+    """Text outside of blocks between two marks, and the calls in each block."""
+    (start, end), read = _BLOCKS[syntax]
+    content, opening, rest = text.partition(start)
+    calls: list[ToolCall] = []
+    while opening:
         body, closing, tail = rest.partition(end)
-        blocks.append((body, start + body + closing, bool(closing)))
+        raw = start + body + closing
+        calls += read(body, raw, schemas) if closing else [ToolCall("", None, raw, "truncated")]
         between, opening, rest = tail.partition(start)
-        content, more = content + between, bool(opening)
-    return content, blocks
+        content += between
+    return content, calls
 
 
-def _find_mistral(text: str, is_whole: bool, schemas: Schemas) -> Found:
+def _find_mistral(text: str, is_whole: bool) -> Found:
     content, mark, body = text.partition(_MISTRAL)
     if not mark:
         return text, []
@@ -249,22 +219,11 @@ def _find_mistral(text: str, is_whole: bool, schemas: Schemas) -> Found:
     return content, calls
 
 
-def _find_llama3(text: str, is_whole: bool, schemas: Schemas) -> Found:
+def _find_llama3(text: str, is_whole: bool) -> Found:
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     if not body.startswith("{") or '"name"' not in body:
         return text, []
     return "", list(_each_object(body, is_whole))
-
-
-def _find_none(text: str, is_whole: bool, schemas: Schemas) -> Found:
-    return text, []
-
-
-_FINDERS = {
-    "hermes": _find_hermes, "xml": _find_xml, "glm": _find_glm, "mistral": _find_mistral,
-    "llama3": _find_llama3, "gemma4": _find_gemma4, "pythonic": _find_pythonic,
-    "cohere": _find_cohere, "none": _find_none,
-}  # fmt: skip
 
 
 def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, str, list[ToolCall]]:
@@ -331,9 +290,7 @@ def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:
             yield _from_object(found, raw)
 
 
-def _from_json(body: str, raw: str, closed: bool) -> ToolCall:
-    if not closed:
-        return ToolCall("", None, raw, "truncated")
+def _from_json(body: str, raw: str) -> ToolCall:
     try:
         return _from_object(json.loads(body), raw)
     except (ValueError, RecursionError):
@@ -356,18 +313,14 @@ def _from_object(found: Any, raw: str) -> ToolCall:
     return ToolCall(found["name"], arguments, raw, "ok")
 
 
-def _from_xml(body: str, raw: str, closed: bool, schemas: Schemas) -> ToolCall:
-    if not closed:
-        return ToolCall("", None, raw, "truncated")
+def _from_xml(body: str, raw: str, schemas: Schemas) -> ToolCall:
     match = _FUNCTION.fullmatch(body)
     if match is None:
         return ToolCall("", None, raw, "missing_name")
     return _of_texts(match[1].strip(), _PARAMETER.findall(match[2]), raw, schemas)
 
 
-def _from_glm(body: str, raw: str, closed: bool, schemas: Schemas) -> ToolCall:
-    if not closed:
-        return ToolCall("", None, raw, "truncated")
+def _from_glm(body: str, raw: str, schemas: Schemas) -> ToolCall:
     name = body.partition("<arg_key>")[0].strip()
     if not name or name.startswith("{"):
         return ToolCall("", None, raw, "missing_name")
@@ -403,9 +356,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
     return kinds == "string" or kinds == ["string"]
 
 
-def _from_gemma(body: str, raw: str, closed: bool) -> ToolCall:
-    if not closed:
-        return ToolCall("", None, raw, "truncated")
+def _from_gemma(body: str, raw: str) -> ToolCall:
     name, _, rest = body.strip().removeprefix("call:").partition("{")
     if not name.strip() or not body.strip().startswith("call:"):
         return ToolCall("", None, raw, "missing_name")
@@ -418,10 +369,8 @@ def _from_gemma(body: str, raw: str, closed: bool) -> ToolCall:
     return _named(name.strip(), "{" + "".join(strings), raw)
 
 
-def _from_python(body: str, raw: str, closed: bool) -> list[ToolCall]:
+def _from_python(body: str, raw: str) -> list[ToolCall]:
     """Calls as a Python list of them, whose arguments are literals."""
-    if not closed:
-        return [ToolCall("", None, raw, "truncated")]
     if len(body) > _MOST_PYTHON:
         return [ToolCall("", None, raw, "invalid_json")]
     try:
@@ -440,3 +389,14 @@ def _from_call(call: ast.expr) -> ToolCall:
         return ToolCall(name, None, raw, "invalid_arguments")
     values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     return ToolCall(name, values, raw, "ok")
+
+
+_BLOCKS: dict[str, tuple[tuple[str, str], Callable[[str, str, Schemas], list[ToolCall]]]] = {
+    "hermes": (_HERMES, lambda body, raw, schemas: [_from_json(body, raw)]),
+    "xml": (_HERMES, lambda body, raw, schemas: [_from_xml(body, raw, schemas)]),
+    "glm": (_HERMES, lambda body, raw, schemas: [_from_glm(body, raw, schemas)]),
+    "gemma4": (_GEMMA, lambda body, raw, schemas: [_from_gemma(body, raw)]),
+    "pythonic": (_PYTHONIC, lambda body, raw, schemas: _from_python(body, raw)),
+    "cohere": (_COHERE, lambda body, raw, schemas: _from_array(body, raw, True)),
+}
+_ALONE = {"mistral": _find_mistral, "llama3": _find_llama3}  # a call is the end of the turn

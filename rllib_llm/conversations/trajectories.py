@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat
-from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.training_rows import Node
+from rllib_llm.conversations.conversation import Conversation, Node
+from rllib_llm.data.sources import load_rows
 
 _JSON = "json:"  # in front of a value that is JSON text in a table
 _MESSAGE_KEYS = ("messages", "conversations", "conversation", "completion")
@@ -28,17 +29,9 @@ class TrajectoryError(ValueError):
 
 def to_record(conversation: Conversation, **extra: Any) -> dict[str, Any]:
     """The conversation as one JSON record; `extra`, such as score and group, stands beside it."""
+    lists = ("messages", "token_ids", "logprobs", "versions")
     nodes = [
-        {
-            "parent": node.parent,
-            "messages": [dict(message) for message in node.messages],
-            "token_ids": list(node.token_ids),
-            "sampled": node.sampled,
-            "logprobs": list(node.logprobs),
-            "versions": list(node.versions),
-            "finish": node.finish,
-            "reward": node.reward,
-        }
+        {**asdict(node), **{name: list(getattr(node, name)) for name in lists}}
         for node in conversation.nodes
     ]
     return {"messages": conversation.messages, "nodes": nodes, "task": conversation.task, **extra}
@@ -63,10 +56,10 @@ def from_record(record: Mapping[str, Any], chat_format: ChatFormat) -> Conversat
                 f"{len(held['token_ids'])} sampled tokens. The record was cut or changed: write it "
                 "again."
             )
-        named = {**held, "messages": tuple(held["messages"])}
-        for key in ("token_ids", "logprobs", "versions"):
-            named[key] = tuple(held[key])
-        conversation.restore(Node(**named))
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in held.items()
+        }
+        conversation.restore(Node(**fields))
     return conversation
 
 
@@ -82,35 +75,21 @@ def save(records: Iterable[Mapping[str, Any]], path: str | Path) -> Path:
         with path.open("w", encoding="utf-8") as stream:
             stream.writelines(lines)
         return path
+    import datasets
+    import pyarrow.parquet
+
     rows = [{key: _packed(value) for key, value in record.items()} for record in records]
+    table = pyarrow.Table.from_pylist(rows)
     if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return path
-    from datasets import Dataset
-
-    Dataset.from_list(rows).save_to_disk(str(path))
+        pyarrow.parquet.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(str(path))
     return path
 
 
 def load(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a file or folder that `save` wrote, or of another's JSON Lines or Parquet."""
-    path = Path(path)
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as stream:
-            yield from (json.loads(line) for line in stream if line.strip())
-        return
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        rows: Iterable[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    else:
-        from datasets import load_from_disk
-
-        rows = load_from_disk(str(path))
-    for row in rows:
+    for row in load_rows(str(path)):
         yield {key: _unpacked(value) for key, value in row.items()}
 
 

@@ -84,8 +84,8 @@ def render(
     if not tokenizer.chat_template:
         raise DataSourceError(
             name="messages",
-            rule="be rendered by a chat template",
-            reason="the tokenizer has none",
+            rule="become text",
+            reason="the tokenizer has no chat template",
             remedy="Set chat_template (a file, or the template itself), take an "
             "instruction-tuned model, or write the rows as text",
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 
 
 class DataSourceError(SettingError):
@@ -145,14 +144,14 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
     for name in names:
         if name in rows.columns:
             continue
-        near = difflib.get_close_matches(name, rows.columns, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise DataSourceError(
             name="column",
             value=name,
             rule=f"be a column of {rows.description}",
             reason=f"it has {rows.columns}",
-            remedy=f"{hint}Name another column, or rename this one",
+            remedy=did_you_mean(
+                name, rows.columns, otherwise="Name another column, or rename this one"
+            ),
         )
 
 

@@ -5,7 +5,6 @@ Prompts, SFT texts, preference pairs and pretraining text all come through `load
 
 from __future__ import annotations
 
-import difflib
 import functools
 import glob
 import inspect
@@ -17,6 +16,7 @@ from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.errors import did_you_mean
 from rllib_llm.shared.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
@@ -106,13 +106,11 @@ def is_quick_to_read(source: Source | None) -> bool:
 def _source_options(source: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in source:
         if key not in _SOURCE_KEYS:
-            near = difflib.get_close_matches(str(key), _SOURCE_KEYS, n=1)
-            hint = f"Did you mean {near[0]!r}" if near else "Remove it"
             raise DataSourceError(
                 name=f"{name}[{key!r}]",
                 rule=f"be one of {list(_SOURCE_KEYS)}",
                 reason="unknown key",
-                remedy=hint,
+                remedy=did_you_mean(str(key), _SOURCE_KEYS, otherwise="Remove it"),
             )
     if "path" not in source:
         raise DataSourceError(

@@ -27,9 +27,10 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (
     COMMON_DEFAULTS,
     EnvConfigError,
-    check_reference,
-    frozen_defaults,
+    check_prompts,
+    frozen_reference,
     policy_tokenizer,
+    prompt_source,
     reward_terms,
     with_defaults,
 )
@@ -147,7 +148,7 @@ class ConversationEnv:
         self.tasks = self._make_tasks()
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
-        self.reference = self._make_reference()
+        self.reference = frozen_reference(self.settings, self.tokenizer)
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
@@ -235,34 +236,8 @@ class ConversationEnv:
 
     def _make_tasks(self) -> PromptSource:
         settings, rows = self.settings, self.rows()
-        if rows is None and not (settings["eval_prompts"] and settings["split"] == "eval"):
-            raise EnvConfigError(
-                name="env_config['prompts']",
-                value=None,
-                rule="be a data source",
-                reason="there is no task to talk about",
-                remedy="Set it to a file (JSONL, Parquet), a data set, rows or a function",
-            )
-        is_eval = settings["split"] == "eval"
-        return PromptSource(
-            rows,
-            seed=settings["split_seed"] if is_eval else settings["seed"],
-            shuffle=settings["shuffle"],
-            prompt_column=settings["prompt_column"],
-            split=settings["split"],
-            eval_fraction=settings["eval_fraction"],
-            split_seed=settings["split_seed"],
-            eval_data=settings["eval_prompts"],
-        )
-
-    def _make_reference(self) -> Any | None:
-        if self.settings["reference"] is None:
-            return None
-        from rllib_llm.envs.reference import FrozenReference
-
-        chosen = check_reference(self.settings, self.tokenizer)
-        options = {**frozen_defaults(self.settings), **chosen}
-        return FrozenReference(options.pop("model"), **options)
+        check_prompts(settings, rows)
+        return prompt_source(settings, rows, settings["eval_prompts"], settings["prompt_column"])
 
     @classmethod
     def default_settings(cls) -> dict[str, Any]:

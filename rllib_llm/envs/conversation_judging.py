@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from rllib_llm.conversations.chat_format import Messages
-from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.training_rows import Rollout, training_columns
+from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
 from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt

@@ -12,38 +12,18 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
+from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.event_loop import call, told
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools.toolbox import ToolResult
 
-
-class Sampled(Protocol):
-    """What an engine sampled: see `engines.protocol.Ended`."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The stop token is among them."""
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Of each token."""
-
-    @property
-    def versions(self) -> list[int]:
-        """Of the weights that sampled each."""
-
-    @property
-    def finish(self) -> str:
-        """Why there are no more: "stop", "length" or "aborted"."""
-
-
-Complete = Callable[[Sequence[int], int, int, int], Awaitable[Sampled]]
+Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled."""
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rllib_llm.data.chats import render
 from rllib_llm.data.encoding import encode_text, keep_end
 from rllib_llm.data.order import EpochOrder, permuted
-from rllib_llm.data.rows import Rows, require_columns
+from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared.errors import SettingError
 
@@ -227,7 +228,10 @@ class PromptEncoder:
             text = row.prompt
             ids = encode_text(tokenizer, text)
         else:
-            text = self._render_chat(row)
+            try:
+                text = render(tokenizer, row.prompt, generation_prompt=True)
+            except DataSourceError as error:
+                raise error.at(f"row {row.index}") from error.__cause__
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
@@ -240,21 +244,6 @@ class PromptEncoder:
                 remedy="Remove the row or write a prompt",
             )
         return ids, text
-
-    def _render_chat(self, row: PromptRow) -> str:
-        if not self.tokenizer.chat_template:
-            raise PromptError(
-                where=f"row {row.index}",
-                name="prompt",
-                rule="be text",
-                reason="it is a list of chat messages and the tokenizer has no chat template",
-                remedy="Set chat_template (a file, or the template itself), take an "
-                "instruction-tuned model, or write the prompts as text",
-            )
-        rendered = self.tokenizer.apply_chat_template(
-            row.prompt, tokenize=False, add_generation_prompt=True
-        )
-        return str(rendered)
 
 
 def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:

@@ -6,7 +6,6 @@ environment is made, not when its name is registered.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -16,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
@@ -77,8 +76,7 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         registered = registered_env(env)
         if registered is not None:
             return registered
-        if ":" not in env and not looks_dotted(env):
-            raise _unknown(env)
+        check_name(env)
         env = import_dotted(env, name="env")
     if not callable(env):
         raise UnknownEnvError(
@@ -91,6 +89,14 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)
+
+
+def check_name(env: Any) -> None:
+    """Raises UnknownEnvError for a name that nobody registered; dotted paths are not imported."""
+    if not isinstance(env, str) or ":" in env or looks_dotted(env) or env in ENVIRONMENTS:
+        return
+    if registered_env(env) is None:
+        raise _unknown(env)
 
 
 def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> Any:
@@ -167,13 +173,11 @@ def _make_dotted(path: str, env_config: Mapping[str, Any]) -> Any:
 
 
 def _unknown(env: str) -> UnknownEnvError:
-    near = difflib.get_close_matches(env, ENVIRONMENTS, n=2, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
     return UnknownEnvError(
         name="env",
         value=env,
         rule=f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
         "path to an environment",
         reason="it is none of these",
-        remedy=hint,
+        remedy=did_you_mean(env, ENVIRONMENTS, 2, cutoff=0.4, otherwise="Check the spelling"),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.modules.model_limits import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.quantize import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 
 COMMON_DEFAULTS: dict[str, Any] = {
     "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
@@ -78,14 +77,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     Raises:
         EnvConfigError: one of the two is missing.
     """
-    if settings["prompts"] is None and not (settings["eval_prompts"] and _is_eval(settings)):
-        raise EnvConfigError(
-            name="env_config['prompts']",
-            value=None,
-            rule="be a data source",
-            reason="there is nothing to complete",
-            remedy="Set it to a file (JSONL, Parquet, text), a data set or a function",
-        )
+    check_prompts(settings, settings["prompts"])
     if not settings["reward_model"] and not settings["reward_functions"]:
         raise EnvConfigError(
             name="env_config",
@@ -94,6 +86,37 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             remedy="Set reward_model to a sequence-classification model, or reward_functions "
             "to the dotted path of a function",
         )
+
+
+def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
+    """Raises EnvConfigError where there are no prompts for this split."""
+    if prompts is None and not (settings["eval_prompts"] and _is_eval(settings)):
+        raise EnvConfigError(
+            name="env_config['prompts']",
+            value=None,
+            rule="be a data source",
+            reason="there is nothing to complete",
+            remedy="Set it to a file (JSONL, Parquet, text), a data set or a function",
+        )
+
+
+def prompt_source(
+    settings: Mapping[str, Any],
+    prompts: Source | None,
+    eval_prompts: Source | None = None,
+    prompt_column: str | None = None,
+) -> PromptSource:
+    """The prompts of the split that `settings` name, in their order."""
+    return PromptSource(
+        prompts,
+        seed=settings["split_seed"] if _is_eval(settings) else settings["seed"],
+        shuffle=settings["shuffle"],
+        prompt_column=prompt_column,
+        split=settings["split"],
+        eval_fraction=settings["eval_fraction"],
+        split_seed=settings["split_seed"],
+        eval_data=eval_prompts,
+    )
 
 
 def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -119,21 +142,12 @@ def build_bandit(
     """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
     return BanditEnv(
         tokenizer=tokenizer,
-        prompts=PromptSource(
-            prompts,
-            seed=settings["split_seed"] if _is_eval(settings) else settings["seed"],
-            shuffle=settings["shuffle"],
-            prompt_column=prompt_column,
-            split=settings["split"],
-            eval_fraction=settings["eval_fraction"],
-            split_seed=settings["split_seed"],
-            eval_data=eval_prompts,
-        ),
+        prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
         rewards=RewardSum(rewards),
         num_envs=settings["num_envs"],
         max_prompt_len=settings["max_prompt_len"],
         max_completion_len=settings["max_completion_len"],
-        reference=_reference(settings, tokenizer),
+        reference=frozen_reference(settings, tokenizer),
         kl_coeff=settings["kl_coeff"],
         temperature=settings["temperature"],
         prompt_overflow=settings["prompt_overflow"],
@@ -166,13 +180,11 @@ def with_defaults(
 def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *, of: str) -> None:
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"Did you mean {near[0]!r}" if near else "Remove it"
             raise EnvConfigError(
                 name=f"{where}[{key!r}]",
                 rule=f"be a setting of {of}, one of {sorted(known)}",
                 reason="unknown key",
-                remedy=hint,
+                remedy=did_you_mean(str(key), known, otherwise="Remove it"),
             )
 
 
@@ -250,16 +262,17 @@ def check_reference(
     return {"model": model, **chosen}
 
 
-def _reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any | None:
+def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any | None:
+    """The reference that `settings` name, or None."""
     if settings["reference"] is None:
         return None
     from rllib_llm.envs.reference import FrozenReference
 
     chosen = check_reference(settings, tokenizer)
-    return FrozenReference(chosen.pop("model"), **{**frozen_defaults(settings), **chosen})
+    return FrozenReference(chosen.pop("model"), **{**_frozen_defaults(settings), **chosen})
 
 
-def frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What holds for a frozen model that says nothing else."""
     return {"device": settings["device"], "quantization": settings["frozen_quantization"]}
 
@@ -279,9 +292,9 @@ def _reward_model_term(
             remedy="Set reward_model.model",
         )
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
-    options = {**frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
+    options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
     if chosen.get("models"):
-        from rllib_llm.envs.judges.ensemble import RewardModelEnsemble
+        from rllib_llm.envs.judges.frozen_reward_model import RewardModelEnsemble
 
         return RewardTerm(RewardModelEnsemble(options.pop("models"), **options), weight, name)
     return RewardTerm(RewardModelScorer(options.pop("model"), **options), weight, name)

@@ -160,19 +160,10 @@ def sft_texts(
 
 
 def build_model(
-    seed: int = 0,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    max_len: int = 64,
+    seed: int = 0, max_len: int = 64, **size: int
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A small Llama with random weights, drawn with `seed`, and its character-level tokenizer."""
-    tokenizer = build_tokenizer()
-    model = small_llama(
-        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
-        max_len=max_len,
-    )  # fmt: skip
-    return model, tokenizer
+    """A small random Llama and its character-level tokenizer; size: see `small_llama`."""
+    return small_llama(build_tokenizer(), seed, max_len=max_len, **size)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

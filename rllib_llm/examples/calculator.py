@@ -7,7 +7,9 @@ chat template knows tools, `sft_rows` conversations to start it with, few of whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -17,7 +19,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.toolbox import FunctionTool
 from rllib_llm.examples.characters import (
     SftTurn,
@@ -95,21 +96,62 @@ def sft_rows(
 
 
 def build_model(
-    seed: int = 0,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    max_len: int = 128,
+    seed: int = 0, max_len: int = 128, **size: int
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A small Llama with random weights, drawn with `seed`, and its tokenizer."""
-    tokenizer = build_tokenizer()
-    model = small_llama(
-        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
-        max_len=max_len,
-    )  # fmt: skip
-    return model, tokenizer
+    """A small Llama with random weights, and its tokenizer; size: see `small_llama`."""
+    return small_llama(build_tokenizer(), seed, max_len=max_len, **size)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character and for each piece that a call is made of."""
     return chat_tokenizer(_CHARACTERS, _PIECES)
+
+
+_BINARY: dict[type[ast.operator], Callable] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}  # fmt: skip
+_UNARY: dict[type[ast.unaryop], Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_MAX_LENGTH = 200  # characters
+_MAX_POWER = 64
+_MAX_DIGITS = 400
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression of numbers, + - * / // % ** and brackets.
+
+    Args:
+        expression: the expression, such as "3 * (4 + 5)".
+    """
+    if len(expression) > _MAX_LENGTH:
+        raise ValueError(f"the expression must have at most {_MAX_LENGTH} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is no arithmetic expression") from error
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    return str(value)
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) > _MAX_POWER:
+            raise ValueError(f"powers must be at most {_MAX_POWER}")
+        return _bounded(_BINARY[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and brackets can be computed")
+
+
+def _bounded(value: float) -> float:
+    """The value; huge ones would take minutes to write."""
+    if isinstance(value, complex):
+        raise ValueError("the result is no real number")
+    if isinstance(value, int) and value.bit_length() > _MAX_DIGITS * 3:
+        raise ValueError(f"numbers must have at most {_MAX_DIGITS} digits")
+    return value

@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 
-from rllib_llm.envs.tools.calculator import calculator
 from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.examples.calculator import calculator
 
 
 async def run(base_url: str, task: Mapping[str, Any]) -> dict[str, float]:

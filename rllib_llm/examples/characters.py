@@ -58,24 +58,26 @@ def chat_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenize
 
 def small_llama(
     tokenizer: PreTrainedTokenizerFast,
-    seed: int,
+    seed: int = 0,
     *,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
     max_len: int,
-) -> LlamaForCausalLM:
-    """A Llama with random weights, drawn with `seed`."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=num_heads,
-        num_key_value_heads=num_heads, max_position_embeddings=max_len, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    **config: Any,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A Llama with random weights, drawn with `seed`, and its tokenizer; the global random state is
+    kept. config: further fields of `LlamaConfig`."""
+    fields = {
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size, "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads, "max_position_embeddings": max_len,
+        "tie_word_embeddings": True, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+        return LlamaForCausalLM(LlamaConfig(**{**fields, **config})).eval(), tokenizer
 
 
 class SftTurn(NamedTuple):
@@ -127,16 +129,8 @@ _CHARACTERS = f"{string.digits}{string.ascii_letters}{string.punctuation} "
 
 
 def build_model(
-    seed: int = 0,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    max_len: int = 256,
+    seed: int = 0, max_len: int = 256, **size: int
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The model with weights drawn with `seed`, and its tokenizer."""
+    """The model and its tokenizer; size: see `small_llama`."""
     tokenizer = character_tokenizer(_CHARACTERS, special=_SPECIAL)
-    model = small_llama(
-        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
-        max_len=max_len,
-    )  # fmt: skip
-    return model, tokenizer
+    return small_llama(tokenizer, seed, max_len=max_len, **size)

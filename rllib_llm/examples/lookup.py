@@ -73,19 +73,10 @@ def sft_rows(num_rows: int = 8000, call_share: float = 1.0) -> list[dict[str, An
 
 
 def build_model(
-    seed: int = 0,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    max_len: int = 96,
+    seed: int = 0, max_len: int = 96, **size: int
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A small Llama with random weights, drawn with `seed`, and its tokenizer."""
-    tokenizer = chat_tokenizer(_CHARACTERS, _PIECES)
-    model = small_llama(
-        tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads,
-        max_len=max_len,
-    )  # fmt: skip
-    return model, tokenizer
+    """A small Llama with random weights, and its tokenizer; size: see `small_llama`."""
+    return small_llama(chat_tokenizer(_CHARACTERS, _PIECES), seed, max_len=max_len, **size)
 
 
 def _title(number: int) -> str:

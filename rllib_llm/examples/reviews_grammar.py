@@ -20,9 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rllib_llm.examples import reviews_lexicon as words
-from rllib_llm.examples.reviews_lexicon import KINDS, Kind
-from rllib_llm.examples.reviews_sentences import FORM_WEIGHTS, Table, heads_of, tables
+from rllib_llm.examples.reviews_sentences import (
+    FORM_WEIGHTS,
+    KINDS,
+    TAILS,
+    Kind,
+    Table,
+    heads_of,
+    tables,
+)
 
 UNGRAMMATICAL_SCORE = -3.0
 MOODS = (0.05, 0.5, 0.95)  # a writer's chance of a good opinion, one mood for a whole review
@@ -76,7 +82,7 @@ def openings(split: str = "train") -> tuple[Opening, ...]:
         for shift, kind in enumerate(KINDS)
         for place, head in enumerate(heads_of(kind))
         if ((place + shift) % HELD_OUT == 0) == (split == "eval")
-        for tail in (None, *words.TAILS)
+        for tail in (None, *TAILS)
     )
 
 
@@ -90,7 +96,7 @@ def complete(opening: Opening, rng: random.Random) -> str:
     """Return the rest of a review that begins so: " on a whim. It is light. ... Five stars."."""
     table = tables(opening.kind)
     mood = rng.choice(MOODS)
-    said = [] if opening.tail else [f"{rng.choice(words.TAILS)}."]
+    said = [] if opening.tail else [f"{rng.choice(TAILS)}."]
     for role in (table.of_thing, table.of_part, table.of_thing)[: rng.choice(NUM_BODIES)]:
         body = _draw(role, mood, rng)
         while body in said:

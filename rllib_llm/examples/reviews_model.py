@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import string
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rllib_llm.examples.characters import small_llama
 from rllib_llm.examples.reviews_grammar import pretraining_texts
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -61,24 +61,17 @@ def build_model(
 
     Equal arguments give equal weights and the same tokenizer; the global random state is kept.
     """
-    tokenizer = build_tokenizer(vocab_size)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    return small_llama(
+        build_tokenizer(vocab_size),
+        seed,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        max_position_embeddings=MAX_POSITIONS,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_len=MAX_POSITIONS,
         tie_word_embeddings=False,
         # Wide initial weights and slow rotations: a shallow model on short texts learns the
         # grammar in about half the steps that the usual 0.02 and 10 000 take.
         initializer_range=0.06,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return model, tokenizer

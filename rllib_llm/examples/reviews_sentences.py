@@ -1,4 +1,4 @@
-"""Every sentence of the reviews' language, by kind of thing, with the sum of its opinions.
+"""The words of the reviews, and every sentence of their language with the sum of its opinions.
 
     body = subject is [degree | not] adjective         "The pole is very heavy."
          | subject is adjective and | but adjective    "It is lovely but heavy."
@@ -19,8 +19,106 @@ import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rllib_llm.examples import reviews_lexicon as words
-from rllib_llm.examples.reviews_lexicon import KINDS, Kind
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of thing: its name, its parts, and what only its reviews say it did."""
+
+    name: str
+    parts: tuple[str, ...]
+    delights: tuple[str, ...]  # what "it" did well, a verb phrase
+    troubles: tuple[str, ...]
+
+
+KINDS = (
+    Kind(
+        "coffee maker",
+        ("lid", "timer", "filter"),
+        ("brews in two minutes", "never spills a drop"),
+        ("leaks all over", "burns every cup"),
+    ),
+    Kind(
+        "guitar",
+        ("neck", "bridge", "case"),
+        ("stays in tune", "makes every song shine"),
+        ("falls out of tune", "scares the cat"),
+    ),
+    Kind(
+        "backpack",
+        ("strap", "zipper", "pocket"),
+        ("fits under every seat", "keeps out the rain"),
+        ("smells of fish", "fell apart in one week"),
+    ),
+    Kind(
+        "tent",
+        ("pole", "floor", "roof"),
+        ("goes up in ten seconds", "laughs at the wind"),
+        ("lets in the bugs", "smells of wet dog"),
+    ),
+    Kind(
+        "novel",
+        ("plot", "ending", "cover"),
+        ("kept me up all night", "made me laugh on the train"),
+        ("put me to sleep", "gives away the murderer"),
+    ),
+    Kind(
+        "bicycle",
+        ("saddle", "bell", "chain"),
+        ("climbs every hill", "turns on a coin"),
+        ("squeaks all day", "goes nowhere fast"),
+    ),
+)
+
+# The opening of a review: a head, which names the thing, and a tail.
+OWNERS = ("aunt", "uncle", "boss", "sister", "brother", "neighbor", "cousin", "dentist")
+HEADS = (
+    *(f"My {owner} {verb} me {{this}}" for owner in OWNERS for verb in ("gave", "bought")),
+    *(f"{who} {verb} {{this}}" for who in ("I", "We") for verb in ("bought", "ordered", "won")),
+    "{This} arrived",
+    "{This} came",
+)
+TAILS = (
+    "last week",
+    "in June",
+    "on a whim",
+    "by mistake",
+    "two months ago",
+    "after a long wait",
+    "for my birthday",
+    "in a huge box",
+)
+
+# Said of any thing and any part; neither graded nor negated.
+PRAISE = ("wonderful", "lovely", "superb", "brilliant")
+BLAME = ("awful", "terrible", "dreadful", "useless")
+# Said of any thing and any part; may be graded ("very ...") and negated ("not ...").
+GOOD = ("sturdy", "light", "quiet", "clever", "comfortable", "elegant")
+BAD = ("flimsy", "heavy", "noisy", "clumsy", "itchy", "stiff")
+DEGREES = ("very", "really")
+GLAD = ("Luckily", "Happily", "To my delight")
+SAD = ("Sadly", "Worse", "To my horror")
+LOVE = ("I love", "I adore", "I am proud of")
+HATE = ("I hate", "I cannot stand", "I am sick of")
+
+VERDICTS = {
+    +1: (
+        "Five stars.",
+        "I would buy it again.",
+        "It is worth every cent.",
+        "My friends all want it now.",
+    ),
+    0: (
+        "Three stars.",
+        "It does the job.",
+        "You get what you pay for.",
+    ),
+    -1: (
+        "One star.",
+        "I sent it back.",
+        "I want my money back.",
+        "I gave it to my worst enemy.",
+    ),
+}
 
 SIGNS = (+1, -1)
 FORM_WEIGHTS = (3, 5, 2, 2)  # of the forms of body, in the order of `tables`
@@ -87,7 +185,7 @@ def _table(*forms: list[Sentence]) -> Table:
 def heads_of(kind: Kind) -> list[str]:
     """Return the ways a review of `kind` begins, up to and with the thing's name or a verb."""
     noun = f"this {kind.name}"
-    return [head.format(this=noun, This=noun.capitalize()) for head in words.HEADS]
+    return [head.format(this=noun, This=noun.capitalize()) for head in HEADS]
 
 
 def _capital(text: str) -> str:
@@ -96,11 +194,11 @@ def _capital(text: str) -> str:
 
 def _own(sign: int) -> tuple[str, ...]:
     """Return the adjectives that may be graded and negated."""
-    return words.GOOD if sign > 0 else words.BAD
+    return GOOD if sign > 0 else BAD
 
 
 def _general(sign: int) -> tuple[str, ...]:
-    return words.PRAISE if sign > 0 else words.BLAME
+    return PRAISE if sign > 0 else BLAME
 
 
 def _claims(subjects: list[str]) -> list[Sentence]:
@@ -131,13 +229,13 @@ def _exclaimed(claims: list[Sentence]) -> list[Sentence]:
     return [
         Sentence(f"{adverb}, {claim.text}.", claim.sentiment)
         for claim in claims
-        for adverb in (words.GLAD if claim.sentiment > 0 else words.SAD)
+        for adverb in (GLAD if claim.sentiment > 0 else SAD)
     ]
 
 
 def _graded(subjects: list[str]) -> list[Sentence]:
     """Return "The pole is very heavy." and "The pole is not heavy."."""
-    changes = [(degree, +1) for degree in words.DEGREES] + [("not", -1)]
+    changes = [(degree, +1) for degree in DEGREES] + [("not", -1)]
     return [
         Sentence(f"{_capital(subject)} is {change} {word}.", sign * turn)
         for sign in SIGNS
@@ -164,10 +262,10 @@ def _feelings(kind: Kind) -> list[Sentence]:
     return [
         Sentence(f"{feeling} the {part}.", sign)
         for sign in SIGNS
-        for feeling in (words.LOVE if sign > 0 else words.HATE)
+        for feeling in (LOVE if sign > 0 else HATE)
         for part in kind.parts
     ]
 
 
 def _verdicts() -> list[Sentence]:
-    return [Sentence(line, sign) for sign, lines in words.VERDICTS.items() for line in lines]
+    return [Sentence(line, sign) for sign, lines in VERDICTS.items() for line in lines]

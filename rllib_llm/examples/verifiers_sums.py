@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
-from rllib_llm.envs.tools.calculator import calculator as work_out
+from rllib_llm.examples.calculator import calculator as work_out
 from rllib_llm.examples.calculator import problems
 
 

@@ -20,7 +20,7 @@ import anyio
 import torch
 from fastapi import Request, Response
 
-from rllib_llm.data.token_texts import TokenTexts
+from rllib_llm.data.encoding import TokenTexts
 from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.protocol import Noise
 from rllib_llm.serving.engine_host import EngineHost

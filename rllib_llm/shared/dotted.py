@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -10,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
 
@@ -90,14 +89,12 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
     for attribute in rest:
         if not hasattr(found, attribute):
             names = [known for known in dir(found) if not known.startswith("_")]
-            near = difflib.get_close_matches(attribute, names, n=3)
-            hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
             raise DottedPathError(
                 name=name,
                 value=path,
                 rule=f"name something in {module_path!r}",
                 reason=f"it has no {attribute!r}",
-                remedy=hint,
+                remedy=did_you_mean(attribute, names, 3, otherwise="Check the spelling"),
             )
         found = getattr(found, attribute)
     return found

@@ -144,11 +144,19 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
     )  # fmt: skip
 
 
-def nearest(name: str, allowed: Iterable[str], num: int = 3) -> list[str]:
+def nearest(name: str, allowed: Iterable[str], num: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return up to `num` of `allowed` that look like `name`, whatever the case, the best first."""
     by_lower = {candidate.lower(): candidate for candidate in sorted(set(allowed))}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=num, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=num, cutoff=cutoff)
     return [by_lower[match] for match in close]
+
+
+def did_you_mean(
+    name: str, allowed: Iterable[str], num: int = 1, *, cutoff: float = 0.6, otherwise: str
+) -> str:
+    """Return a question with the names of `allowed` nearest to `name`, else `otherwise`."""
+    near = nearest(name, allowed, num, cutoff)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
@@ -164,7 +172,7 @@ def closest(name: str, called: Mapping[str, str]) -> str:
     """
     close = list(dict.fromkeys(called[match] for match in nearest(name, called)))
     if close:
-        return f"Did you mean {' or '.join(repr(match) for match in close)}?"
+        return f"Did you mean {' or '.join(map(repr, close))}?"
     allowed = sorted(set(called.values()))
     if len(allowed) <= 40:
         return f"Allowed: {', '.join(allowed)}."

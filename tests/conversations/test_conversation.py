@@ -9,8 +9,12 @@ import torch
 
 from rllib_llm.conversations import trajectories
 from rllib_llm.conversations.chat_format import ChatFormat
-from rllib_llm.conversations.conversation import Conversation, ConversationError
-from rllib_llm.conversations.training_rows import Rollout, training_columns
+from rllib_llm.conversations.conversation import (
+    Conversation,
+    ConversationError,
+    Rollout,
+    training_columns,
+)
 from rllib_llm.shared import columns
 from tests.conversations.templates import ADD, FAMILIES, family_tokenizer
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rllib_llm.data.pairs import as_prose, pairs_from_labels
+from rllib_llm.data.preferences import as_prose, pairs_from_labels
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows
 
@@ -67,7 +67,7 @@ def test_as_a_data_source_of_a_stage(tmp_path):
     file = tmp_path / "labels.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     source = {
-        "path": "rllib_llm.data.pairs.pairs_from_labels",
+        "path": "rllib_llm.data.preferences.pairs_from_labels",
         "kwargs": {"path": str(file), "num_pairs": 4},
     }
     rows = load_rows(source)

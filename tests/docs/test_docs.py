@@ -131,6 +131,19 @@ def test_reference_pages_and_the_drawing_are_those_of_the_code(monkeypatch):
         assert computed == scale.page_with(scale.tables(), computed), "python scripts/scale.py"
 
 
+def test_figures_of_the_benchmarks_are_those_recorded(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import figures
+
+    page = figures.PAGE.read_text("utf-8")
+    assert page == figures.page_with(figures.read(), page), "python scripts/figures.py"
+    by_hand = figures.MARKED.sub("", page)
+    # Nobody types a measurement: decimals stand in the recorded tables alone.
+    assert re.findall(r"\d+\.\d+(?: ms| s|%| %)?", by_hand) == []
+    entries = [*figures.read()["headlines"], *figures.read()["tables"].values()]
+    assert all(e["command"] and e["recorded"] and e["recorded_in"] for e in entries)
+
+
 def test_mistakes_are_answered_before_a_run_and_without_tracebacks(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import mistakes

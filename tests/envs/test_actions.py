@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rllib_llm.envs.actions import BanditEnvError, decode_completions, told_columns
-from rllib_llm.envs.checks.check_env import check_env
+from rllib_llm.envs.check_env import check_env
 from rllib_llm.shared import columns
 from tests.envs.tiny_envs import word_env
 from tests.envs.tiny_tokenizers import word_tokenizer

@@ -136,8 +136,12 @@ def test_chat_messages_go_through_the_template():
     assert texts == ["<user> the cat <assistant>"]
     assert ids == [tokenizer(texts[0], add_special_tokens=False)["input_ids"]]
     assert ids[0][-1] == tokenizer.convert_tokens_to_ids("<assistant>")
-    with pytest.raises(PromptError, match="the tokenizer has no chat template"):
+    with pytest.raises(DataSourceError, match="row 0: messages must .* has no chat template"):
         _encode(word_tokenizer(), messages)
+    # What a template complains of is said with the row, and is a mistake of the user's.
+    tokenizer.chat_template = "{{ raise_exception('users first') }}"
+    with pytest.raises(DataSourceError, match=r"row 0: messages .*refuses them \(users first\)"):
+        _encode(tokenizer, messages)
 
 
 def test_too_long_prompts_keep_bos_and_their_end_and_warn_once():

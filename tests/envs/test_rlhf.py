@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.envs import rlhf
-from rllib_llm.envs.checks.check_env import check_env
+from rllib_llm.envs.check_env import check_env
 from rllib_llm.envs.judges.rewards import RewardError
 from rllib_llm.envs.prompts import PromptError
 from rllib_llm.envs.rlhf import EnvConfigError

@@ -24,7 +24,7 @@ def finished_openings(env):
 
 
 def part_of(text):
-    from rllib_llm.examples.reviews_lexicon import KINDS
+    from rllib_llm.examples.reviews_sentences import KINDS
 
     return next(kind.parts[0] for kind in KINDS if f"this {kind.name}" in text.lower())
 

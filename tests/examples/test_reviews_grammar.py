@@ -9,10 +9,9 @@ import sys
 import pytest
 
 from rllib_llm.examples import reviews_grammar as grammar
-from rllib_llm.examples import reviews_lexicon as words
+from rllib_llm.examples import reviews_sentences as words
 from rllib_llm.examples.reviews_grammar import ReviewGrade, judge
-from rllib_llm.examples.reviews_lexicon import KINDS
-from rllib_llm.examples.reviews_sentences import tables
+from rllib_llm.examples.reviews_sentences import KINDS, tables
 
 
 def whole(row, completion="completion"):

@@ -45,7 +45,7 @@ def test_what_is_right_passes():
 @pytest.mark.parametrize("config, message", [
     (sft([{"question": "?"}]), r"^sft.config.data: row 0 of .* must have 'text'"),
     (sft(tiny.TEXTS, eval_data=[]), r"^sft.config.eval_data: .* is empty"),
-    (sft(CHATS), r"data: row 0 of .*the tokenizer has none. Set chat_template"),
+    (sft(CHATS), r"data: row 0 of .*the tokenizer has no chat template. Set chat_template"),
     (RewardModelConfig().language_model(model=tiny.MODEL).training(data=tiny.TEXTS),
      "must have 'chosen' and 'rejected'"),
     (grpo(max_prompt_len=4000), "max_prompt_len=4000 must be at most 27 with max_new_tokens=5"),

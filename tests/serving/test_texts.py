@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.data.token_texts import TokenTexts
+from rllib_llm.data.encoding import TokenTexts
 from rllib_llm.serving.streams import TextStream
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
 

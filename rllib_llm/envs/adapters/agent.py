@@ -128,7 +128,7 @@ class AgentServer(Protocol):
 
 
 OpenAgentServer = Callable[..., AgentServer]
-"""`serving.agent_server.open_agent_server`."""
+"""`serving.http_server.open_agent_server`."""
 
 
 def open_for(

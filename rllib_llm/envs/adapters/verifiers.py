@@ -26,7 +26,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.envs.tools.toolbox import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 
 
@@ -404,12 +404,7 @@ class _VerifiersTool(FunctionTool):
         self.name = _tool_name(toolset, method)
         description = inspect.getdoc(method) or own
         served = Tool.from_function(method, name=own, description=description)
-        self.schema = {
-            "type": "function",
-            "function": {
-                "name": self.name, "description": description, "parameters": served.parameters,
-            },
-        }  # fmt: skip
+        self.schema = tool_schema(self.name, description, served.parameters)
         self.function = method  # each conversation has its own: `tools_of`
 
 

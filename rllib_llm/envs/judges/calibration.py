@@ -124,38 +124,29 @@ def compare(
     for reason in filter(None, reasons):
         counted[reason] = counted.get(reason, 0) + 1
     kept, said = labels[valid].double(), scores[valid].double()
+    concordance, rank_correlation = _agreement(said, kept)
     threshold, accuracy, kappa = _best_threshold(said, kept)
     return Calibration(
         num_rows=len(labels),
         num_invalid=int((~valid).sum()),
         reasons=tuple(sorted(counted.items(), key=lambda pair: -pair[1])[:3]),
-        concordance=_concordance(said, kept),
-        rank_correlation=_correlation(_ranks(said), _ranks(kept)),
+        concordance=concordance, rank_correlation=rank_correlation,
         threshold=threshold, accuracy=accuracy, kappa=kappa,
         bins=tuple(_bins(said, kept, num_bins)),
     )  # fmt: skip
 
 
-def _concordance(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    higher = labels[:, None] > labels[None, :]
-    if not bool(higher.any()):
-        return math.nan
-    gaps = (scores[:, None] - scores[None, :])[higher]
-    return float((gaps > 0).double().mean() + 0.5 * (gaps == 0).double().mean())
+def _agreement(scores: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """(concordance, Spearman's rank correlation); NaN where labels or scores are all alike."""
+    from scipy import stats  # takes a second to import
 
-
-def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """From 1 up; equal values share their mean rank."""
-    below = (values[:, None] > values[None, :]).double().sum(dim=1)
-    alike = (values[:, None] == values[None, :]).double().sum(dim=1)
-    return below + (alike + 1) / 2
-
-
-def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Pearson's; NaN where either is constant."""
-    one, other = one - one.mean(), other - other.mean()
-    size = float((one.square().sum() * other.square().sum()).sqrt())
-    return float((one * other).sum()) / size if size > 0 else math.nan
+    if len(labels.unique()) < 2:
+        return math.nan, math.nan
+    # Somers' D of scores given labels: (pairs in order - pairs out of it) / pairs of unlike labels.
+    concordance = (1.0 + float(stats.somersd(labels, scores).statistic)) / 2
+    if len(scores.unique()) < 2:
+        return concordance, math.nan
+    return concordance, float(stats.spearmanr(scores, labels).statistic)
 
 
 def _best_threshold(scores: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:

@@ -235,7 +235,7 @@ class RewardTerm:
 
 
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
-    """The data set's column that the `setting` of a judge names.
+    """The data set's column that the `setting` of a judge names: B values.
 
     Raises:
         ValueError: the data set has no such column.

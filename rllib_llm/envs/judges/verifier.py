@@ -35,17 +35,13 @@ class Verifier(Judge):
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """What the function returned for each completion, `Invalid` where it did not end well."""
-        missing = [name for name in self._columns if name not in columns]
-        if missing:
-            raise ValueError(
-                f"columns={list(self._columns)!r} must be columns of the data set: there is no "
-                f"{missing}. Correct the names."
-            )
-        calls = [
-            {"completion": text, **{name: columns[name][i] for name in self._columns}}
-            for i, text in enumerate(completions)
-        ]
-        return self._pool.map(calls)
+        given = {name: required_column(columns, "columns", name) for name in self._columns}
+        return self._pool.map(
+            [
+                {"completion": text, **{name: values[i] for name, values in given.items()}}
+                for i, text in enumerate(completions)
+            ]
+        )
 
 
 MISSING = (
@@ -54,7 +50,7 @@ MISSING = (
 )
 
 
-class MathVerify(Judge):
+class MathVerify(Verifier):
     """1 where a completion's answer equals the data set's, mathematically; 0 where it does not.
 
     In `env_config`: `reward_functions: [rllib_llm.envs.judges.verifier.MathVerify]`.
@@ -68,13 +64,11 @@ class MathVerify(Judge):
         ImportError: math-verify is not installed.
     """
 
-    wants_texts = True
-
     def __init__(self, answer_column: str = "answer", **pool: Any) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError(MISSING)
+        super().__init__(f"{Path(__file__).with_name('math_check.py')}:check", **pool)
         self._answer_column = answer_column
-        self._pool = WorkerPool(f"{Path(__file__).with_name('math_check.py')}:check", **pool)
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """1.0 or 0.0 for each completion, `Invalid` where it could not be found out.

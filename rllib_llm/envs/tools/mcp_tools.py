@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllib_llm.envs.event_loop import told
-from rllib_llm.envs.tools.toolbox import ToolError, ToolUnavailable
+from rllib_llm.envs.tools.toolbox import ToolError, ToolUnavailable, tool_schema
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
 _END_SECONDS = 5.0  # that a connection has to close
@@ -34,14 +34,7 @@ class MCPTool:
 
     def __init__(self, server: _Server, listed: Any, timeout_s: float) -> None:
         self.name, self.timeout_s = str(listed.name), timeout_s
-        self.schema = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": listed.description or "",
-                "parameters": dict(listed.input_schema),
-            },
-        }
+        self.schema = tool_schema(self.name, listed.description or "", listed.input_schema)
         self._server = server
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:

@@ -11,8 +11,7 @@ from typing import Any
 
 from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
-
-_DESCRIPTION = "Runs a Python program and returns what it prints."
+from rllib_llm.envs.tools.toolbox import text_parameter, tool_schema
 
 
 class PythonTool:
@@ -36,17 +35,9 @@ class PythonTool:
         limits = {"num_files": 64, "file_mb": 16, "num_processes": 64, **sandbox}
         self._sandbox = Sandbox(memory_mb=memory_mb, cpu_s=math.ceil(timeout_s) + 1, **limits)
         self._places = threading.BoundedSemaphore(max_processes or os.cpu_count() or 1)
-        code = {"type": "string", "description": "the program; print() what you want to see"}
-        self.schema = {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": _DESCRIPTION,
-                "parameters": {
-                    "type": "object", "properties": {"code": code}, "required": ["code"],
-                },
-            },
-        }  # fmt: skip
+        code = text_parameter("code", "the program; print() what you want to see")
+        description = "Runs a Python program and returns what it prints."
+        self.schema = tool_schema(name, description, code)
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """What the program prints, errors included.

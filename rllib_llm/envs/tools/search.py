@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.envs.tools.toolbox import text_parameter, tool_schema
+
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # Robertson & Zaragoza 2009, section 3: usual values
 _SUFFIXES = (".txt", ".md")
@@ -52,17 +54,8 @@ class SearchTool:
         for place, counts in enumerate(self._counts):
             for word in counts:
                 self._places.setdefault(word, []).append(place)
-        query = {"type": "string", "description": "words to look for"}
-        self.schema: dict[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": "Finds passages about the words of a query.",
-                "parameters": {
-                    "type": "object", "properties": {"query": query}, "required": ["query"],
-                },
-            },
-        }  # fmt: skip
+        query = text_parameter("query", "words to look for")
+        self.schema = tool_schema(name, "Finds passages about the words of a query.", query)
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """The best passages, best first, or that there is none."""

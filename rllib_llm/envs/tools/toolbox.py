@@ -61,6 +61,18 @@ class Tool(Protocol):
         """The result, any JSON value or object with a text; raises what went wrong."""
 
 
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is told of a tool; `parameters`: their JSON schema, an object's."""
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def text_parameter(name: str, description: str) -> dict[str, Any]:
+    """The JSON schema of one parameter, a text."""
+    text = {"type": "string", "description": description}
+    return {"type": "object", "properties": {name: text}, "required": [name]}
+
+
 class FunctionTool:
     """A Python function, plain or async; a plain one is run in a thread.
 

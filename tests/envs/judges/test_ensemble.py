@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.judges.ensemble import RewardModelEnsemble, combined
-from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+from rllib_llm.envs.judges.frozen_reward_model import (
+    RewardModelEnsemble,
+    RewardModelScorer,
+    combined,
+)
 from rllib_llm.envs.rlhf import DEFAULTS, EnvConfigError, reward_terms, with_defaults
 from tests import tiny_models as tiny
 

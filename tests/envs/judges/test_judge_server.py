@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from rllib_llm.envs.judges.judge_server import JudgeServer
+from rllib_llm.envs.judges.llm_judges import JudgeServer
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
 from rllib_llm.shared.openai_client import RequestRefusedError
 from tests.scripted_server import serving

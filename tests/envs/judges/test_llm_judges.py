@@ -11,11 +11,9 @@ import time
 import pytest
 
 from rllib_llm.envs.judges.judge_model import tagged
-from rllib_llm.envs.judges.judge_server import JudgeServer
-from rllib_llm.envs.judges.pairwise import PairwiseJudge
+from rllib_llm.envs.judges.llm_judges import JudgeServer, PairwiseJudge, ReferenceJudge, RubricJudge
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.envs.judges.rubric import ReferenceJudge, RubricJudge
 from tests.envs.judges.test_judge_server import reply, rows
 from tests.scripted_server import serving
 
@@ -123,6 +121,8 @@ def test_pairs_are_asked_with_their_places_swapped():
     assert shown == {(x, y) for x, y in [("aaa", "aa"), ("a", "aa"), ("bb", "cc")]} | {
         ("aa", "aaa"), ("aa", "a"), ("cc", "bb"),
     }  # fmt: skip
+    with pytest.raises(ValueError, match="against='other' must be a column of the data set"):
+        call(judge, ["a"])
 
 
 def test_a_judge_that_prefers_a_place_says_nothing():

@@ -11,10 +11,9 @@ import threading
 
 import pytest
 
-from rllib_llm.envs.judges.judge_server import JudgeServer, stated_score
+from rllib_llm.envs.judges.llm_judges import JudgeServer, ReferenceJudge, stated_score
 from rllib_llm.envs.judges.remote_rewards import RemoteReward
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
-from rllib_llm.envs.judges.rubric import ReferenceJudge
 from rllib_llm.shared.openai_client import OpenAIClient, OutageError
 from tests.scripted_server import ScriptedServer, serving
 

@@ -170,7 +170,7 @@ def test_a_server_that_does_not_answer_is_named():
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         judge = {
-            "function": "rllib_llm.envs.judges.judge_server.JudgeServer",
+            "function": "rllib_llm.envs.judges.llm_judges.JudgeServer",
             "kwargs": {"base_url": url, "model": "judge"},
         }
         ids = [f.id for f in found(grpo(env={"reward_functions": judge}))]

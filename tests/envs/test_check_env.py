@@ -6,7 +6,7 @@ import torch
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.envs.bandit import BanditEnv
-from rllib_llm.envs.checks.check_env import EnvContractError, check_env
+from rllib_llm.envs.check_env import EnvContractError, check_env
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.registry import make

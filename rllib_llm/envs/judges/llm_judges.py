@@ -1,0 +1,409 @@
+"""Judge models on a server with OpenAI's interface, as reward functions.
+
+A score in free text (`JudgeServer`), grades by criteria (`RubricJudge`), against a reference
+(`ReferenceJudge`), or two answers compared (`PairwiseJudge`), asked twice with their places
+swapped: judges prefer a place, the first as a rule (Zheng et al. 2023, "Judging LLM-as-a-judge",
+section 3.3), so what wins in one place only is a tie.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from rllib_llm.envs.judges.judge_model import (
+    REASONING,
+    JudgeModel,
+    Messages,
+    SchemaJudge,
+    UnreadableReply,
+    tagged,
+    without_thoughts,
+)
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge, required_column
+
+logger = logging.getLogger(__name__)
+
+_NUMBER = r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?![\w]|\.\d)"
+_NAMED_SCORE = re.compile(
+    rf"\b(?:score|rating|grade|verdict)\b[\s*_`\"']*(?:is|of|[:=])[\s*_`\"']*({_NUMBER})",
+    re.IGNORECASE,
+)
+
+TEMPLATE = (
+    "Rate how good the answer to the request is, from 0 (useless) to 10 (perfect).\n\n"
+    "Request:\n{prompt}\n\nAnswer:\n{completion}\n\nReply with the number alone."
+)
+
+
+class JudgeServer(Judge):
+    """Scores completions with the number that a chat model replies.
+
+    In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.llm_judges.JudgeServer,
+    kwargs: {base_url: "http://localhost:8000/v1", model: my-judge}}]`.
+
+    Args:
+        base_url: of the server.
+        model: the server's name for the judge.
+        template: the request; {prompt}, {completion} and the data set's columns are filled in.
+        system: the system message, or None.
+        pattern: regular expression of the score in the reply; its last match behind the judge's
+            thoughts (group 1, where it has groups) is read as a number. None: a reply that is a
+            number or names one score ("8", "Score: 8", "On a scale of 0 to 10: 8", "8/10"); one
+            with several is not guessed at.
+        low, high: allowed scores; another number counts as no answer.
+        judge: further arguments of `JudgeModel`: max_tokens, temperature, cache, budget, retries.
+    """
+
+    wants_texts = wants_transcripts = True  # of chats, too: they are filled into the template
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        template: str = TEMPLATE,
+        system: str | None = None,
+        pattern: str | None = None,
+        low: float = 0.0,
+        high: float = 10.0,
+        **judge: Any,
+    ) -> None:
+        if not low < high:
+            raise ValueError(
+                f"low={low!r} must be below high={high!r}: they bound the scores. Swap them."
+            )
+        self._judge = JudgeModel(base_url, model, **judge)
+        self._template, self._system = template, system
+        self._pattern = None if pattern is None else re.compile(pattern)
+        self._low, self._high = low, high
+
+    async def __call__(
+        self, prompts: list[str], completions: list[str], **columns: Any
+    ) -> list[float | Invalid]:
+        """One score per completion, `Invalid` where the judge gave none.
+
+        Raises:
+            RequestRefusedError: the server refuses the request (wrong key, unknown model).
+        """
+        questions = self._questions(prompts, completions, columns)
+        scores = await self._judge.ask(questions, self._read_score)
+        missing = [score for score in scores if isinstance(score, Invalid)]
+        if missing:
+            logger.warning(
+                "%d of %d completions have no score: %s", len(missing), len(scores), missing[0]
+            )
+        return scores
+
+    def metrics(self) -> dict[str, float]:
+        """See `JudgeModel.metrics`."""
+        return self._judge.metrics()
+
+    def _questions(
+        self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
+    ) -> list[Messages]:
+        questions = []
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            row = {name: values[i] for name, values in columns.items() if name != "completion_ids"}
+            text = self._template.format(**{**row, "prompt": prompt, "completion": completion})
+            messages = [{"role": "user", "content": text}]
+            if self._system is not None:
+                messages.insert(0, {"role": "system", "content": self._system})
+            questions.append(messages)
+        return questions
+
+    def _read_score(self, reply: str) -> float:
+        """The score in a reply."""
+        said = without_thoughts(reply)
+        found: Any = None
+        if self._pattern is None:
+            found = stated_score(said, self._low, self._high)
+            rule = f"name one score from {self._low:g} to {self._high:g}"
+        else:
+            matches = list(self._pattern.finditer(said))
+            found = matches[-1][1 if self._pattern.groups else 0] if matches else None
+            rule = f"hold a number where pattern={self._pattern.pattern!r} looks"
+        try:
+            score = float(found)
+        except (TypeError, ValueError) as error:  # none, or more than a number
+            raise _no_score(reply, rule) from error
+        if not self._low <= score <= self._high:
+            raise _no_score(reply, f"give a score from {self._low} to {self._high}")
+        return score
+
+
+def stated_score(said: str, low: float, high: float) -> float | None:
+    """The one score that a reply states, None where it states none or it is not clear which.
+
+    A scale ("from 0 to 10", "/10", "out of 10") is no score. Of several numbers the one counts that
+    is called score, rating or grade, or that stands alone in the last line.
+    """
+    ends = rf"{low:g}(?:\.0+)?\s*(?:to|and|[-–—]|\.\.)\s*{high:g}(?:\.0+)?(?![\d.]*\d)"
+    text = re.sub(rf"(?<![\d.]){ends}", " ", said)
+    text = re.sub(rf"(?<=\d)[\s*]*(?:/|out of|of)[\s*]*{high:g}(?:\.0+)?(?![\d.]*\d)", " ", text)
+    numbers = {float(number) for number in re.findall(_NUMBER, text)}
+    if len(numbers) == 1:
+        return numbers.pop()
+    named = [float(match[1]) for match in _NAMED_SCORE.finditer(text)]
+    if named:
+        return named[-1]
+    last = text.strip().rpartition("\n")[2].strip(" *_.`")
+    return float(last) if re.fullmatch(_NUMBER, last) else None
+
+
+def _no_score(reply: str, rule: str) -> UnreadableReply:
+    return UnreadableReply(
+        f"the judge's reply={reply[:200]!r} must {rule}. Change template, system, pattern, low, "
+        "high or max_tokens, or take another judge."
+    )
+
+
+_CORRECT = "correct"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One thing that is graded.
+
+    weight: of its grade; below 0: what it describes is a fault.
+    """
+
+    name: str
+    description: str
+    weight: float = 1.0
+
+
+class RubricJudge(SchemaJudge):
+    """Scores by weighted criteria: sum(weight * grade / scale) / sum(weights above 0).
+
+    1 where each criterion is fully met and no fault is there. In `env_config`:
+    `reward_functions: [{function: rllib_llm.envs.judges.llm_judges.RubricJudge, kwargs: {base_url:
+    "http://localhost:8000/v1", model: my-judge, criteria: [{name: polite, description: The answer
+    is polite., weight: 2}]}}]`. The mean grades are metrics, `grade_<criterion>`, 0 to 1.
+
+    Args:
+        base_url, model: see `JudgeModel`.
+        criteria: of {name, description, weight}.
+        scale: highest grade; 1 asks whether a criterion is met.
+        reference_column: of the data set, shown to the judge as a good answer.
+        judge: further arguments of `SchemaJudge` and `JudgeModel`.
+
+    Raises:
+        ValueError: no criterion of a weight above 0, names that repeat, a scale below 1.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        criteria: Sequence[Mapping[str, Any] | Criterion],
+        scale: int = 5,
+        reference_column: str | None = None,
+        **judge: Any,
+    ) -> None:
+        self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
+        names = [criterion.name for criterion in self._criteria]
+        self._most = sum(max(criterion.weight, 0.0) for criterion in self._criteria)
+        if len({*names, REASONING}) <= len(names) or self._most <= 0 or scale < 1:
+            raise ValueError(
+                f"criteria={names!r}, scale={scale!r} must have names of their own other than "
+                f"{REASONING!r}, one weight above 0 at least, and grades from 0 to 1 or more: the "
+                "score is their weighted mean. Correct them."
+            )
+        grade = {"type": "integer", "minimum": 0, "maximum": scale}
+        super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
+        self._scale, self._reference_column = scale, reference_column
+
+    async def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> tuple[list[float | Invalid], dict[str, list[float]]]:
+        """The score of each completion, `Invalid` where the judge gave none, and the grades."""
+        references: Sequence[Any] = [None] * len(completions)
+        if self._reference_column is not None:
+            references = required_column(columns, "reference_column", self._reference_column)
+        rows = zip(prompts, completions, references, strict=True)
+        verdicts = await self.ask([self._question(*row) for row in rows], dict)
+        grades = {
+            f"grade_{criterion.name}": [
+                float("nan") if isinstance(v, Invalid) else v[criterion.name] / self._scale
+                for v in verdicts
+            ]
+            for criterion in self._criteria
+        }
+        return [v if isinstance(v, Invalid) else self._score(v) for v in verdicts], grades
+
+    def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
+        listed = "\n".join(f"- {c.name}: {c.description}" for c in self._criteria)
+        parts = [tagged("request", prompt), tagged("answer", completion)]
+        if reference is not None:
+            parts.insert(1, tagged("good_answer", str(reference)))
+        task = (
+            f"Grade the answer by each criterion, from 0 (not at all) to {self._scale} (fully):\n"
+            f"{listed}"
+        )
+        return self.question([*parts, task])
+
+    def _score(self, grades: Mapping[str, Any]) -> float:
+        total = sum(c.weight * grades[c.name] for c in self._criteria)
+        return total / (self._scale * self._most)
+
+
+class ReferenceJudge(SchemaJudge):
+    """1 where the judge finds that a completion says the same as the reference, else 0.
+
+    Args:
+        base_url, model: see `JudgeModel`.
+        reference_column: of the data set, the right answers. A row of None is not judged.
+        judge: further arguments of `SchemaJudge` and `JudgeModel`.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        reference_column: str = "answer",
+        **judge: Any,
+    ) -> None:
+        super().__init__(base_url, model, {_CORRECT: {"type": "boolean"}}, **judge)
+        self._reference_column = reference_column
+
+    async def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> list[float | Invalid | None]:
+        """1.0 or 0.0 for each completion, `Invalid` where the judge gave no verdict."""
+        references = required_column(columns, "reference_column", self._reference_column)
+        judged = [i for i, reference in enumerate(references) if reference is not None]
+        questions = [self._question(prompts[i], completions[i], references[i]) for i in judged]
+        scores: list[float | Invalid | None] = [None] * len(completions)
+        verdicts = await self.ask(questions, lambda found: float(found[_CORRECT]))
+        for i, verdict in zip(judged, verdicts, strict=True):
+            scores[i] = verdict
+        return scores
+
+    def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
+        task = "Does the answer say the same as the right answer, whatever its form?"
+        parts = [tagged("request", prompt), tagged("right_answer", str(reference))]
+        return self.question([*parts, tagged("answer", completion), task])
+
+
+GROUP = "group"
+_BETTER = "better"
+_TASK = (
+    "Which answer to the request is better? Say A, B, or tie where neither is. Their order and "
+    "their length mean nothing."
+)
+_POINTS = MappingProxyType({"A": 1.0, "B": 0.0, "tie": 0.5})  # of the answer that is shown as A
+Pair = tuple[str, str, str]
+"""(prompt, the answer that gets the points, the other one)"""
+
+
+class PairwiseJudge(SchemaJudge):
+    """Share of comparisons that a completion wins, ties counting half: 0 to 1.
+
+    In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.llm_judges.PairwiseJudge,
+    kwargs: {base_url: "http://localhost:8000/v1", model: my-judge, against: group}}]`. The metric
+    `places_disagree` is the share of a completion's comparisons whose winner changed with its
+    place.
+
+    Args:
+        base_url, model: see `JudgeModel`.
+        against: "group", the other completions of the prompt, or a column of the data set.
+        num_opponents: of the group, the next ones; None: all.
+        judge: further arguments of `SchemaJudge` and `JudgeModel`.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        against: str = GROUP,
+        num_opponents: int | None = None,
+        **judge: Any,
+    ) -> None:
+        if num_opponents is not None and num_opponents < 1:
+            raise ValueError(
+                f"num_opponents={num_opponents!r} must be at least 1, or None for all: a "
+                "completion's score is how many it beats. Raise it."
+            )
+        winner = {"type": "string", "enum": list(_POINTS)}
+        super().__init__(base_url, model, {_BETTER: winner}, **judge)
+        self._against, self._num_opponents = against, num_opponents
+
+    async def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> tuple[list[float | Invalid], dict[str, list[float]]]:
+        """The score of each completion, `Invalid` where no comparison came about."""
+        if self._against == GROUP:
+            grouped = _met_in_groups(prompts, self._num_opponents)
+            pairs = [(prompts[i], completions[i], completions[j]) for i, j in grouped]
+            met: list[tuple[int, int | None]] = [*grouped]
+        else:
+            others = required_column(columns, "against", self._against)
+            met = [(i, None) for i in range(len(completions))]
+            rows = zip(prompts, completions, others, strict=True)
+            pairs = [(prompt, one, str(other)) for prompt, one, other in rows]
+        results = await self._compare(pairs)
+        won: list[list[float]] = [[] for _ in completions]
+        changed: list[list[float]] = [[] for _ in completions]
+        reason = Invalid("there is no other completion of its prompt to compare it with")
+        why = [reason] * len(completions)
+        for (i, j), result in zip(met, results, strict=True):
+            for row, is_first in ((i, True), (j, False)):
+                if row is None:
+                    continue
+                if isinstance(result, Invalid):
+                    why[row] = result
+                    continue
+                won[row].append(result[0] if is_first else 1.0 - result[0])
+                changed[row].append(float(result[1]))
+        scores = [_mean(points) if points else why[i] for i, points in enumerate(won)]
+        return scores, {"places_disagree": [_mean(row) if row else float("nan") for row in changed]}
+
+    async def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | Invalid]:
+        """(points of the first, whether the places decided) of each pair; equal texts are a tie."""
+        unlike = [pair for pair in pairs if pair[1] != pair[2]]
+        swapped = [(prompt, second, first) for prompt, first, second in unlike]
+        verdicts = await self.ask(
+            [self._question(*pair) for pair in (*unlike, *swapped)],
+            lambda found: _POINTS[found[_BETTER]],
+        )
+        found: dict[Pair, tuple[float, bool] | Invalid] = {}
+        halves = zip(unlike, verdicts[: len(unlike)], verdicts[len(unlike) :], strict=True)
+        for pair, as_a, as_b in halves:
+            if isinstance(as_a, Invalid):
+                found[pair] = as_a
+            elif isinstance(as_b, Invalid):
+                found[pair] = as_b
+            else:
+                found[pair] = ((as_a + 1.0 - as_b) / 2, as_a == as_b != 0.5)
+        return [found.get(pair, (0.5, False)) for pair in pairs]
+
+    def _question(self, prompt: str, first: str, second: str) -> Messages:
+        parts = [tagged("request", prompt), tagged("A", first), tagged("B", second), _TASK]
+        return self.question(parts)
+
+
+def _met_in_groups(prompts: Sequence[str], num_opponents: int | None) -> list[tuple[int, int]]:
+    """Rows of the same prompt that meet, each pair once: every row and the next ones, in a ring."""
+    groups: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    met: dict[frozenset[int], tuple[int, int]] = {}
+    for rows in groups.values():
+        reach = min(num_opponents or len(rows), len(rows) - 1)
+        for place, row in enumerate(rows):
+            for step in range(1, reach + 1):
+                other = rows[(place + step) % len(rows)]
+                met.setdefault(frozenset((row, other)), (row, other))
+    return list(met.values())
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
