@@ -76,8 +76,7 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         registered = registered_env(env)
         if registered is not None:
             return registered
-        if ":" not in env and not looks_dotted(env):
-            raise _unknown(env)
+        check_name(env)
         env = import_dotted(env, name="env")
     if not callable(env):
         raise UnknownEnvError(
@@ -90,6 +89,14 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)
+
+
+def check_name(env: Any) -> None:
+    """Raises UnknownEnvError for a name that nobody registered; dotted paths are not imported."""
+    if not isinstance(env, str) or ":" in env or looks_dotted(env) or env in ENVIRONMENTS:
+        return
+    if registered_env(env) is None:
+        raise _unknown(env)
 
 
 def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> Any:

@@ -149,7 +149,8 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
         if old is not None:
             found = f"The pad token {old!r} is an end-of-sequence token"
             reason = f"{choice!r} pads instead, and EOS is learned as usual"
-            warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=3)
+            # At this line whoever asks: Python then tells a process once.
+            warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=1)
         return
     if tokenizer.eos_token is None:
         raise SettingError(
@@ -162,7 +163,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
     tokenizer.pad_token = tokenizer.eos_token
     found = f"The pad token is the EOS token {tokenizer.eos_token!r}, for want of another one"
     reason = "batches carry masks, so EOS is still learned and pads never count"
-    warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=3)
+    warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=1)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:

@@ -172,6 +172,11 @@ def test_rlhf_needs_an_environment():
         PPOPtxConfig().language_model(model=tiny.MODEL).validate()
 
 
+def test_an_environment_that_nobody_registered_is_refused():
+    with pytest.raises(ValueError, match="env='CartPole-v1' must be one of .*rllib_llm/RLHF-v0"):
+        PPOPtxConfig().environment("CartPole-v1").language_model(model=tiny.MODEL).validate()
+
+
 # What RLlib writes down in a form of its own, and what has no equality.
 NOT_COMPARED = {"algo_class", "policies", "stats_cls_lookup", "observation_space", "action_space"}
 

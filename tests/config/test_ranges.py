@@ -87,7 +87,7 @@ def test_settings_of_the_environment_are_checked_as_all_are(name, value, words):
 
 
 def test_an_environment_of_ones_own_has_settings_of_its_own():
-    config = tiny.grpo().environment("my_module.MyEnv", env_config={"max_prompt_len": "many"})
+    config = tiny.grpo().environment(f"{__name__}.MyEnv", env_config={"max_prompt_len": "many"})
     config.validate()
 
 

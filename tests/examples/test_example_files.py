@@ -92,7 +92,11 @@ def test_there_are_examples():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_example_is_valid_and_says_what_it_is(file):
     assert file.read_text(encoding="utf-8").startswith("# ")
-    check_experiments(experiments_of(file))
+    experiments = experiments_of(file)
+    check_experiments(experiments)
+    for experiment in experiments:  # of more held-out rows a run warns
+        if isinstance(held_out := experiment.config.get("eval_data"), dict):
+            assert held_out["kwargs"]["n"] <= experiment.config.get("evaluation_duration", 256)
 
 
 @pytest.mark.slow  # forty models are built and trained

@@ -128,6 +128,15 @@ def test_pad_that_is_eos_is_replaced_and_warned_of(tmp_path):
     assert tokenizer.pad_token_id not in eos_token_ids(tokenizer)
 
 
+def test_a_process_is_warned_of_a_pad_token_once(tmp_path):
+    path = tiny.save(tmp_path, tiny.llama(), tiny.byte_tokenizer(pad="</s>"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        load_tokenizer(path)
+        ensure_pad_token(tiny.byte_tokenizer(pad="</s>"))  # from another line
+    assert len(caught) == 1
+
+
 def test_pad_that_is_a_further_eos_of_the_generation_config_is_replaced(tmp_path):
     path = tiny.save(tmp_path, tiny.llama(), tiny.byte_tokenizer())
     GenerationConfig(eos_token_id=[2, 3]).save_pretrained(path)  # 3 is <pad>
