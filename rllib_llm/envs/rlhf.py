@@ -83,8 +83,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             name="env_config",
             rule="have 'reward_model' or 'reward_functions'",
             reason="nothing judges the completions",
-            remedy="Set reward_model to a sequence-classification model, or reward_functions "
-            "to the dotted path of a function",
+            remedy="Set rewards: {model: ...} to a sequence classifier, or rewards: {functions: "
+            "[...]} to the dotted path of a function",
         )
 
 
@@ -96,7 +96,8 @@ def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
             value=None,
             rule="be a data source",
             reason="there is nothing to complete",
-            remedy="Set it to a file (JSONL, Parquet, text), a data set or a function",
+            remedy="Set prompts: {data: ...} to a file (JSONL, CSV, Parquet, text), a data set or a "
+            "function",
         )
 
 
