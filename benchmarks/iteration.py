@@ -79,7 +79,7 @@ def run_ours(case: Case, bench: Any, folder: Path, steps: int) -> dict[str, Any]
     model_folders(bench, folder, names)
     watch = Stopwatch()
     config = make_config(bench, folder, case.task)
-    config.env_runners(env_runner_cls=watch.timed_runner(config.env_runner_cls))
+    config.env_runners(env_runner_cls=watch.timed_runner(config.get_default_env_runner_class()))
     learner_class = config.get_default_learner_class()
     config.learners(learner_class=watch.timed_class(learner_class, {"prepare": "prepare"}))
     algorithm = config.build_algo()

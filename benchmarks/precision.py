@@ -106,7 +106,7 @@ def build_algorithm(
         .debugging(seed=0)
         .framework(torch_compile_learner=layers == "compiled")
     )  # fmt: skip
-    config.env_runners(env_runner_cls=watch.timed_runner(config.env_runner_cls))
+    config.env_runners(env_runner_cls=watch.timed_runner(config.get_default_env_runner_class()))
     learner_class = config.get_default_learner_class()
     config.learners(learner_class=watch.timed_class(learner_class, {"prepare": "prepare"}))
     return config.build_algo()

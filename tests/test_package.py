@@ -38,6 +38,13 @@ def test_importing_loads_nothing_heavy_beyond_ray():
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
 
 
+def test_configs_load_nothing_heavy_beyond_rllib():
+    code = "import sys, torch, ray.rllib, ray.tune; before = set(sys.modules); import rllib_llm; " \
+           "[getattr(rllib_llm, n)() for n in dir(rllib_llm) if n.endswith('Config')]; " \
+           "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"  # fmt: skip
+    assert not set(HEAVY) & loaded_by(code, "rllib_llm")
+
+
 def test_what_is_public_is_what_dir_lists():
     import rllib_llm
 

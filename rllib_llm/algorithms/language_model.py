@@ -26,12 +26,7 @@ from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.made_by import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.config.placement import require_places
-from rllib_llm.learners.language_model_learner import (
-    MEANS,
-    MESSAGES,
-    NUM_PARAMETERS,
-    TOLD,
-)
+from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.rollouts.samples import SAMPLES_FILE

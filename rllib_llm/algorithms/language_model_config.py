@@ -22,7 +22,6 @@ from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.config.tables.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS
 from rllib_llm.config.tables.optimiser import OPTIMISER
-from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.errors import SettingError, noted
 
 
@@ -110,6 +109,8 @@ class LanguageModelConfig(TabledConfig):
         with noted():
             super().validate()
         if self.chat_template is not None:
+            from rllib_llm.modules.tokenizer import read_chat_template
+
             with noted():  # workers and later runs need not find the file
                 self.chat_template = read_chat_template(self.chat_template)
         check_optimiser(self)
@@ -128,6 +129,8 @@ class LanguageModelConfig(TabledConfig):
 
     def load_tokenizer(self) -> Any:
         """The model's tokenizer, with `chat_template` where one is set."""
+        from rllib_llm.modules.tokenizer import load_tokenizer
+
         return load_tokenizer(self.given_model(), chat_template=self.chat_template)
 
     def given_model(self) -> str:

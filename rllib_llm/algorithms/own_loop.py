@@ -24,7 +24,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.source import RolloutSource
 
@@ -101,6 +100,7 @@ class OwnLoop:
 
     def optimizer_step(self) -> UnderWay[Metrics]:
         """Takes an optimiser step with the gradients added up; its metrics by group."""
+        from rllib_llm.learners.language_model_learner import LanguageModelLearner
 
         def step() -> Metrics:
             self.foreach_learner(LanguageModelLearner.optimizer_step)

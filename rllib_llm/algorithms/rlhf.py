@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
@@ -27,10 +27,8 @@ from rllib_llm.algorithms.own_loop import OwnLoop
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.run_weights import RunWeights
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
-from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
-from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.errors import BrokenSamplerError, PublishedWeightsLostError
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
@@ -40,12 +38,13 @@ from rllib_llm.rollouts.sampler_actors import SamplerActors
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.samples import SampleLog
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streaming.rules import StreamRules, texts_are_due
-from rllib_llm.rollouts.streaming.sampler import ServingSettings
-from rllib_llm.rollouts.streaming.source import Rollouts, open_rollouts
+from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules, texts_are_due
 from rllib_llm.shared import columns
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.published import PublishedWeights
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.streaming.source import Rollouts
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
@@ -103,6 +102,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
+        from rllib_llm.rollouts.streaming.source import open_rollouts
+
         return open_rollouts(
             self._pools[self.env_runner_group],
             self.env_runner,
@@ -177,6 +178,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     def add_gradients(self, sampled: JudgedBatch) -> None:
         """The batch is kept as one that was learnt from."""
+        from rllib_llm.learners.rlhf_learner import RLHFLearner
+
         told = self.foreach_learner(
             functools.partial(RLHFLearner.forward_backward, batch=sampled.columns)
         )
@@ -213,6 +216,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         Raises:
             BrokenSamplerError: none of them could be judged.
         """
+        from rllib_llm.rollouts.streaming.source import open_rollouts
+
         pool = self._pools[group]
         if group not in self._held_out:
             rules = StreamRules(
@@ -250,6 +255,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         For a look by hand: each sampler reads all its weights. Those in a vLLM engine's own layout
         are not compared, nor is the one sampler that uses the learner's module itself.
         """
+        from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+
         found = self.env_runner_group.foreach_env_runner(
             functools.partial(RLHFEnvRunner.differing_weights, published=self.weights.published),
             local_env_runner=False,

@@ -36,9 +36,7 @@ from rllib_llm.config.tables.sampling import SAMPLING
 from rllib_llm.config.tables.streaming import STREAMING
 from rllib_llm.config.tables.weights import WEIGHTS
 from rllib_llm.envs.registry import check_name
-from rllib_llm.rollouts.env_runner import RLHFEnvRunner
-from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
 
 
 class RLHFConfig(LanguageModelConfig):
@@ -61,6 +59,8 @@ class RLHFConfig(LanguageModelConfig):
     )
     rllib_sections: tuple[Section, ...] = (*rllib.COMMON, *rllib.ONLINE)
 
+    env_runner_cls: type | None
+
     sampling = SectionMethod()
     streaming = SectionMethod()
     rollouts = SectionMethod()
@@ -75,7 +75,6 @@ class RLHFConfig(LanguageModelConfig):
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)
         # Runner: whole completions, judged in batches; its state is a position, kept here.
-        self.env_runner_cls = RLHFEnvRunner
         self.batch_mode = "complete_episodes"
         self.merge_env_runner_states = False
         self.broadcast_env_runner_states = False
@@ -198,7 +197,16 @@ class RLHFConfig(LanguageModelConfig):
         """Whether others than this run's samplers are given its weights."""
         return self.weights_name is not None or bool(self.weights_push)
 
+    def get_default_env_runner_class(self) -> type:
+        """What samples where no `env_runner_cls` is set. Not a default of the setting itself: a
+        config would bring with it all that samplers compute with, seconds of imports."""
+        from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+
+        return RLHFEnvRunner
+
     def validate(self) -> None:
+        if self.env_runner_cls is None:
+            self.env_runner_cls = self.get_default_env_runner_class()
         super().validate()
         check_loss(self)
         check_reference(self)

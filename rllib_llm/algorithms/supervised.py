@@ -20,7 +20,6 @@ from rllib_llm.config.checks import check_range, given, require
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tables.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
-from rllib_llm.modules.model_limits import num_positions
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
 
 PIPELINE_STATE = "rllib_llm"
@@ -51,6 +50,8 @@ class SupervisedConfig(LanguageModelConfig):
 
     def longest_text(self) -> int:
         """Tokens kept of each text: no text is longer than what the model reads."""
+        from rllib_llm.modules.model_limits import num_positions
+
         positions = num_positions(self.given_model())
         return min(self.max_length, positions or self.max_length)
 

@@ -158,7 +158,7 @@ def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> Lang
     from rllib_llm.algorithms.reward_model import RewardModelConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
     from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-    from rllib_llm.modules.adapter_folder import is_adapter_folder
+    from rllib_llm.modules.lora import is_adapter_folder
 
     config = config.copy(copy_frozen=False)
     if isinstance(config, SupervisedConfig):

@@ -9,11 +9,11 @@ import warnings
 import torch
 from torch import Tensor
 
-from rllib_llm.modules.drift import next_token_drift
 from rllib_llm.modules.packing.logprobs import score_completions
-from rllib_llm.modules.packing.token_batches import pack_right, token_batches
+from rllib_llm.modules.packing.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import load_quantized, model_bytes
+from rllib_llm.modules.quantize import next_token_drift
 
 logger = logging.getLogger(__name__)
 

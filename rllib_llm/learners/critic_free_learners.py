@@ -13,7 +13,7 @@ from rllib_llm.numerics.advantages import (
     reinforce_returns,
     zero_variance_rows,
 )
-from rllib_llm.numerics.rollout_rows import RolloutRows
+from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.shared import columns
 
 

@@ -31,16 +31,21 @@ from rllib_llm.learners.batching import (
     take_rows,
 )
 from rllib_llm.learners.learner_group import LEARNER_DONE
-from rllib_llm.learners.metrics import EffectiveSettings, RefusedUpdates, WeightedMeans
+from rllib_llm.learners.metrics import (
+    MEANS,
+    MESSAGES,
+    NUM_PARAMETERS,
+    TOLD,
+    EffectiveSettings,
+    RefusedUpdates,
+    WeightedMeans,
+)
 from rllib_llm.learners.optimizer import decay_groups, load_state, whole_state
 from rllib_llm.learners.schedule import learning_rate_factor
 from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.shared.messages import Listener, Message
 from rllib_llm.weights.transport import WeightsExporter
-
-TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
-MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
 

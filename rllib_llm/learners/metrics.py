@@ -10,6 +10,9 @@ from typing import TypeVar
 
 import torch
 
+TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
+MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
+
 # --- means --------------------------------------------------------------------------------------
 
 

@@ -15,14 +15,13 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
-from rllib_llm.learners.off_policy import OffPolicyCorrection
-from rllib_llm.learners.old_logprobs import OldLogprobs
+from rllib_llm.learners.off_policy import OffPolicyCorrection, OldLogprobs
 from rllib_llm.learners.shared_passes import Batch, own_reference
 from rllib_llm.modules.packing.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
-from rllib_llm.numerics.rollout_rows import RolloutRows, with_turn_rewards
+from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 from rllib_llm.shared import columns
 
 
@@ -166,7 +165,7 @@ class RLHFLearner(LanguageModelLearner):
         return self.config.dtype != "float32" or self.config.mixed_precision is not None
 
     def start_update(self, rows: Batch, minibatches: list[torch.Tensor]) -> None:
-        """In half precision old log-probs are the learner's own; see `old_logprobs.py`."""
+        """In half precision old log-probs are the learner's own; see `off_policy.py`."""
         self._old_logprobs = None
         if not self._is_half or self.config.off_policy not in (None, "decoupled"):
             return

@@ -12,8 +12,12 @@ import torch
 
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.shared_passes import Batch, own_reference
-from rllib_llm.numerics.losses import cross_entropy_tokens, preference_loss
-from rllib_llm.numerics.preference_losses import kto_reference_point, preference_losses
+from rllib_llm.numerics.losses import (
+    cross_entropy_tokens,
+    kto_reference_point,
+    preference_loss,
+    preference_losses,
+)
 from rllib_llm.shared import columns
 
 # --- supervised fine-tuning ---------------------------------------------------------------------

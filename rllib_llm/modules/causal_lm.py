@@ -26,6 +26,7 @@ from rllib_llm.modules.packing.logprobs import (
     score_completions,
     text_logprobs,
 )
+from rllib_llm.modules.packing.sequence_scores import read_score_normalization
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_sequence_classifier,
@@ -33,7 +34,6 @@ from rllib_llm.modules.pretrained import (
     score_head,
 )
 from rllib_llm.modules.quantization import load_quantized
-from rllib_llm.modules.score_normalization import read_score_normalization
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import SettingError
 

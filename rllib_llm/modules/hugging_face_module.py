@@ -2,7 +2,7 @@
 
 On disk such a module is an ordinary Hugging Face folder (config.json, model.safetensors,
 tokenizer), with whatever RL adds to it in a second safetensors file beside it. A module with
-adapters on a frozen trunk is the adapters' folder (`adapter_folder.py`) instead, and its state the
+adapters on a frozen trunk is the adapters' folder (`lora.py`) instead, and its state the
 adapters' alone.
 
 Where parameters are shards of several learners, reading them gathers them: all learners must call
@@ -23,12 +23,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rllib_llm.modules.adapter_folder import (
+from rllib_llm.modules.lora import (
     AdapterBase,
+    has_adapters,
+    is_adapter,
+    merge_into,
     read_adapters,
     save_adapters,
 )
-from rllib_llm.modules.lora import has_adapters, is_adapter, merge_into
 from rllib_llm.modules.mixed_precision import ComputingCopy, cast_parameters_, computing_dtype
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.products import use_onednn

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from rllib_llm.modules.adapter_folder import is_adapter_folder, load_merged, read_base
+from rllib_llm.modules.lora import is_adapter_folder, load_merged, read_base
 from rllib_llm.modules.model_source import (
     DOTTED,
     FOLDER,
@@ -71,7 +71,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Returns the causal language model of `model`, in eval mode, every dropout at 0.
 
-    A folder of adapters (`adapter_folder.py`) is merged with the base that it names.
+    A folder of adapters (`lora.py`) is merged with the base that it names.
 
     dtype: "float32", "bfloat16", "float16" or a torch dtype, of the weights.
     quantization_config: handed to `from_pretrained`; see `modules/quantization.py`.

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from rllib_llm.numerics.rollout_rows import RolloutRows
+from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
 from rllib_llm.shared.messages import Message

@@ -13,7 +13,7 @@ from rllib_llm.engines.engine import capacity, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from tests.engines.tiny_generations import exact_logprobs
+from tests.engines.tiny_generations import centred, exact_logprobs
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near
 
@@ -30,13 +30,22 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(10, VOCAB, (NUM_GROUPS, 11)).masked_fill(~mask, PAD), mask
 
 
-def completions(model, *, max_rows, looks=1, **settings):
+NOISE = uniform_noise(1, range(NUM_GROUPS * N), STEPS)
+
+
+def completions(model, *, max_rows, looks=1, noise=NOISE, **settings):
     params = SamplingParams(PAD, **{"stop_token_ids": STOPS, "max_new_tokens": STEPS, **settings})
-    noise = uniform_noise(1, range(NUM_GROUPS * N), STEPS)
     return generate(
         model, *prompts(), params, num_completions=N, noise=noise, max_rows=max_rows,
         steps_between_looks=looks,
     )  # fmt: skip
+
+
+def all_at_once(model):
+    """Completions without a bound on rows, and the noise that draws them whatever the round-off."""
+    first = completions(model, max_rows=None)
+    noise = centred(NOISE, model, *prompts(), first, N)
+    return completions(model, max_rows=None, noise=noise), noise
 
 
 def assert_same(out, expected, exact):
@@ -54,19 +63,20 @@ def assert_same(out, expected, exact):
 def test_any_number_of_places_gives_the_same_completions(family, max_rows):
     own_head = {"tie_word_embeddings": False} if family[:5] in ("gemma", "bloom") else {}
     model = tiny_model(family, **own_head)
-    expected = completions(model, max_rows=None)
+    expected, noise = all_at_once(model)
     assert len(expected.completion_mask.sum(dim=1).unique()) > 4, "lengths should be mixed"
     exact = exact_logprobs(model, *prompts(), expected, N)
-    assert_same(completions(model, max_rows=max_rows), expected, exact)
+    assert_same(completions(model, max_rows=max_rows, noise=noise), expected, exact)
 
 
 @pytest.mark.parametrize("looks", [2, 8, 100])
 def test_rows_that_have_ended_and_are_not_yet_dropped_change_nothing(looks):
     for family in ("llama", "gpt2"):
         model = tiny_model(family)
-        expected = completions(model, max_rows=None)
+        expected, noise = all_at_once(model)
         exact = exact_logprobs(model, *prompts(), expected, N)
-        assert_same(completions(model, max_rows=2 * N, looks=looks), expected, exact)
+        found = completions(model, max_rows=2 * N, looks=looks, noise=noise)
+        assert_same(found, expected, exact)
 
 
 @pytest.mark.parametrize(

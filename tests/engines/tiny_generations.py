@@ -48,16 +48,36 @@ def sampled(model, ids, mask, n=1, seed=1, looks=None, **settings) -> Completion
     )
 
 
-def exact_logprobs(model, ids, mask, out, n=1, temperature=1.0) -> torch.Tensor:
-    """Log-probs of a completion's tokens by transformers' own layers in float64, each row alone."""
-    double, logprobs = copy.deepcopy(model).double(), torch.zeros_like(out.logprobs).double()
+def _exact_scores(model, ids, mask, out, n, temperature=1.0):
+    """Of each row: its number, its tokens, and the log-probs [tokens, vocab] of their places, by
+    transformers' own layers in float64."""
+    double = copy.deepcopy(model).double()
     for row, (tokens, said) in enumerate(zip(out.completion_ids, out.completion_mask, strict=True)):
         prompt, tokens = ids[row // n][mask[row // n]], tokens[said]
         with torch.no_grad():
             logits = double(input_ids=torch.cat([prompt, tokens])[None]).logits[0]
-        scores = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-        logprobs[row, said] = scores.gather(1, tokens[:, None])[:, 0]
+        yield row, tokens, (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+
+def exact_logprobs(model, ids, mask, out, n=1, temperature=1.0) -> torch.Tensor:
+    """Log-probs of a completion's tokens by transformers' own layers in float64, each row alone."""
+    logprobs = torch.zeros_like(out.logprobs).double()
+    for row, tokens, scores in _exact_scores(model, ids, mask, out, n, temperature):
+        logprobs[row, out.completion_mask[row]] = scores.gather(1, tokens[:, None])[:, 0]
     return logprobs
+
+
+def centred(noise, model, ids, mask, out, n=1) -> torch.Tensor:
+    """Noise that draws the same tokens, each number in the middle of those that draw its token.
+
+    A number that lies within round-off of the border between two tokens draws one or the other as
+    products are cut: in some of a hundred thousand tokens. Here no round-off decides."""
+    noise = noise.clone()
+    for row, tokens, scores in _exact_scores(model, ids, mask, out, n):
+        weights = scores.exp()
+        middle = (weights.cumsum(-1) - weights / 2).gather(1, tokens[:, None])[:, 0]
+        noise[row, : len(tokens)] = middle.to(noise.dtype)
+    return noise
 
 
 def greedy(model, ids, mask, n=1, looks=None, **settings) -> Completions:

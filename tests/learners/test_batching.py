@@ -16,7 +16,7 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
-from rllib_llm.modules.packing.token_batches import token_batches
+from rllib_llm.modules.packing.packing import token_batches
 from rllib_llm.shared import columns
 
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from rllib_llm.learners.language_model_learner import MEANS, NUM_PARAMETERS, TOLD
-from rllib_llm.learners.metrics import MAX_IN_A_ROW
+from rllib_llm.learners.metrics import MAX_IN_A_ROW, MEANS, NUM_PARAMETERS, TOLD
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import assert_same_weights, grpo, ppo
 from tests.learners import tiny_learners as tiny

@@ -10,7 +10,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.learners.language_model_learner import MEANS, TOLD
+from rllib_llm.learners.metrics import MEANS, TOLD
 from rllib_llm.shared import columns
 
 SPACE = Repeated(Discrete(18), 8)  # ids of the character tokenizer

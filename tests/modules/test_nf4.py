@@ -16,8 +16,7 @@ from transformers import BitsAndBytesConfig
 
 from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from rllib_llm.envs.reference import FrozenReference
-from rllib_llm.modules.adapter_folder import AdapterBase, save_adapters
-from rllib_llm.modules.lora import add_adapters, is_adapter, merge_into
+from rllib_llm.modules.lora import AdapterBase, add_adapters, is_adapter, merge_into, save_adapters
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_sequence_classifier,

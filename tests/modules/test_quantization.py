@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from rllib_llm.modules.drift import next_token_drift, rank_correlation, score_drift
 from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifier, load_tokenizer
 from rllib_llm.modules.quantization import (
     load_quantized,
@@ -13,7 +12,14 @@ from rllib_llm.modules.quantization import (
     quantize,
     resolve_backend,
 )
-from rllib_llm.modules.quantize import head_names, is_quantized, quantizable_layers
+from rllib_llm.modules.quantize import (
+    head_names,
+    is_quantized,
+    next_token_drift,
+    quantizable_layers,
+    rank_correlation,
+    score_drift,
+)
 from tests import tiny_models as tiny
 
 IDS = torch.randint(4, 260, (32, 16), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rllib_llm.numerics.preference_losses import (
+from rllib_llm.numerics.losses import (
     dpo_loss,
     ipo_loss,
     kto_loss,

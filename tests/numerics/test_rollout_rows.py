@@ -7,7 +7,7 @@ import torch
 
 from rllib_llm.numerics.advantages import token_rewards
 from rllib_llm.numerics.losses import REDUCTIONS, LossDenominators, reduce_loss
-from rllib_llm.numerics.rollout_rows import RolloutRows, with_turn_rewards
+from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 
 ROWS = RolloutRows.of(torch.tensor([7, 3, 3, 9]))
 

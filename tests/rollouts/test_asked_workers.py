@@ -23,8 +23,7 @@ from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming import workers as module
 from rllib_llm.rollouts.streaming.client import LocalLedger
 from rllib_llm.rollouts.streaming.journal import JournaledLedger
-from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
 from rllib_llm.rollouts.streaming.source import Rollouts
 from rllib_llm.rollouts.streaming.workers import AskedWorkers
 from rllib_llm.shared.openai_client import ServerError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rllib_llm.config.setting import Section, Settings, setting
-from rllib_llm.numerics.preference_losses import PREFERENCE_LOSSES
+from rllib_llm.numerics.losses import PREFERENCE_LOSSES
 
 
 class Preferences(Settings):

@@ -16,12 +16,16 @@ from rllib_llm.data.chats import encode_judged_chat
 from rllib_llm.data.encoding import encode_text, keep_end
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.envs.reference import check_measure_drift, log_drift
-from rllib_llm.modules.drift import score_drift
-from rllib_llm.modules.packing.sequence_scores import label_index, sequence_scores
-from rllib_llm.modules.packing.token_batches import pack_right, token_batches
+from rllib_llm.modules.packing.packing import pack_right, token_batches
+from rllib_llm.modules.packing.sequence_scores import (
+    check_normalization,
+    label_index,
+    read_score_normalization,
+    sequence_scores,
+)
 from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
 from rllib_llm.modules.quantization import load_quantized, model_bytes
-from rllib_llm.modules.score_normalization import check_normalization, read_score_normalization
+from rllib_llm.modules.quantize import score_drift
 from rllib_llm.shared.padding import pad_right, widen
 
 PAIR, CHAT = "pair", "chat"

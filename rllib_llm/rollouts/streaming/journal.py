@@ -34,6 +34,7 @@ class JournaledLedger:
     """A `Ledger` whose calls stand in a file.
 
     A call that a kill cut short while it was written was not made: whoever made it makes it again.
+    Nor was one for which the disk had no room: it raises OSError.
 
     Args:
         rules, keeps_rejected: of a new ledger.
@@ -80,7 +81,13 @@ class JournaledLedger:
 
     def _write(self, entry: tuple[Any, ...]) -> None:
         record = pickle.dumps(entry, protocol=5)
-        self._file.write(record)
+        start, rest = self._file.tell(), memoryview(record)
+        try:
+            while rest:  # a full disk takes what there is room for, and says so at the next write
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(start)  # half a record would hide all that come after it
+            raise
         self._num_bytes += len(record)
 
     def _replay(self, path: Path) -> None:

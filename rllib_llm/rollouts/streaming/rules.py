@@ -1,10 +1,14 @@
-"""How far samplers may be ahead, and in which order groups are learnt from."""
+"""How far samplers may be ahead, in which order groups are learnt from, how they are sampled."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # a ledger starts without torch
+    from rllib_llm.engines.protocol import InFlight
 
 Schedule = Literal["lockstep", "free"]
 OnStale = Literal["train", "drop"]
@@ -77,6 +81,33 @@ class StreamRules:
         that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
         """
         return (self.capacity + self.window - 2) // self.num_groups
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """What every sampler of a stream goes by.
+
+    num_completions: of each prompt.
+    groups_per_lease: that it asks for at once.
+    min_valid: completions with a score that a group needs.
+    filters: see `Filters`.
+    by_row: whether groups are sampled row by row, in an engine that new weights reach between two
+        steps, where the sampler can.
+    max_groups: that a sampler is at work on at once, row by row.
+    in_flight: see `Engine.load`.
+    masks_stale_prefix: see `RowStream`.
+    explore: whether completions are drawn, or greedy.
+    """
+
+    num_completions: int
+    groups_per_lease: int = 1
+    min_valid: int = 1
+    filters: tuple[str | Mapping[str, Any], ...] = ()
+    by_row: bool = False
+    max_groups: int = 1
+    in_flight: InFlight = "finish"
+    masks_stale_prefix: bool = False
+    explore: bool = True
 
 
 def texts_are_due(version: int, every: int) -> bool:

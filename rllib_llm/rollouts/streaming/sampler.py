@@ -11,14 +11,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from rllib_llm.engines.protocol import InFlight
 from rllib_llm.rollouts.environment import MAX_JUDGING
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.filters import Filters
@@ -28,6 +27,7 @@ from rllib_llm.rollouts.streaming.client import SamplerLedger
 from rllib_llm.rollouts.streaming.entry import JudgedGroup, Lease
 from rllib_llm.rollouts.streaming.packing import judged_group, split
 from rllib_llm.rollouts.streaming.rows import RowStream
+from rllib_llm.rollouts.streaming.rules import ServingSettings
 from rllib_llm.shared.messages import Listener
 from rllib_llm.weights.published import PublishedWeights
 
@@ -37,33 +37,6 @@ MAX_SECONDS_OF_A_TURN = 600.0
 SECONDS_TO_END = 1.5  # a step of rows; not a batch
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class ServingSettings:
-    """What every sampler of a stream goes by.
-
-    num_completions: of each prompt.
-    groups_per_lease: that it asks for at once.
-    min_valid: completions with a score that a group needs.
-    filters: see `Filters`.
-    by_row: whether groups are sampled row by row, in an engine that new weights reach between two
-        steps, where the sampler can.
-    max_groups: that a sampler is at work on at once, row by row.
-    in_flight: see `Engine.load`.
-    masks_stale_prefix: see `RowStream`.
-    explore: whether completions are drawn, or greedy.
-    """
-
-    num_completions: int
-    groups_per_lease: int = 1
-    min_valid: int = 1
-    filters: tuple[str | Mapping[str, Any], ...] = ()
-    by_row: bool = False
-    max_groups: int = 1
-    in_flight: InFlight = "finish"
-    masks_stale_prefix: bool = False
-    explore: bool = True
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ from rllib_llm.rollouts.streaming.client import (
 )
 from rllib_llm.rollouts.streaming.entry import Answer, Ending
 from rllib_llm.rollouts.streaming.packing import as_bytes, batch_of, rows_of
-from rllib_llm.rollouts.streaming.rules import StreamRules
-from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
 from rllib_llm.rollouts.streaming.workers import (
     AskedWorkers,
     LeasingWorkers,

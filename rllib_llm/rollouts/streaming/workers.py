@@ -27,9 +27,9 @@ from rllib_llm.rollouts.streaming.client import (
 )
 from rllib_llm.rollouts.streaming.entry import Lease
 from rllib_llm.rollouts.streaming.packing import judged_groups
+from rllib_llm.rollouts.streaming.rules import ServingSettings
 from rllib_llm.rollouts.streaming.sampler import (
     JudgeThreads,
-    ServingSettings,
     StreamOrder,
     be_streaming,
     request_of,

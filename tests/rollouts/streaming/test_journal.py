@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from rllib_llm.rollouts.streaming import journal as module
@@ -92,3 +94,17 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made, _ = begun(None)
     assert made.ledger.table.num_tokens == 10 and list(tmp_path.iterdir()) == []
+
+
+def test_a_call_for_which_the_disk_had_no_room_was_not_made_and_hides_none_behind_it(tmp_path):
+    made, leases = begun(tmp_path)
+    (file,) = tmp_path.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError):
+            made.call("push", leases[1].id, [judged(1, 0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert made.call("push", leases[1].id, [judged(1, 0)]) == 1
+    assert known(JournaledLedger(RULES, tmp_path)) == known(made)

@@ -12,11 +12,10 @@ from ray.exceptions import RayTaskError
 from rllib_llm.rollouts.failure import SampleFailure
 from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.rollouts.streaming.client import LocalLedger
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
 from rllib_llm.rollouts.streaming.sampler import (
     LeaseWork,
     RowWork,
-    ServingSettings,
     StreamOrder,
     be_streaming,
 )

@@ -7,7 +7,7 @@ import pytest
 from rllib_llm.rollouts.faults import Faults
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.streaming import workers as module
-from rllib_llm.rollouts.streaming.sampler import ServingSettings
+from rllib_llm.rollouts.streaming.rules import ServingSettings
 from rllib_llm.rollouts.streaming.workers import SECONDS_GONE, LeasingWorkers
 
 
