@@ -1,4 +1,4 @@
-"""Why samplers could not serve a request, how that travels to the driver, and what was mended of it.
+"""Why samplers could not serve a request, how the driver is told, and what was mended of it.
 
 Without torch, as the ledger's process, which is to be back soon after it was killed.
 """
