@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.shared.elsewhere import Away
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _PART = 65_536  # bytes that are read at once
@@ -40,7 +41,7 @@ _END_SECONDS = 10.0  # that a supervisor has to end what it supervises
 _KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
 
-class WorkerError(RuntimeError):
+class WorkerError(Away):
     """A worker that cannot be started."""
 
 
@@ -97,6 +98,9 @@ class Contained:
         order: what it is to do, see `sandbox_program.py`.
         files: {name: text} that lie in its folder.
         is_asked: whether it reads from a pipe.
+
+    Raises:
+        Away: no process can be started now.
     """
 
     def __init__(
@@ -115,9 +119,11 @@ class Contained:
                 stdout=subprocess.PIPE, stderr=None if is_asked else subprocess.STDOUT,
                 env=sandbox.variables(self.folder), pass_fds=(held,), start_new_session=True,
             )  # fmt: skip
-        except BaseException:
+        except BaseException as error:
             os.close(self._lifeline)
             shutil.rmtree(self.folder, ignore_errors=True)
+            if isinstance(error, OSError):  # too many processes, too little memory
+                raise Away(f"no process can be started: {error}") from error
             raise
         finally:
             os.close(held)

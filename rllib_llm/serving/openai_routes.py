@@ -198,12 +198,8 @@ class Completer:
         return self._with_grammar(job, grammar, "tool_choice")
 
     def _forced_call(self, body: ChatRequest, chat_format: ChatFormat) -> str:
-        """The grammar of the calls that have to be made."""
-        if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(
-                400, "response_format must be text where tool_choice asks for a call.",
-                param="response_format", code="unsupported_value",
-            )  # fmt: skip
+        """The grammar of the calls that have to be made; `response_format` is of answers without
+        a call, as with OpenAI."""
         assert body.tool_choice is not None, "there is one that forces"
         one_call = body.tool_choice != "required" or body.parallel_tool_calls is False
         with chat.refused_by_template("tools"):

@@ -23,6 +23,7 @@ from rllib_llm.serving.schemas import (
     ResponseRequest,
     ResponseTool,
     ResponseToolName,
+    Sampling,
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
@@ -45,6 +46,8 @@ def make_router(service: Service, completer: Completer, guards: Guards) -> APIRo
     return router
 
 
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
+
 # --- what is asked -------------------------------------------------------------------------------
 
 
@@ -55,11 +58,14 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         ApiError: 400, there is none.
     """
     asked: dict[str, Any] = {
+        **body.model_dump(include={*Sampling.model_fields}),
         "messages": _messages(body), "model": body.model, "stream": body.stream,
-        "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature,
-        "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls,
+        "max_completion_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "stream_options": {"include_usage": True} if body.stream else None,
     }  # fmt: skip
+    if body.top_logprobs or _LOGPROBS in (body.include or ()):
+        asked |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
         asked["tools"] = [_tool(tool) for tool in body.tools]
     choice = body.tool_choice
@@ -156,6 +162,7 @@ def _answer(
         else choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
         "text": {"format": {"type": "text"}, **told},
         "truncation": "disabled",
         "usage": None
@@ -170,15 +177,20 @@ def _answer(
     }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message_item(context: RequestContext, text: str, status: str) -> dict[str, Any]:
+def _message_item(context: RequestContext, status: str, *content: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"msg_{context.request_id}", "type": "message", "role": "assistant",
-        "status": status, "content": [_part(text)] if status != "in_progress" else [],
+        "status": status, "content": content,
     }  # fmt: skip
+
+
+def _logprobs(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a choice's tokens, or a chunk's, where they are asked for."""
+    return choice["logprobs"]["content"] if choice["logprobs"] else []
 
 
 def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
@@ -203,7 +215,8 @@ async def _whole(
         message, status = choice["message"], _status(choice["finish_reason"])
         output = []
         if message["content"]:
-            output.append(_message_item(context, message["content"], status))
+            part = _part(message["content"], _logprobs(choice))
+            output.append(_message_item(context, status, part))
         output += [_call_item(call, "completed") for call in message.get("tool_calls", ())]
         yield _answer(body, context, status, output, completion)
 
@@ -221,6 +234,8 @@ async def _streamed(
 
     text, finish = "", None
     calls: list[dict[str, Any]] = []
+    logprobs: list[dict[str, Any]] = []
+    num_told = 0  # of them
     completion: dict[str, Any] = {}
     at = {"item_id": f"msg_{context.request_id}", "output_index": 0, "content_index": 0}
     async for given in events:
@@ -234,20 +249,24 @@ async def _streamed(
             finish = choice["finish_reason"] or finish
             delta = choice["delta"]
             calls += delta.get("tool_calls") or ()
-            if not delta.get("content"):
+            new = delta.get("content") or ""
+            logprobs += _logprobs(choice)
+            if not new:
                 continue
             if not text:
-                item = _message_item(context, "", "in_progress")
+                item = _message_item(context, "in_progress")
                 yield event("response.output_item.added", output_index=0, item=item)
-                yield event("response.content_part.added", **at, part=_part(""))
-            text += delta["content"]
-            yield event("response.output_text.delta", **at, delta=delta["content"], logprobs=[])
+                yield event("response.content_part.added", **at, part=_part("", []))
+            text += new
+            news, num_told = logprobs[num_told:], len(logprobs)
+            yield event("response.output_text.delta", **at, delta=new, logprobs=news)
     output = []
     status = _status(finish)
     if text:
-        output.append(_message_item(context, text, status))
-        yield event("response.output_text.done", **at, text=text, logprobs=[])
-        yield event("response.content_part.done", **at, part=_part(text))
+        part = _part(text, logprobs)
+        output.append(_message_item(context, status, part))
+        yield event("response.output_text.done", **at, text=text, logprobs=logprobs)
+        yield event("response.content_part.done", **at, part=part)
         yield event("response.output_item.done", output_index=0, item=output[0])
     for call in calls:
         place, done = len(output), _call_item(call, "completed")

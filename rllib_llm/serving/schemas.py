@@ -63,10 +63,9 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Strict):
-    """How completions are sampled; null is the default."""
+class Sampling(Strict):
+    """How tokens are sampled; null is the default."""
 
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -81,7 +80,6 @@ class SamplingFields(Strict):
     noise_turn: int | None = Field(None, ge=0, lt=2**62)
     stop: str | Annotated[list[Text], Field(fail_fast=True)] | None = None
     stop_token_ids: Tokens | None = None
-    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -99,6 +97,13 @@ class SamplingFields(Strict):
             or not any(value is same or value == same and type(value) is not bool
                        for same in NEUTRAL_VALUES[name])
         }  # fmt: skip
+
+
+class SamplingFields(Sampling):
+    """How many completions are sampled, of how many tokens, and how."""
+
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
 class OpenAIFields(SamplingFields):
@@ -389,8 +394,9 @@ class TextSettings(Strict):
     verbosity: str | None = None
 
 
-class ResponseRequest(Strict):
-    """POST /v1/responses, without what a server that keeps no responses cannot do."""
+class ResponseRequest(Sampling):
+    """POST /v1/responses, without what a server that keeps no responses cannot do, and with vLLM's
+    settings of sampling."""
 
     input: (
         str | Annotated[
@@ -401,20 +407,19 @@ class ResponseRequest(Strict):
     instructions: str | None = None
     model: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     stream: bool | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     metadata: dict[str, Any] | None = None
     # Taken, without an effect.
     store: bool | None = None
     user: str | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: dict[str, Any] | None = None
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

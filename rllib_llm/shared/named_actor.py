@@ -12,17 +12,13 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 
+from rllib_llm.shared.elsewhere import backoff_seconds
 from rllib_llm.shared.process import StarvedProcesses
 from rllib_llm.shared.ray_compat import processes_of
 
 NAMESPACE = "rllib_llm"  # of all named actors, whichever driver asks
 PASSING = (RayActorError, GetTimeoutError, RaySystemError)  # errors of a call that may be repeated
 SHARE_OF_STARVED = 0.5  # of the time of an answer, in which it had no core, and is not hung
-
-
-def backoff_seconds(attempt: int, uniform: Callable[[float, float], float]) -> float:
-    """min(5, 0.05 * 2^attempt) * U(0.5, 1.5): many that failed together do not return together."""
-    return min(5.0, 0.05 * 2**attempt) * uniform(0.5, 1.5)
 
 
 class NamedActor:

@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from functools import partial
 from typing import Any, TypeVar
 
+from rllib_llm.shared.elsewhere import Away, Outage, backoff_seconds
+
 logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -28,15 +30,10 @@ MISSING = (
 
 Answer = TypeVar("Answer")
 JUDGE_OUTAGE_S = 600.0  # that a judge or reward service may be away
-_TOLD_EVERY_S = 60.0
 
 
-class ServerError(RuntimeError):
+class ServerError(Away):
     """The server gave no usable answer, however often it was asked."""
-
-
-class OutageError(ServerError):
-    """The server has been away longer than the client waits."""
 
 
 class RequestRefusedError(ValueError):
@@ -82,7 +79,7 @@ class OpenAIClient:
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
         _check(base_url, timeout_s, max_attempts, max_concurrency)
-        self._outage = _Outage(base_url, outage_s)
+        self._outage = Outage(base_url, outage_s)
         key = os.environ.get(api_key_env, "")
         self.base_url = base_url.rstrip("/")
         self._max_attempts = max_attempts
@@ -142,7 +139,10 @@ class OpenAIClient:
         """
         url, attempt = f"{self.base_url}/{path}", 0
         while True:
-            wait_s, is_away = self._pause_s(attempt), False
+            wait_s = backoff_seconds(
+                attempt, self._jitter.uniform, self._first_delay_s, self._max_delay_s
+            )
+            is_away = False
             try:
                 response = self._http.post(url, json=body, headers=headers)
             except self._transport_errors as error:
@@ -197,61 +197,11 @@ class OpenAIClient:
                 "retries are only counted.", url, reason, wait_s, self._max_attempts - 1,
             )  # fmt: skip
 
-    def _pause_s(self, attempt: int) -> float:
-        delay = min(self._max_delay_s, self._first_delay_s * 2 ** min(attempt, 32))
-        return delay * self._jitter.uniform(0.5, 1.5)
-
     def close(self) -> None:
         """Waits for the requests under way, but for no retry, and closes the connections."""
         self._closing.set()
         self._threads.shutdown(cancel_futures=True)
         self._http.close()
-
-
-class _Outage:
-    """How long a server has been away, over all requests of a client.
-
-    One clock for all: when it has run out, every request that still waits ends at once.
-    """
-
-    def __init__(self, server: str, longest_s: float) -> None:
-        self._server, self._longest_s = server, longest_s
-        self._lock = threading.Lock()
-        self._since: float | None = None
-        self._told = 0.0  # when it was last said
-
-    def waits(self, reason: str) -> bool:
-        """Notes an attempt that found the server away; False where it is not waited for."""
-        if not self._longest_s:
-            return False
-        now = time.monotonic()
-        with self._lock:
-            if self._since is None:
-                self._since, self._told = now, now
-            away = now - self._since
-            tells = now - self._told >= _TOLD_EVERY_S
-            if tells:
-                self._told = now
-        if tells and away < self._longest_s:
-            logger.warning(
-                "%s has been away for %.0f s (%s). It is waited for up to %.0f s.",
-                self._server, away, reason, self._longest_s,
-            )  # fmt: skip
-        return away < self._longest_s
-
-    def give_up(self, reason: str) -> None:
-        """Raises OutageError where the server was waited for."""
-        if self._longest_s:
-            raise OutageError(
-                f"{self._server} must come back within outage_s={self._longest_s:g}: it was away "
-                f"all that time (an outage; the last attempt gave {reason}). Start the server "
-                "again and resume the run, or raise outage_s."
-            )
-
-    def end(self) -> None:
-        """Notes that the server has answered."""
-        with self._lock:
-            self._since = None
 
 
 def server_root(base_url: str) -> str:

@@ -21,7 +21,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
 
-from rllib_llm.shared.named_actor import backoff_seconds
+from rllib_llm.shared.elsewhere import backoff_seconds
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, TicketError, verify
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.transport import Transports

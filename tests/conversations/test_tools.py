@@ -102,6 +102,12 @@ print("MY_SECRET" in os.environ, pathlib.Path("own").write_text("mine"))
     assert lines[2] in ("PermissionError", "FileNotFoundError")
 
 
+def test_a_program_that_cannot_be_started_is_not_the_policy_s_mistake():
+    # The kernel refuses arguments of more than 128 KiB, as it refuses processes above a limit.
+    result = python("print(1)", writable=["/x" * 1000] * 100)
+    assert result.failure == "unavailable" and "no process can be started" in result.text
+
+
 def test_programs_wait_for_a_place_and_are_not_late_for_it():
     tool = PythonTool(timeout_s=20, max_processes=1)
     asked = ToolCall("python", {"code": "import time; time.sleep(0.5); print(1)"}, "", "ok")

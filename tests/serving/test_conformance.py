@@ -204,6 +204,45 @@ def test_a_response_is_the_chat_s_answer_in_other_words(client):
     assert events[-1].response.output_text == made.output_text
 
 
+def test_a_response_s_log_probs_are_the_chat_s(client):
+    knobs = {"model": NAME, "temperature": 0, "top_logprobs": 2}
+    asked = {**knobs, "input": "1 + 1?", "max_output_tokens": 12,
+             "include": ["message.output_text.logprobs"]}  # fmt: skip
+    chat = client.chat.completions.create(**knobs, messages=CHAT, max_tokens=12, logprobs=True)
+    expected = [(each.token, each.logprob, [(one.token, one.logprob) for one in each.top_logprobs])
+                for each in chat.choices[0].logprobs.content]  # fmt: skip
+    assert len(expected) == 12
+
+    def told(logprobs):
+        return [(each.token, each.logprob, [(one.token, one.logprob) for one in each.top_logprobs])
+                for each in logprobs]  # fmt: skip
+
+    made = client.responses.create(**asked)
+    assert told(made.output[0].content[0].logprobs) == expected
+    events = list(client.responses.create(**asked, stream=True))
+    deltas = [e.logprobs for e in events if e.type == "response.output_text.delta"]
+    assert told(sum(deltas, [])) == expected[: len(sum(deltas, []))]
+    assert told(events[-1].response.output[0].content[0].logprobs) == expected
+
+
+def test_a_response_is_sampled_with_vllm_s_settings(client):
+    further = {"seed": 3, "top_k": 5, "ignore_eos": True, "repetition_penalty": 1.5}
+    made = client.responses.create(
+        model=NAME, input="1 + 1?", max_output_tokens=12, extra_body=further
+    )
+    chat = client.chat.completions.create(
+        model=NAME, messages=CHAT, max_tokens=12, extra_body=further
+    )
+    assert made.output_text == chat.choices[0].message.content
+
+
+def test_a_forced_call_comes_before_a_response_format(client):
+    told = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}
+    asked = {**ASKED, "tools": TOOLS, "tool_choice": NAMED, "response_format": told}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)) == {"a", "op"}
+
+
 def test_responses_call_tools_and_read_what_they_gave(client):
     tools = [{"type": "function", **TOOLS[0]["function"]}]
     asked = {"model": NAME, "input": "1 + 1?", "tools": tools, "max_output_tokens": 200}

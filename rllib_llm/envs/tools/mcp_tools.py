@@ -9,17 +9,17 @@ call waits for it so long, and then the rollout is not valid.
 from __future__ import annotations
 
 import asyncio
-import time
-import warnings
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllib_llm.envs.event_loop import told
-from rllib_llm.envs.tools.toolbox import ToolError, ToolUnavailable, tool_schema
+from rllib_llm.envs.tools.toolbox import ToolError, tool_schema
+from rllib_llm.shared.elsewhere import Away, Outage, backoff_seconds
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
 _END_SECONDS = 5.0  # that a connection has to close
-_LONGEST_PAUSE = 60.0  # between attempts to connect
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 60.0  # seconds between attempts to connect
 _MOST_PAGES = 1000
 
 
@@ -43,7 +43,7 @@ class MCPTool:
         Raises:
             RuntimeError: the server says that the call failed.
             TimeoutError: the server is there, and gave no result in time.
-            ToolUnavailable: the server is away.
+            Away: the server is away.
         """
         result = await self._server.call(self.name, dict(arguments), self.timeout_s)
         parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
@@ -99,6 +99,10 @@ class _Server:
         self._client: Any = None
         self._error = ""
         self._keeper: asyncio.Task | None = None
+        self._outage = Outage(
+            f"mcp_servers={address!r}",
+            meanwhile="Rollouts that call it are not valid until it is back.",
+        )
 
     async def open(self) -> list[Any]:
         """Its tools as it lists them; from now on the connection is kept."""
@@ -128,7 +132,7 @@ class _Server:
             if _is_answer(error) and await self._answers(client):
                 raise RuntimeError(str(error)) from error
             self._lose(client, told(error))
-        raise ToolUnavailable(f"the MCP server went away: {self._error}")
+        raise Away(f"the MCP server went away: {self._error}")
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -141,7 +145,7 @@ class _Server:
             try:
                 await asyncio.wait_for(self._here.wait(), self._connect_s)
             except (TimeoutError, asyncio.TimeoutError):
-                raise ToolUnavailable(f"the MCP server is away: {self._error}") from None
+                raise Away(f"the MCP server is away: {self._error}") from None
         return self._client
 
     async def _answers(self, client: Any) -> bool:
@@ -160,7 +164,7 @@ class _Server:
 
     async def _keep(self, first: asyncio.Future[list[Any]]) -> None:
         """Holds a connection open, and opens another where it is lost, after growing pauses."""
-        pause, away_since = 0.1, None
+        attempt = 0
         while True:
             opened: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
             self._lost = asyncio.Event()
@@ -176,32 +180,21 @@ class _Server:
                     if not first.done():
                         first.set_exception(error)
                         return
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    attempt += 1
                 else:
                     if not first.done():
                         first.set_result(opened.result())
-                    if away_since is not None:
-                        seconds = time.monotonic() - away_since
-                        warnings.warn(
-                            f"{self._named()} is back after {seconds:.0f} s", stacklevel=1
-                        )
-                    away_since, pause = None, 0.1
+                    self._outage.end()
+                    attempt = 0
                     await self._lost.wait()
             finally:
                 self._client = None
                 self._here.clear()
                 await _ended(holding)
-            if away_since is None:
-                away_since = time.monotonic()
-                warnings.warn(
-                    f"{self._named()} went away ({self._error}): rollouts that call it are not "
-                    "valid until it is back; it is asked again after growing pauses.",
-                    stacklevel=1,
-                )
-            await asyncio.sleep(pause)
-
-    def _named(self) -> str:
-        return f"mcp_servers={self._address!r}"
+            self._outage.waits(self._error)
+            await asyncio.sleep(
+                backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
+            )
 
     async def _hold(self, opened: asyncio.Future[list[Any]]) -> None:
         """Opens a connection and closes it in the same task, as the client demands."""

@@ -28,6 +28,7 @@ from transformers.utils.chat_template_utils import (
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.event_loop import call, told
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.elsewhere import Away
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
@@ -46,12 +47,9 @@ class ToolError(ValueError):
     """A function that cannot be a tool, or a wrong setting of tools."""
 
 
-class ToolUnavailable(RuntimeError):
-    """A tool that cannot be asked now. It is not the policy's doing: the rollout is not valid."""
-
-
 class Tool(Protocol):
-    """What a policy can call. A tool with a `timeout_s` holds its calls to that limit itself."""
+    """What a policy can call. A tool with a `timeout_s` holds its calls to that limit itself; one
+    that raises `Away` cannot be asked now, and the rollout is not valid."""
 
     name: str
     schema: Mapping[str, Any]
@@ -186,7 +184,7 @@ class Toolbox:
         except (TimeoutError, asyncio.TimeoutError) as error:
             said = str(error) or f"no result within {limit:g} s"
             text, failure = f"Error: {said}.", "timeout"
-        except ToolUnavailable as error:
+        except Away as error:
             text, failure = f"Error: {error}", "unavailable"
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
             is_signal = isinstance(error, ValueError) and str(error).startswith(_NO_SIGNALS)

@@ -1,0 +1,55 @@
+"""What runs elsewhere: how long it is waited for, and what is said of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rllib_llm.shared import elsewhere
+from rllib_llm.shared.elsewhere import Away, Outage, OutageError, backoff_seconds
+
+
+def test_an_outage_is_told_at_once_where_something_depends_on_it(caplog):
+    outage = Outage("tools", meanwhile="Rollouts are not valid.")
+    assert outage.waits("it died") and outage.waits("no connection")
+    assert [record.getMessage() for record in caplog.records] == [
+        "tools went away (it died). Rollouts are not valid."
+    ]
+    outage.end()
+    outage.end()
+    assert "tools is back after 0 s." in caplog.records[1].getMessage()
+    assert len(caplog.records) == 2
+
+
+def test_one_that_is_waited_for_is_told_once_a_minute_and_given_up_on(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(elsewhere.time, "monotonic", lambda: now[0])
+    outage, waited = Outage("http://judge", 150.0), []
+    for now[0] in (0.0, 59.0, 60.0, 90.0, 121.0, 150.0):
+        waited.append(outage.waits("status 503"))
+    assert waited == [True] * 5 + [False]
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(" (")[0] for text in said] == [
+        "http://judge has been away for 60 s", "http://judge has been away for 121 s",
+    ]  # fmt: skip
+    assert said[0].endswith("(status 503). It is waited for up to 150 s.")
+    with pytest.raises(OutageError, match="must come back within outage_s=150"):
+        outage.give_up("status 503")
+    assert issubclass(OutageError, Away)
+
+
+def test_what_is_not_waited_for_is_not_told(caplog):
+    outage = Outage("http://judge", 0.0)
+    assert not outage.waits("status 503")
+    outage.give_up("status 503")  # raises nothing
+    assert not caplog.records
+
+
+def test_pauses_double_and_stay_within_half_and_one_and_a_half():
+    uniform = random.Random(0).uniform
+    for attempt, delay in enumerate([1.0, 2.0, 4.0, 4.0]):
+        pauses = [backoff_seconds(attempt, uniform, 1.0, 4.0) for _ in range(200)]
+        assert 0.5 * delay <= min(pauses) < 0.75 * delay
+        assert 1.25 * delay < max(pauses) <= 1.5 * delay
+    assert backoff_seconds(10_000, max) == 7.5  # 1.5 * longest, and no overflow
