@@ -80,11 +80,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     check_prompts(settings, settings["prompts"])
     if not settings["reward_model"] and not settings["reward_functions"]:
         raise EnvConfigError(
-            name="env_config",
-            rule="have 'reward_model' or 'reward_functions'",
+            name="rewards",
+            rule="have a model or functions",
             reason="nothing judges the completions",
-            remedy="Set reward_model to a sequence-classification model, or reward_functions "
-            "to the dotted path of a function",
+            remedy="Set rewards: {functions: [...]} to dotted paths of functions, or "
+            "rewards: {model: ...} to a sequence classifier",
         )
 
 
@@ -92,11 +92,11 @@ def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
     """Raises EnvConfigError where there are no prompts for this split."""
     if prompts is None and not (settings["eval_prompts"] and _is_eval(settings)):
         raise EnvConfigError(
-            name="env_config['prompts']",
-            value=None,
-            rule="be a data source",
+            name="prompts",
+            rule="have data",
             reason="there is nothing to complete",
-            remedy="Set it to a file (JSONL, Parquet, text), a data set or a function",
+            remedy="Set prompts: {data: ...} to a file (JSONL, CSV, Parquet, text), a data set or "
+            "a function",
         )
 
 

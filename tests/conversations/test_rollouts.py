@@ -385,7 +385,7 @@ def test_a_tool_knows_which_conversation_called_it(make):
         ({"max_tokens": 1.5}, r"env_config\['max_tokens'\]=1.5 must be an integer"),
         ({"tool_errors": "ignore"}, r"env_config\['tool_errors'\]='ignore' must be"),
         ({"max_turn": 3}, "unknown key. Did you mean 'max_turns'"),
-        ({"prompts": None}, r"env_config\['prompts'\]=None must be a data source"),
+        ({"prompts": None}, "prompts must have data: there is nothing"),
     ],
 )
 def test_settings_are_checked(make, changes, message):

@@ -127,8 +127,8 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
     ("changes", "error", "message"),
     [
         ({"promts": []}, EnvConfigError, r"env_config\['promts'\] .*Did you mean 'prompts'"),
-        ({"prompts": None}, EnvConfigError, "env_config\\['prompts'\\]=None must be a data source"),
-        ({"reward_functions": None}, EnvConfigError, "must have 'reward_model' or 'reward_func"),
+        ({"prompts": None}, EnvConfigError, "prompts must have data: there is nothing"),
+        ({"reward_functions": None}, EnvConfigError, "rewards must have a model or functions"),
         ({"model": None}, EnvConfigError, "must have 'model' \\(or 'tokenizer'\\)"),
         ({"model": "/no/such/folder"}, ValueError, "'/no/such/folder' must be a local folder"),
         ({"reward_model": 3}, EnvConfigError, r"\['reward_model'\]=3 must be a model"),

@@ -10,12 +10,12 @@ CONVERSATION_ENV = "rllib_llm/Conversation-v0"
 
 
 class Prompts(Settings):
-    """What is completed; kept in `env_config` (rllib_llm/RLHF-v0, if no environment is named),
-    where it can be said as well, once."""
+    """What is completed. Without an environment it is rllib_llm/RLHF-v0's. Alias: the same names in
+    `env_config`; `prompts: {data: ...}` is `env_config: {prompts: ...}`. Use one of the two."""
 
     prompts: Any = setting(
         None,
-        "a file (JSONL, Parquet, text), a data set, a hub id, rows or a function",
+        "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows or a function",
         short="data",
         trl=("train_dataset",),
         also=("prompt_data", "prompts_file"),
@@ -53,9 +53,9 @@ PROMPTS = Section.of("prompts", Prompts, place=IN_ENV)
 
 
 class Rewards(Settings):
-    """What judges completions, and what becomes of its scores. What judges is kept in
-    `env_config` and can be said there as well, once: `rewards: {functions: ...}` is
-    `env_config: {reward_functions: ...}`."""
+    """What judges completions, and what becomes of its scores. Alias: `rewards: {functions:
+    ...}` is `env_config: {reward_functions: ...}`, and `model` is `reward_model`. Use one of the
+    two."""
 
     reward_model: Any = setting(
         None,
@@ -124,8 +124,8 @@ REWARDS = Section.of("rewards", Rewards, positional="functions")
 
 
 class Conversation(Settings):
-    """Turns and tools; kept in `env_config` (rllib_llm/Conversation-v0, if no environment is
-    named), where it can be said as well, once."""
+    """Turns and tools. Without an environment it is rllib_llm/Conversation-v0's. Alias: the same
+    names in `env_config`. Use one of the two."""
 
     system: str | None = setting(None, "a system message before every task")
     tools: Any = setting(

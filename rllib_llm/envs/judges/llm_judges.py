@@ -43,7 +43,7 @@ TEMPLATE = (
 class JudgeServer(Judge):
     """Scores completions with the number that a chat model replies.
 
-    In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.llm_judges.JudgeServer,
+    In `rewards`: `functions: [{function: rllib_llm.envs.judges.llm_judges.JudgeServer,
     kwargs: {base_url: "http://localhost:8000/v1", model: my-judge}}]`.
 
     Args:
@@ -180,8 +180,8 @@ class Criterion:
 class RubricJudge(SchemaJudge):
     """Scores by weighted criteria: sum(weight * grade / scale) / sum(weights above 0).
 
-    1 where each criterion is fully met and no fault is there. In `env_config`:
-    `reward_functions: [{function: rllib_llm.envs.judges.llm_judges.RubricJudge, kwargs: {base_url:
+    1 where each criterion is fully met and no fault is there. In `rewards`:
+    `functions: [{function: rllib_llm.envs.judges.llm_judges.RubricJudge, kwargs: {base_url:
     "http://localhost:8000/v1", model: my-judge, criteria: [{name: polite, description: The answer
     is polite., weight: 2}]}}]`. The mean grades are metrics, `grade_<criterion>`, 0 to 1.
 
@@ -306,7 +306,7 @@ Pair = tuple[str, str, str]
 class PairwiseJudge(SchemaJudge):
     """Share of comparisons that a completion wins, ties counting half: 0 to 1.
 
-    In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.llm_judges.PairwiseJudge,
+    In `rewards`: `functions: [{function: rllib_llm.envs.judges.llm_judges.PairwiseJudge,
     kwargs: {base_url: "http://localhost:8000/v1", model: my-judge, against: group}}]`. The metric
     `places_disagree` is the share of a completion's comparisons whose winner changed with its
     place.

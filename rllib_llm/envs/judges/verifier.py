@@ -16,7 +16,7 @@ class Verifier(Judge):
     """A function of one completion as a reward function, in processes with hard deadlines, without
     network, and with files that it cannot change.
 
-    In `env_config`: `reward_functions: [{function: rllib_llm.envs.judges.verifier.Verifier,
+    In `rewards`: `functions: [{function: rllib_llm.envs.judges.verifier.Verifier,
     kwargs: {function: "my_checks:right", columns: [answer]}}]`, where `right(completion, answer)`
     returns a number, or None where it does not judge.
 
@@ -53,7 +53,7 @@ MISSING = (
 class MathVerify(Verifier):
     """1 where a completion's answer equals the data set's, mathematically; 0 where it does not.
 
-    In `env_config`: `reward_functions: [rllib_llm.envs.judges.verifier.MathVerify]`.
+    In `rewards`: `functions: [rllib_llm.envs.judges.verifier.MathVerify]`.
     A comparison that does not end in time, and a right answer that cannot be read, are `Invalid`.
 
     Args:

@@ -1,0 +1,157 @@
+"""Writes docs/gallery.md and its pictures from the folders of runs of the examples.
+
+    for each NAME: rllib train file tuned_examples/NAME.yaml --storage-path RUNS
+    python scripts/gallery.py RUNS
+
+An example has its last run's curve, time, mark and completions. The other examples are named with
+the reason why they are not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from rllib_llm.cli.examples import description, example_files
+from rllib_llm.runs.trial_logs import flatten
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "gallery.md"
+PICTURES = DOCS / "images" / "gallery"
+NUM_COMPLETIONS = 5
+LONGEST = 160  # characters of a completion that are shown
+STARTED = "%Y-%m-%d_%H-%M-%S"
+NOT_SHOWN = {
+    "stories_sentiment": "needs a model and reviews of yours",
+    "verifiers_grpo": "needs verifiers in an environment of its own",
+    "shared_arithmetic": "the first stage of the arithmetic examples",
+    "shared_reviews": "the first stages of the searches",
+}
+HEAD = """# Gallery
+
+What each example learns: the curve of its result (dashed: its pass mark), and completions of the
+policy before and after. `rllib example run NAME` runs one. `python scripts/gallery.py` makes this
+page from the folders of the runs.
+
+"""
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def last_trial(run: Path) -> tuple[dict[str, Any], Path]:
+    """The plan of the run's last stage, and the folder of its best trial."""
+    plan = json.loads((run / "run.json").read_text(encoding="utf-8"))["experiments"][-1]
+    stage = run / plan["name"]
+    ended = json.loads((stage / "stage.json").read_text(encoding="utf-8"))
+    return plan, stage / ended["trial_folders"][ended["best"] or 0]
+
+
+def wall_seconds(run: Path) -> float:
+    """From the command's start, which is in the folder's name, to the end of the last stage."""
+    ended = max(file.stat().st_mtime for file in run.glob("*/stage.json"))
+    return ended - datetime.strptime(run.name[-19:], STARTED).timestamp()
+
+
+def draw(results: list[dict[str, Any]], marks: dict[str, float], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size = (4.2 * len(marks), 2.4)
+    figure, axes = plt.subplots(1, len(marks), figsize=size, layout="constrained", squeeze=False)
+    for axis, (name, least) in zip(axes[0], marks.items(), strict=True):
+        points = [(r["training_iteration"], r[name]) for r in results if name in r]
+        axis.plot(*zip(*points, strict=True), marker="." if len(points) < 12 else None)
+        axis.axhline(least, linestyle="--", color="grey", linewidth=0.8)
+        axis.set(xlabel="iteration", title=name)
+        axis.grid(alpha=0.3)
+    figure.savefig(target, dpi=70)
+    plt.close(figure)
+
+
+def cell(text: str) -> str:
+    text = " ".join(text.split())
+    text = text if len(text) <= LONGEST else text[:LONGEST] + "…"
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def of_iteration(samples: list[dict[str, Any]], iteration: int) -> list[dict[str, Any]]:
+    """An iteration's rows: held-out ones first, then one of each prompt before the others."""
+    here = [row for row in samples if row["iteration"] == iteration]
+    seen: set[str] = set()
+    again = [row["prompt"] in seen or bool(seen.add(row["prompt"])) for row in here]
+    order = sorted(range(len(here)), key=lambda i: (here[i]["split"] != "eval", again[i]))
+    return [here[i] for i in order[:NUM_COMPLETIONS]]
+
+
+def completions(samples: list[dict[str, Any]]) -> str:
+    first, last = samples[0]["iteration"], samples[-1]["iteration"]
+    lines = ["| | prompt | completion | score |", "|---|---|---|---|"]
+    for when, iteration in (("before", first), ("after", last)):
+        lines += [
+            f"| {when} | {cell(row['prompt'])} | {cell(row['completion'])} | {row['score']:.2f} |"
+            for row in of_iteration(samples, iteration)
+        ]
+    return "\n".join(lines)
+
+
+def section(name: str, file: Path, run: Path) -> str:
+    plan, trial = last_trial(run)
+    results = [flatten(row) for row in rows(trial / "result.json")]
+    marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
+    draw(results, marks, PICTURES / f"{name}.png")
+    reached = ", ".join(
+        f"`{mark}` {next(r[mark] for r in reversed(results) if mark in r):.2f}" for mark in marks
+    )
+    parts = [
+        f"## {name}",
+        description(file),
+        f"{wall_seconds(run):.0f} seconds in all. At the end {reached}.",
+        f"![{', '.join(marks)} over the iterations](images/gallery/{name}.png)",
+    ]
+    samples = trial / "samples.jsonl"
+    parts.append(
+        completions(rows(samples)) if samples.is_file() else
+        f"{plan['run']} samples nothing while it trains, so there are no completions."
+    )  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def machine(runs: list[Path]) -> str:
+    known = json.loads(next(runs[-1].glob("*/environment.json")).read_text(encoding="utf-8"))
+    return (
+        f"All runs: {known['processor']}, {known['cores']} cores that other work shared, no GPU, "
+        f"{known['begun'][:10]}. Seconds are of the whole command, Ray's start among them; on a "
+        "machine of your own they are fewer.\n"
+    )
+
+
+def page(folder: Path) -> str:
+    runs = {
+        name: max(done)
+        for name in example_files()
+        if (done := [run for run in folder.glob(f"{name}_20*") if _is_done(run)])
+    }
+    sections = [section(name, example_files()[name], run) for name, run in runs.items()]
+    left = [
+        f"- `{name}`: {NOT_SHOWN.get(name, 'not run for this page')}."
+        for name in example_files()
+        if name not in runs
+    ]
+    return (
+        HEAD + machine(list(runs.values())) + "\n" + "\n".join(sections)
+        + "\n## Not shown\n\n" + "\n".join(left) + "\n"
+    )  # fmt: skip
+
+
+def _is_done(run: Path) -> bool:
+    plan = json.loads((run / "run.json").read_text(encoding="utf-8"))["experiments"]
+    return (run / plan[-1]["name"] / "stage.json").is_file()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(Path(sys.argv[1])), encoding="utf-8")
