@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
@@ -48,38 +48,6 @@ from rllib_llm.rollouts.workers import (
 )
 from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.published import PublishedWeights
-
-
-class RolloutSource(Protocol):
-    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
-
-    @property
-    def position(self) -> int:
-        """Prompt groups learnt from so far, those of the batch handed out last among them."""
-
-    def next(self) -> JudgedBatch:
-        """The batch to be learnt from next.
-
-        Raises:
-            SamplingError: nobody can sample it.
-        """
-
-    def publish(self, weights: PublishedWeights) -> None:
-        """Says what to sample with from now on; called before the first `next`."""
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """What is reported of it once per iteration, by group of metrics."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, such that another source goes on where this one is."""
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, by this source or by another. `state` also has
-        `weights_version`, the updates done until then."""
-
-    def stop(self) -> None:
-        """Waits for what is on its way, not for ever."""
-
 
 logger = logging.getLogger(__name__)
 
