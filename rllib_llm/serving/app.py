@@ -1,6 +1,6 @@
 """The server as an ASGI application: whatever serves ASGI serves it.
 
-Gate (limits) ─▶ FastAPI ─▶ routes, each with the key that it needs ─▶ Service
+CORS ─▶ Gate (limits) ─▶ FastAPI ─▶ routes, each with the key that it needs ─▶ Service
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from rllib_llm.serving import (
     openai_routes,
@@ -27,7 +28,7 @@ from rllib_llm.serving import (
 from rllib_llm.serving.errors import ApiError, documented, error_body, field_error
 from rllib_llm.serving.metrics import set_gauges
 from rllib_llm.serving.schemas import AbortRequest, UpdateRequest
-from rllib_llm.serving.security import Clients, Gate, Guards, read_clients
+from rllib_llm.serving.security import Clients, Gate, Guards, read_clients, with_cors
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.sources import load_folder
 from rllib_llm.serving.versions import Weights
@@ -52,7 +53,9 @@ class _App(FastAPI):
         return described
 
 
-def make_app(service: Service, clients: Clients | None = None, names_requests: bool = True) -> Gate:
+def make_app(
+    service: Service, clients: Clients | None = None, names_requests: bool = True
+) -> ASGIApp:
     """The application. Its lifespan starts the service, and drains it at the end.
 
     Args:
@@ -77,7 +80,7 @@ def make_app(service: Service, clients: Clients | None = None, names_requests: b
         app.include_router(router)
     _add_errors(app)
     _add_health(app, service)
-    return Gate(app, settings, clients, names_requests)
+    return with_cors(Gate(app, settings, clients, names_requests), settings.cors_origins)
 
 
 def _lifespan(service: Service) -> Any:

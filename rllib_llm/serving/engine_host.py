@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from rllib_llm.modules.tokenizer import eos_token_ids
 from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.versions import fingerprint
+from rllib_llm.shared.errors import SettingWarning
 
 _MANY_POSITIONS = 2**20  # of a model that says no number
 # The engine's thread hardly lets go of the interpreter: with Python's 5 ms whatever else its
@@ -247,9 +249,16 @@ def open_thread(
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
-    tokenizer = load_tokenizer(source)
+    tokenizer = served_tokenizer(source)
     ends = eos_token_ids(model.config, tokenizer, model.generation_config)
     return ThreadHost(model, settings, ends, tokenizer, after_step)
+
+
+def served_tokenizer(source: str, chat_template: str | None = None) -> Any:
+    """As `load_tokenizer`, without its warning about padding, which is of batches to learn from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SettingWarning)
+        return load_tokenizer(source, chat_template=chat_template)
 
 
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:

@@ -17,9 +17,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rllib_llm.checkpoints.folder import find_model
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.serving.app import make_app
-from rllib_llm.serving.engine_host import EngineHost, ThreadHost, open_thread
+from rllib_llm.serving.engine_host import EngineHost, ThreadHost, open_thread, served_tokenizer
 from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.security import Clients
 from rllib_llm.serving.service import Service
@@ -184,7 +183,7 @@ def open_service(settings: ServeSettings) -> Service:
         ModelSourceError: nothing can be loaded from it.
     """
     source = find_model(settings.model)
-    tokenizer = load_tokenizer(source, chat_template=settings.chat_template)
+    tokenizer = served_tokenizer(source, settings.chat_template)
     host: EngineHost
     if settings.engine_process:
         host = EngineProcess(settings, source)

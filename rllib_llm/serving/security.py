@@ -1,7 +1,7 @@
 """Who may ask, how much, and how large.
 
-    request ─▶ Gate: its id, CORS, size and time of its body ─▶ FastAPI ─▶ the route's dependency:
-               a key of a client or of the administration, and its rate
+    request ─▶ CORS ─▶ Gate: its id, size and time of its body ─▶ FastAPI ─▶ the route's dependency:
+                       a key of a client or of the administration, and its rate
 
 What a route needs is declared where it is (`Guards`), so that no form of its path passes by. A body
 that comes without any known key is not read.
@@ -15,13 +15,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import anyio
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
@@ -203,13 +206,6 @@ def _entries(text: str) -> list[Mapping[str, Any]]:
     return entries
 
 
-# Of ASGI, as Starlette names them.
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z", re.ASCII)
@@ -247,6 +243,18 @@ class Guards:
         """The administration's key."""
 
 
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application, which web pages of these origins may ask, too."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["authorization", "content-type", "x-request-id", "x-min-weight-version"],
+    )
+
+
 class Gate:
     """The ASGI application that stands before another one.
 
@@ -258,7 +266,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, settings: ServeSettings, clients: Clients, names_requests: bool = True
+        self, app: ASGIApp, settings: ServeSettings, clients: Clients, names_requests: bool = True
     ) -> None:
         self._app, self._settings, self._clients = app, settings, clients
         self._names_requests = names_requests
@@ -272,18 +280,17 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         name = [(b"x-request-id", request_id.encode())] if self._names_requests else []
-        answer = _Answer(send, [*name, *self._cors(headers)])
+        answer = _Answer(send, name)
         start = time.perf_counter()
         try:
-            if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
-                await answer.empty(204 if self._allows(headers) else 403)
-                return
             known = self._clients.knows(headers.get(b"authorization", b"").decode("latin-1"))
             body = await self._body(headers, receive) if known else b""
             state["size"] = len(body)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
-            await answer.error(error)
+            if not answer.status:  # else it has begun: whoever reads it sees that it is cut off
+                whole = JSONResponse(error.body(), error.status, headers=error.headers)
+                await whole(scope, receive, answer)
         finally:
             if logger.isEnabledFor(logging.INFO):
                 told = {
@@ -292,20 +299,6 @@ class Gate:
                     "seconds": round(time.perf_counter() - start, 4),
                 }  # fmt: skip
                 logger.info(json.dumps(told))
-
-    def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
-        return headers.get(b"origin", b"").decode("latin-1") in self._settings.cors_origins
-
-    def _cors(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        if not self._allows(headers):
-            return []
-        return [
-            (b"access-control-allow-origin", headers[b"origin"]),
-            (b"access-control-allow-headers", b"authorization, content-type, x-request-id, "
-             b"x-min-weight-version"),
-            (b"access-control-allow-methods", b"GET, POST, DELETE"),
-            (b"vary", b"origin"),
-        ]  # fmt: skip
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """All of the body, before anybody parses it.
@@ -401,19 +394,3 @@ class _Answer:
             self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", []), *self._headers]}
         await self._send(message)
-
-    async def empty(self, status: int) -> None:
-        await self._whole(status, b"", [])
-
-    async def error(self, error: ApiError) -> None:
-        if self.status:  # the answer has begun: whoever reads it sees that it is cut off
-            return
-        headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-        await self._whole(error.status, json.dumps(error.body()).encode(), headers)
-
-    async def _whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        fixed = [
-            (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
-        ]  # fmt: skip
-        await self({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
-        await self({"type": "http.response.body", "body": body})

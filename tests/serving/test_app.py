@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.serving.http_server import open_service
+from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.shared.errors import SettingWarning
 from tests.serving.tiny_server import (
     DEADLINE_S,
     EOS,
@@ -21,6 +24,7 @@ from tests.serving.tiny_server import (
     plain_logprobs,
     running,
     service,
+    tokenizer,
     until,
 )
 
@@ -417,3 +421,15 @@ def test_a_model_that_gives_no_numbers_is_said():
             assert "not finite" in answer.json()["error"]["message"]
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def build_padded_with_eos():
+    made = tokenizer()
+    made.pad_token = made.eos_token
+    return model(), made
+
+
+def test_a_server_is_silent_about_padding_which_it_does_not_do(recwarn):
+    source = f"{__name__}.build_padded_with_eos"
+    open_service(ServeSettings(model=source, engine_process=False)).close()
+    assert not [each for each in recwarn if issubclass(each.category, SettingWarning)]
