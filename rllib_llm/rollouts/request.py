@@ -1,4 +1,4 @@
-"""What the driver asks of a sampler and what it gets back; what the loop asks for: batches of it."""
+"""What the driver asks of a sampler, what it gets back, and what the loop asks for."""
 
 from __future__ import annotations
 
