@@ -26,7 +26,7 @@ from rllib_llm.cli.options import RayOptions
 from rllib_llm.modules.model_limits import num_elements
 from rllib_llm.shared.dotted import name_imports, runtime_env
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.quiet import LOGGERS as LIBRARIES
+from rllib_llm.shared.tracebacks import LOGGERS as LIBRARIES
 from rllib_llm.shared.tracebacks import VERBOSE
 
 if TYPE_CHECKING:

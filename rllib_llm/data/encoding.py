@@ -100,11 +100,13 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
-        self._bytes = {char: byte for byte, char in _byte_letters().items()}
+        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()}
         self._special = set(tokenizer.all_special_ids)
 
     def of(self, token_id: int) -> tuple[str, list[int]]:
@@ -127,10 +129,3 @@ class TokenTexts:
                 return raw.decode("utf-8", "replace"), list(raw)
             piece = piece.replace("\u2581", " ")
         return piece, list(piece.encode())
-
-
-def _byte_letters() -> dict[int, str]:
-    """The printable letter that byte-level vocabularies (GPT-2's) write for each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {b: chr(256 + i) for i, b in enumerate(others)}

@@ -109,6 +109,31 @@ def test_toolsets_of_one_state_share_it(make):
     assert judged.metrics["was_cut"].tolist() == [1.0] * 2
 
 
+def test_reverse_text_is_worth_what_verifiers_says(make):
+    """Scores of verifiers 0.4's own harness (null, in a subprocess) for the same replies."""
+    texts = ("hello world", "Ein Satz, mit Komma.", "abcabcabc")
+
+    def say(row):
+        return f"<reversed_text>\n{texts[row % 3][::-1][:5]} and more\n</reversed_text> bye"
+
+    env = make(taskset=f"{HERE}:Reverse")
+    attempts, judged, _ = roll(env, say, num_prompts=3, num_completions=1)
+    scores = judged.columns[columns.SCORES].tolist()
+    assert scores == pytest.approx([0.64, 0.47058823529411764, 0.5217391304347826])
+    traces = [attempt.conversation.state["trace"] for attempt in attempts]
+    assert [(t.stop_condition, t.num_turns) for t in traces] == [("agent_completed", 1)] * 3
+
+
+def test_a_prompt_of_several_messages_is_in_the_record_as_it_was_given(make):
+    env = make(taskset=f"{HERE}:Reverse")
+    attempts, _, policy = roll(env, "x", num_prompts=4, num_completions=1)
+    nodes = attempts[-1].conversation.state["trace"].nodes
+    assert [node.message.role for node in nodes] == ["user", "assistant", "tool", "assistant"]
+    assert [node.sampled for node in nodes] == [False, False, False, True]
+    assert [call.arguments for call in nodes[1].message.tool_calls] == ['{"a": 1}']
+    assert "None" not in env.tokenizer.decode(policy.seen[-1][2])
+
+
 def test_settings_of_the_task_set_and_how_many_tasks(make):
     assert len(make(taskset_config={"most": 5}).tasks) == 5
     assert len(make(taskset_config={"most": 5}, num_tasks=3).tasks) == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from difflib import SequenceMatcher
 
 import verifiers.v1 as vf
 
@@ -225,3 +227,37 @@ class RemoteTask(vf.Task[vf.TaskData]):
 class Remote(vf.Taskset[RemoteTask, vf.TasksetConfig]):
     def load(self):
         yield RemoteTask(vf.TaskData(prompt="x"))
+
+
+# --- verifiers' own reverse_text, as it stands in its repository (MIT), with other rows ---------
+
+_TAG = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
+
+
+class ReverseData(vf.TaskData):
+    answer: str
+
+
+class ReverseTask(vf.Task[ReverseData]):
+    @vf.stop
+    async def single_turn(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=1.0)
+    async def lcs(self, trace: vf.Trace) -> float:
+        match = _TAG.search(trace.last_reply or "")
+        response = match.group(1).strip() if match else ""
+        return SequenceMatcher(None, response, self.data.answer).ratio()
+
+
+class Reverse(vf.Taskset[ReverseTask, vf.TasksetConfig]):
+    def load(self):
+        for text in ("hello world", "Ein Satz, mit Komma.", "abcabcabc"):
+            yield ReverseTask(ReverseData(prompt=text, answer=text[::-1]))
+        asked = vf.ToolCall(id="c0", name="look", arguments='{"a": 1}')
+        said = [
+            vf.UserMessage(content="Look."),
+            vf.AssistantMessage(content=None, tool_calls=[asked]),
+            vf.ToolMessage(content="seen", tool_call_id="c0", name="look"),
+        ]
+        yield ReverseTask(ReverseData(prompt=said, answer="x"))

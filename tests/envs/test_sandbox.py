@@ -312,5 +312,5 @@ def test_a_verifier_is_a_reward_function():
     assert judged.valid.tolist() == [True, False, True, False]
     assert judged.scores.tolist() == [1.0, 0.0, 0.5, 0.0]
     assert judged.reasons[1] == "Verifier: KeyError: 'no such thing'"
-    with pytest.raises(ValueError, match=r"there is no \['answer'\]"):
+    with pytest.raises(ValueError, match="columns='answer' must be a column of the data set"):
         Verifier(f"{FILE}:length", columns=["answer"])(["a"])

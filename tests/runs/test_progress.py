@@ -14,7 +14,7 @@ from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 
 from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.runs.live_table import Progress, TunerProgress
-from rllib_llm.shared import quiet
+from rllib_llm.shared import tracebacks as quiet
 from rllib_llm.shared.tracebacks import VERBOSE
 from tests.docs.code_blocks import blocks_of
 from tests.runs.test_live_table import result, trial

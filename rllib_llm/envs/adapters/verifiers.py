@@ -49,20 +49,18 @@ def _as_chat(message: Any) -> dict[str, Any]:
     Raises:
         EnvConfigError: it is more than text.
     """
+    from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.types import content_text
 
-    given = message.model_dump(exclude_none=True)
-    if isinstance(given.get("content"), list):
-        if any(part["type"] != "text" for part in given["content"]):
+    given = message_to_wire(message)
+    if isinstance(message.content, list):
+        if any(part.type != "text" for part in message.content):
             raise EnvConfigError(
                 f"messages of the role {message.role!r} must be text: the policy reads no images. "
                 "Leave such tasks out."
             )
         given["content"] = content_text(message.content)
-    for asked in given.get("tool_calls", ()):
-        arguments = json.loads(asked.pop("arguments"))
-        asked["function"] = {"name": asked.pop("name"), "arguments": arguments}
-    return given
+    return {**given, "content": given["content"] or ""}  # templates would write None as a word
 
 
 def new_trace(task: Any) -> Any:
@@ -110,29 +108,14 @@ def write_message(trace: Any, message: Message) -> Any:
 
 def _as_vf(message: Message) -> Any:
     """A message of ours as verifiers has it."""
-    from verifiers.v1 import types
+    from verifiers.v1.dialects.chat import parse_message
 
-    content = message.get("content") or ""
-    if message["role"] == "system":
-        return types.SystemMessage(content=content)
-    if message["role"] == "user":
-        return types.UserMessage(content=content)
-    if message["role"] == "tool":
-        return types.ToolMessage(
-            content=content, tool_call_id=str(message.get("tool_call_id", "")),
-            name=message.get("name"),
-        )  # fmt: skip
-    calls = [
-        types.ToolCall(
-            id=str(asked["id"]), name=asked["function"]["name"],
-            arguments=json.dumps(asked["function"]["arguments"]),
-        )
-        for asked in message.get("tool_calls", ())
-    ]  # fmt: skip
-    return types.AssistantMessage(
-        content=content, reasoning_content=message.get("reasoning_content"),
-        tool_calls=calls or None,
-    )  # fmt: skip
+    calls = []
+    for asked in message.get("tool_calls") or ():
+        arguments = asked["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        calls.append({**asked, "function": {**asked["function"], "arguments": text}})
+    return parse_message({**message, "tool_calls": calls})
 
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
