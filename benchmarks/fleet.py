@@ -32,9 +32,9 @@ from typing import Any
 
 import psutil
 
-from rllib_llm.rollouts.streaming.entry import JudgedGroup, Lease
-from rllib_llm.rollouts.streaming.ledger import Ledger
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
+from rllib_llm.rollouts.ledger import Ledger
+from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.published import PublishedWeights
 
 MEDIAN_S, SIGMA = 20.0, 0.6

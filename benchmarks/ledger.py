@@ -22,9 +22,9 @@ from typing import Any
 
 import ray
 
-from rllib_llm.rollouts.streaming.client import LocalLedger, RemoteLedger, SamplerLedger
-from rllib_llm.rollouts.streaming.entry import JudgedGroup, Lease
-from rllib_llm.rollouts.streaming.rules import StreamRules
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
+from rllib_llm.rollouts.ledger_actor import LocalLedger, RemoteLedger, SamplerLedger
+from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.published import PublishedWeights
 
 NUM_PROCESSES = 4  # that emulate samplers

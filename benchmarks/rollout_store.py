@@ -28,10 +28,8 @@ from full_length import full_length
 
 from rllib_llm import GRPOConfig
 from rllib_llm.data.rollout_store import RolloutStore, conform
-from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.stored import StoredRollouts
-from rllib_llm.rollouts.stored_rows import AboutRun, rows_of
+from rllib_llm.rollouts.store import AboutRun, RecordsNothing, StoredRollouts, rows_of
 from rllib_llm.shared import columns
 
 ABOUT = AboutRun(

@@ -63,7 +63,7 @@ def test_a_wheel_has_the_examples_and_their_environments(tmp_path):
 
 def test_a_coordinator_of_weights_and_a_ledger_start_without_torch():
     # A killed one is missed until its new process has imported what it needs.
-    code = "import sys, rllib_llm.weights.coordinator, rllib_llm.rollouts.streaming.actor; " \
+    code = "import sys, rllib_llm.weights.coordinator, rllib_llm.rollouts.ledger_actor; " \
            "print(*{m.partition('.')[0] for m in sys.modules})"  # fmt: skip
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
 

@@ -24,7 +24,7 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from rllib_llm.algorithms.pass_metrics import pass_metrics
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
 from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.streaming.rules import ServingSettings
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 
 logger = logging.getLogger(__name__)

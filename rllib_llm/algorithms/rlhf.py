@@ -3,7 +3,7 @@
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
 `RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
-business of the rollout source and its ledger (`rollouts/streaming/`): with `max_staleness` above 0
+business of the rollout source and its ledger (`rollouts/ledger.py`): with `max_staleness` above 0
 samplers make the next batches while the learners learn from this one. The settings are in
 `rlhf_config.py`; what an algorithm adds is in its learner class.
 """
@@ -29,22 +29,18 @@ from rllib_llm.algorithms.run_weights import RunWeights
 from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
-from rllib_llm.rollouts.errors import BrokenSamplerError, PublishedWeightsLostError
-from rllib_llm.rollouts.faults import Faults
-from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder
-from rllib_llm.rollouts.replayed import replayed
-from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.sampler_actors import SamplerActors
-from rllib_llm.rollouts.sampler_pool import SamplerPool
-from rllib_llm.rollouts.samples import SampleLog
-from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules, texts_are_due
+from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
+from rllib_llm.rollouts.replay import replayed
+from rllib_llm.rollouts.request import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
+from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
+from rllib_llm.rollouts.store import RecordsNothing, RolloutRecorder, SampleLog
 from rllib_llm.shared import columns
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.published import PublishedWeights
 
 if TYPE_CHECKING:
-    from rllib_llm.rollouts.streaming.source import Rollouts
+    from rllib_llm.rollouts.source import Rollouts
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
@@ -102,7 +98,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
 
     def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
-        from rllib_llm.rollouts.streaming.source import open_rollouts
+        from rllib_llm.rollouts.source import open_rollouts
 
         return open_rollouts(
             self._pools[self.env_runner_group],
@@ -216,7 +212,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         Raises:
             BrokenSamplerError: none of them could be judged.
         """
-        from rllib_llm.rollouts.streaming.source import open_rollouts
+        from rllib_llm.rollouts.source import open_rollouts
 
         pool = self._pools[group]
         if group not in self._held_out:

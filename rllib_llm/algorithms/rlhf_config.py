@@ -36,7 +36,7 @@ from rllib_llm.config.tables.sampling import SAMPLING
 from rllib_llm.config.tables.streaming import STREAMING
 from rllib_llm.config.tables.weights import WEIGHTS
 from rllib_llm.envs.registry import check_name
-from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
+from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 
 
 class RLHFConfig(LanguageModelConfig):

@@ -9,8 +9,7 @@ from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.data.encoding import vocabulary_hash
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
-from rllib_llm.rollouts.stored import StoredRollouts
-from rllib_llm.rollouts.stored_rows import AboutRun
+from rllib_llm.rollouts.store import AboutRun, StoredRollouts
 
 
 def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRollouts:

@@ -1,7 +1,8 @@
 """A sampler's conversations: an engine in a thread of its own, and many rollouts that ask it.
 
 The engine lives for one request: the weights do not change under a conversation, and nothing of its
-cache is left when the learner changes the very module that it sampled with.
+cache is left when the learner changes the very module that it sampled with. Where agents hold the
+conversations, a server in this process stands between them and the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge, unjudged_columns
 from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
@@ -143,3 +146,41 @@ def with_room(params: SamplingParams, room: int) -> SamplingParams:
         return params
     shortest = min(params.min_new_tokens, room)
     return dataclasses.replace(params, max_new_tokens=room, min_new_tokens=shortest)
+
+
+class AgentSampler(ConversationSampler):
+    """As every sampler; who talks to the policy is an agent."""
+
+    def _attempts(
+        self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
+    ) -> list[Attempt]:
+        # Here, since it wants the packages of `rllib-llm[serve]`.
+        from rllib_llm.serving.http_server import open_agent_server
+
+        assert isinstance(env, AgentEnv), "the environment runner chose this sampler"
+        engine = self.policy.open_engine(self.weights.version)
+        if not isinstance(engine, TorchEngine):
+            raise ValueError(
+                "engine='vllm' must be 'torch' with agents: their server samples by our own decode "
+                "loop. Set engine='torch'."
+            )
+        server = open_for(env, engine, open_agent_server, params.stop_token_ids, self.name)
+        return run_agents(
+            env,
+            env.tasks.rows(request.position, request.num_prompts),
+            first_position=request.position,
+            num_completions=request.num_completions,
+            server=server,
+            sampling=sampling_fields(params, self.seed),
+            max_new_tokens=params.max_new_tokens,
+        )
+
+
+def sampling_fields(params: SamplingParams, seed: int) -> dict[str, object]:
+    """The fields of a chat completion that sample as `params` say."""
+    return {
+        **params.drawn_by,
+        "min_tokens": params.min_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "seed": seed,
+    }

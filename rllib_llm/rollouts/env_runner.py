@@ -39,12 +39,10 @@ from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.overseer.sampler_watch import SamplerWatch
-from rllib_llm.rollouts.agents import AgentSampler
-from rllib_llm.rollouts.conversing import ConversationSampler
+from rllib_llm.rollouts.conversing import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
-from rllib_llm.rollouts.failure import SampleFailure
-from rllib_llm.rollouts.foreign_policies import EnginePolicy, ServerPolicy
-from rllib_llm.rollouts.own_generation import FunctionPolicy
+from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.foreign_policies import EnginePolicy, FunctionPolicy, ServerPolicy
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
     ModulePolicy,
@@ -53,7 +51,7 @@ from rllib_llm.rollouts.policy import (
 )
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Generated, Sampler
-from rllib_llm.rollouts.streaming.sampler import Streamer, stop_streaming
+from rllib_llm.rollouts.streamer import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import threads_for

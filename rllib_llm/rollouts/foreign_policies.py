@@ -1,23 +1,42 @@
-"""Policies that generate elsewhere: another engine in this process, or a server."""
+"""Policies that generate otherwise: another engine in this process, a server, or a user's function.
+
+The function is asked for the completions of one prompt:
+
+    async def best_words(asked):
+        ended = await asyncio.gather(*[asked.complete(i) for i in range(asked.num_completions)])
+        return [Generated(e.token_ids, e.logprobs) for e in ended]
+
+It may ask the policy as often as it wants, call tools, or join texts of its own; what it gives back
+is checked before it is judged and learnt from. Log-probs must be those of the policy that is
+trained: ratios are taken to them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from rllib_llm.engines.completions import Completions
-from rllib_llm.engines.protocol import Engine, Noise
+from rllib_llm.engines.engine_loop import EngineLoop
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Ended, Engine, Noise
 from rllib_llm.engines.servers import ClientPolicy
-from rllib_llm.rollouts.policy import Generation, LoadWeights
+from rllib_llm.envs.event_loop import EventLoop, call
+from rllib_llm.rollouts.policy import Generation, LoadWeights, ModulePolicy
 from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_right
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 
 if TYPE_CHECKING:  # it imports transformers
     from rllib_llm.engines.vllm_engine import VLLMEngine
-
 
 class ForeignPolicy(ABC):
     """What others have in common: weights that nobody can look at.
@@ -133,3 +152,178 @@ class ServerPolicy(ForeignPolicy):
             "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
             "whole batches of completions, not turn by turn. Set engine='torch'."
         )
+
+
+class GeneratedError(ValueError):
+    """What a function for generation gave back cannot be learnt from."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One completion.
+
+    token_ids: its tokens, the stop token among them, at least one and at most `max_new_tokens`.
+    logprobs: of each under the policy, at its temperature; 0 for tokens that it did not sample.
+    finished: whether a stop token ended it; None: whether the last token is one.
+    sampled: whether the policy sampled each token; None: all. Others are not learnt from.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finished: bool | None = None
+    sampled: Sequence[bool] | None = None
+
+
+class Asked:
+    """What a function for generation is asked for: completions of one prompt.
+
+    prompt_ids: the prompt's tokens. num_completions: how many. params: how to sample. row_ids:
+    names of the completions, of which their randomness is a function.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        row_ids: list[int],
+    ) -> None:
+        self.prompt_ids, self.params, self.row_ids = prompt_ids, params, row_ids
+        self._loop, self._seed = loop, seed
+
+    @property
+    def num_completions(self) -> int:
+        """How many completions are wanted."""
+        return len(self.row_ids)
+
+    def begin(
+        self,
+        i: int,
+        token_ids: Sequence[int] = (),
+        *,
+        params: SamplingParams | None = None,
+        turn: int = 0,
+    ) -> Future[Ended]:
+        """Begins the policy's own completion number `i`, behind the prompt and `token_ids`.
+
+        Args:
+            params: others than those asked for.
+            turn: names the randomness where one completion is asked for several times.
+        """
+        return self._loop.submit(
+            [*self.prompt_ids, *token_ids], params or self.params, seed=self._seed,
+            row=self.row_ids[i], turn=turn,
+        )  # fmt: skip
+
+    async def complete(self, *args: Any, **kwargs: Any) -> Ended:
+        """What `begin` begins, once it has ended."""
+        return await asyncio.wrap_future(self.begin(*args, **kwargs))
+
+    def complete_now(self, *args: Any, **kwargs: Any) -> Ended:
+        """As `complete`, for a function that is not async."""
+        return self.begin(*args, **kwargs).result()
+
+
+Generate: TypeAlias = Callable[[Asked], Sequence[Generated] | Awaitable[Sequence[Generated]]]
+
+
+class FunctionPolicy(ModulePolicy):
+    """An RLModule whose completions a user's function makes.
+
+    Args:
+        function: is called for each prompt, for many at once.
+        make_module, settings: see `ModulePolicy`.
+    """
+
+    def __init__(self, function: Generate, make_module: Callable[[], Any], **settings: Any) -> None:
+        super().__init__(make_module, **settings)
+        self._function = function
+        self._events = EventLoop("generation")
+
+    def generate(
+        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    ) -> dict[str, torch.Tensor]:
+        n = asked.num_completions
+        ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
+        with contextlib.closing(EngineLoop(self.open_engine(0))) as loop:
+            wanted = [
+                Asked(loop, ids[g][mask[g]].tolist(), asked.params, asked.seed,
+                      asked.row_ids[g * n : (g + 1) * n].tolist())
+                for g in range(len(ids))
+            ]  # fmt: skip
+            made = self._events.run(self._all(wanted))
+        rows = [
+            _checked(row, asked.params, self._num_tokens)
+            for group, one in zip(made, wanted, strict=True)
+            for row in _counted(group, one.num_completions)
+        ]
+        return {name: column.to(ids.device) for name, column in _columns(rows, asked).items()}
+
+    @property
+    def _num_tokens(self) -> int:
+        return int(self.build().model.config.get_text_config(decoder=True).vocab_size)
+
+    async def _all(self, wanted: list[Asked]) -> list[Any]:
+        """What the function returns of each prompt; the engine samples for all of them together."""
+        return await asyncio.gather(*[call(self._function, each) for each in wanted])
+
+    def close(self) -> None:
+        self._events.close()
+        super().close()
+
+
+def _counted(group: Any, num_completions: int) -> list[Generated]:
+    if not isinstance(group, Sequence) or len(group) != num_completions:
+        given = len(group) if isinstance(group, Sequence) else type(group).__name__
+        raise GeneratedError(
+            f"completions of generate_function={given!r} must be {num_completions}: so many were "
+            "asked for (asked.num_completions). Return a list of as many Generated."
+        )
+    return list(group)
+
+
+def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
+    """The completion, if it can be learnt from."""
+    if not isinstance(row, Generated):
+        raise GeneratedError(
+            f"a completion={type(row).__name__!r} must be a Generated: it has token_ids and "
+            "logprobs. Return a list of Generated."
+        )
+    num = len(row.token_ids)
+    sampled = [True] * num if row.sampled is None else list(row.sampled)
+    are_known = all(0 <= int(i) < vocab_size for i in row.token_ids)
+    rules = {
+        "len(token_ids)": (num, 1 <= num <= params.max_new_tokens,
+                           f"in 1..max_new_tokens={params.max_new_tokens}"),
+        "token_ids": (list(row.token_ids), are_known, f"ids of 0 or more, below {vocab_size}"),
+        "len(logprobs)": (len(row.logprobs), len(row.logprobs) == num, f"{num}, one each"),
+        "len(sampled)": (len(sampled), len(sampled) == num, f"{num}, one each"),
+        "logprobs": (list(row.logprobs),
+                     all(math.isfinite(p) and p <= 1e-4 for p in row.logprobs),
+                     "finite and at most 0"),
+    }  # fmt: skip
+    for name, (value, holds, rule) in rules.items():
+        if not holds:
+            raise GeneratedError(
+                f"{name}={value!r} must be {rule}: the completion is learnt from as it is. Correct "
+                "what generate_function returns."
+            )
+    finished = row.finished
+    if finished is None:
+        finished = row.token_ids[-1] in params.stop_token_ids
+    return Generated(list(row.token_ids), list(row.logprobs), finished, sampled)
+
+
+def _columns(rows: list[Generated], asked: Generation) -> dict[str, torch.Tensor]:
+    ids, mask = pad_right([row.token_ids for row in rows], asked.params.pad_token_id)
+    made = {
+        columns.COMPLETION_IDS: ids,
+        columns.COMPLETION_MASK: mask,
+        columns.SAMPLER_LOGPROBS: pad_right([row.logprobs for row in rows], 0.0, torch.float32)[0],
+        columns.FINISHED: torch.tensor([bool(row.finished) for row in rows]),
+    }
+    if not all(all(row.sampled or ()) for row in rows):
+        sampled = [row.sampled or () for row in rows]
+        made[columns.LOSS_MASK], _ = pad_right(sampled, False, torch.bool)
+    return made

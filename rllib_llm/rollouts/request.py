@@ -1,10 +1,10 @@
-"""What the driver asks of a sampler, and what it gets back."""
+"""What the driver asks of a sampler, what it gets back, and what the loop asks for."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
 from rllib_llm.shared.messages import Message
 from rllib_llm.shared.padding import widen
+from rllib_llm.weights.published import PublishedWeights
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -243,3 +244,34 @@ def _stack(parts: list[Column], name: str, filler: int) -> Column:
 
 def _mean(column: Column, valid: Column) -> float:
     return float((column * valid).sum() / valid.sum().clamp(min=1))
+
+
+class RolloutSource(Protocol):
+    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
+
+    @property
+    def position(self) -> int:
+        """Prompt groups learnt from so far, those of the batch handed out last among them."""
+
+    def next(self) -> JudgedBatch:
+        """The batch to be learnt from next.
+
+        Raises:
+            SamplingError: nobody can sample it.
+        """
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Says what to sample with from now on; called before the first `next`."""
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """What is reported of it once per iteration, by group of metrics."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, such that another source goes on where this one is."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken, by this source or by another. `state` also has
+        `weights_version`, the updates done until then."""
+
+    def stop(self) -> None:
+        """Waits for what is on its way, not for ever."""

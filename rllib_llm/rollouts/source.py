@@ -1,39 +1,333 @@
-"""Where an algorithm's batches come from: the one thing that the loop asks for."""
+"""Where an algorithm's batches come from.
+
+    samplers ── lease ──▶ ledger ◀── take, publish ── this ◀── next, publish ── the loop
+             ── push ───▶
+
+The ledger (`ledger.py`) decides who samples what, and which groups a batch is made of; this waits
+for the batch, looks after samplers meanwhile, and says why where none comes.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+import logging
+import shutil
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from rllib_llm.rollouts.errors import (
+    BrokenSamplerError,
+    NoServerError,
+    PublishedWeightsLostError,
+    SampleFailure,
+    SamplingError,
+)
+from rllib_llm.rollouts.groups import Answer, Ending
+from rllib_llm.rollouts.judged_groups import as_bytes, batch_of, rows_of
+from rllib_llm.rollouts.ledger_actor import (
+    CALL_SECONDS,
+    LedgerCalls,
+    LocalLedger,
+    RemoteLedger,
+)
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.sampler import SamplesAndJudges
+from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
+from rllib_llm.rollouts.store import RolloutRecorder
+from rllib_llm.rollouts.workers import (
+    AskedWorkers,
+    LeasingWorkers,
+    LocalWorker,
+    PlainWorker,
+    Workers,
+)
+from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.published import PublishedWeights
 
+logger = logging.getLogger(__name__)
 
-class RolloutSource(Protocol):
-    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
+WAIT_SECONDS = 0.5  # for a batch, between looks at samplers
+SECONDS_BETWEEN_REPORTS = 0.02  # of the ledger, while a state waits for older weights' groups
+SECONDS_BETWEEN_WORDS = 60.0  # about who is waited for
+
+
+class FilteredOutError(SamplingError):
+    """Filters refuse, or samplers fail to make, so many groups that no batch gets full."""
+
+
+class Rollouts:
+    """A `RolloutSource` of the groups of a ledger.
+
+    Args:
+        ledger: the table of groups.
+        workers: who samples.
+        rules: of the ledger.
+        recorder: is told of groups that are rejected.
+        publish_again: publishes the current weights anew, since somebody could not get them.
+        tell: called with the groups of the next batch that are judged, as they come.
+    """
+
+    def __init__(
+        self,
+        ledger: LedgerCalls,
+        workers: Workers,
+        rules: StreamRules,
+        *,
+        recorder: RolloutRecorder,
+        publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
+        tell: Callable[[int], None] = lambda num_groups: None,
+    ) -> None:
+        self._ledger, self._workers, self._rules = ledger, workers, rules
+        self._recorder, self._publish_again, self._tell = recorder, publish_again, tell
+        self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
+        self._step = 0  # updates done
+        self._num_seen = 0  # rejected groups
+        self._last_failure = ""  # that may pass
+        self._num_failures: Counter[str] = Counter()  # of no group's, by sampler, since a batch
+        self._handed_out: list[int] = []  # groups of each batch of this update
+        self._ages: list[float] = []  # of the groups of the last batch, updates
+        self._wait_seconds = 0.0  # for the last batch
+        self._position = 0
 
     @property
     def position(self) -> int:
-        """Prompt groups learnt from so far, those of the batch handed out last among them."""
-
-    def next(self) -> JudgedBatch:
-        """The batch to be learnt from next.
-
-        Raises:
-            SamplingError: nobody can sample it.
-        """
+        return self._position
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Says what to sample with from now on; called before the first `next`."""
+        """The batch handed out before was learnt from."""
+        if weights.version != self._step:
+            self._handed_out.clear()
+        self._step = weights.version
+        self._kept[weights.version] = weights
+        oldest = weights.version - self._rules.largest_age
+        self._kept = {v: w for v, w in self._kept.items() if oldest <= v <= weights.version}
+        self._ledger.call("publish", weights)
+
+    def next(self) -> JudgedBatch:
+        """The next batch, once it is full. Where a synchronous run gets none, it is as before the
+        call: its checkpoint is one of the iteration before, and the same prompts come again.
+
+        Raises:
+            FilteredOutError: filters refuse everything.
+            SamplingError: nobody can sample.
+        """
+        if self._rules.num_parts is None or self._handed_out:
+            return self._next()
+        before, weights = self.state() | {"weights_version": self._step}, self._kept[self._step]
+        try:
+            return self._next()
+        except Exception:
+            self.set_state(before)
+            self.publish(weights)
+            raise
+
+    def _next(self) -> JudgedBatch:
+        start = said = time.monotonic()
+        num_judged = 0
+        self._workers.begin_wait()
+        while True:
+            self._workers.work()
+            answer = self._take(WAIT_SECONDS)
+            if answer.groups is not None:
+                break
+            if answer.num_judged != num_judged:
+                num_judged = answer.num_judged
+                self._tell(num_judged)
+            now = time.monotonic()
+            is_ahead = self._rules.num_parts is None  # else a wait is no news
+            if is_ahead and now - said > SECONDS_BETWEEN_WORDS:
+                said = now
+                waits_for = self.look()["waits_for"]
+                logger.warning("Update %d waits for a batch: %s", self._step, waits_for)
+        self._wait_seconds = time.monotonic() - start
+        ages = [self._step - group.oldest_version for group in answer.groups]
+        self._ages = [float(age) for age in ages]
+        self._num_failures.clear()
+        self._handed_out.append(len(answer.groups))
+        self._position += len(answer.groups)
+        return batch_of(answer.groups)
+
+    def next_from(self, position: int, weights: PublishedWeights) -> JudgedBatch:
+        """The batch that begins at a position, sampled with these weights, whatever was sampled
+        before; nothing of it is kept."""
+        start = {"position": position, "weights_version": weights.version}
+        self.set_state(start)
+        self.publish(weights)
+        try:
+            return self.next()
+        finally:
+            self.set_state(start)
+
+    def _take(self, wait_s: float) -> Answer:
+        nth = len(self._handed_out)
+        answer = self._ledger.take(self._step, self._num_seen, nth, wait_s)
+        self._attend(answer)
+        if answer.ending is not None and answer.groups is None:
+            raise self._ended(answer.ending)
+        return answer
+
+    def _attend(self, answer: Answer) -> None:
+        """Does what the ledger reports: records closed groups, replaces samplers, offers weights.
+
+        Raises:
+            SamplingError: nobody can sample.
+        """
+        new = answer.closed[max(0, self._num_seen - answer.num_closed + len(answer.closed)) :]
+        for closed in new:
+            self._recorder.record(
+                rows_of(closed), closed.status, iteration=self._step + 1, reason=closed.reason
+            )
+        self._num_seen = answer.num_closed
+        for version in answer.missing:
+            if version in self._kept:
+                self._ledger.call("offer", self._kept[version])
+        for sampler, why in answer.expired:
+            self._workers.replace(sampler, why)
+        for sampler, (failure, num_failures) in answer.failures:
+            self._require_may_pass(sampler, failure, num_failures)
+
+    def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
+        if failure.weights_lost and num_failures < self._rules.max_failures:
+            again = self._publish_again(PublishedWeightsLostError(failure.error))
+            self._ledger.call("offer", again)
+            return
+        if failure.weights_lost:
+            raise PublishedWeightsLostError(failure.error)
+        if failure.no_server:
+            raise NoServerError(failure.error)
+        is_lockstep = self._rules.schedule == "lockstep"
+        if not num_failures:  # of no group's
+            self._num_failures[sampler] += 1
+            num_failures, is_lockstep = self._num_failures[sampler], True
+        if not failure.may_pass or (is_lockstep and num_failures >= self._rules.max_failures):
+            kind = SamplingError if failure.may_pass else BrokenSamplerError
+            raise kind(f"{failure.error}\n\nIn sampler {sampler}:\n{failure.traceback}")
+        self._last_failure = f" The last failure: {failure.error}"
+        logger.warning("Sampler %s failed and is asked again: %s", sampler, failure.error)
+
+    def _ended(self, ending: Ending) -> SamplingError:
+        counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
+        number = sum(ending.counts.values())
+        if ending.kind == "unjudged":
+            return BrokenSamplerError(
+                f"groups in a row without a score={number} must be at most {ending.limit}: update "
+                f"{self._step} gets no full batch. Correct the reward function, or what it "
+                f"depends on. The last: {ending.cause}"
+            )
+        if ending.kind == "failed":
+            return SamplingError(
+                f"groups failed in a row={number} must be at most {ending.limit}: update "
+                f"{self._step} gets no full batch ({counts}).{self._last_failure}"
+            )
+        cause = f" The last without a score: {ending.cause}" if ending.cause else ""
+        return FilteredOutError(
+            f"groups rejected in a row={number} must be at most {ending.limit} (max_resampling "
+            f"batches): update {self._step} gets no full batch ({counts}). Give easier or harder "
+            f"prompts, loosen filters, or raise max_resampling.{cause}"
+        )
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """What is reported of it once per iteration, by group of metrics."""
+        """`rollouts`, see `Ledger.metrics`, with `age_mean` and `age_max` of the
+        last batch's groups in updates, and the seconds that it was waited for."""
+        look = self.look()
+        ages = self._ages or [0.0]
+        told = {
+            **look["metrics"],
+            "age_mean": sum(ages) / len(ages),
+            "age_max": max(ages),
+            "wait_seconds": self._wait_seconds,
+        }
+        return {"rollouts": told}
+
+    def look(self) -> dict[str, Any]:
+        """See `LedgerCalls.look`."""
+        return self._ledger.look()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, such that another source goes on where this one is."""
+        """The ledger with all judged groups, and the partial output of the others. Waits for
+        what older weights have to sample: a restored run has only the newest. No batch is
+        wanted meanwhile: that would change which weights sample."""
+        self._workers.begin_wait()
+        while self.look()["num_old"]:
+            self._workers.work()
+            self._attend(self._ledger.call("report", self._num_seen))
+            time.sleep(SECONDS_BETWEEN_REPORTS)
+        ledger = self._ledger.state()
+        closed, num_closed = ledger["closed"]
+        known = max(0, self._num_seen - num_closed + len(closed))
+        return {
+            "position": self.look()["position"],  # for sources that know no other
+            "num_learnt": self._position - sum(self._handed_out),
+            "ledger": ledger
+            | {
+                "table": [(*rest, as_bytes(group), tokens)
+                          for *rest, group, tokens in ledger["table"]],
+                "closed": (tuple(dataclasses.replace(each, group=as_bytes(each.group))
+                                 for each in closed[known:]), num_closed),
+            },
+        }  # fmt: skip
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, by this source or by another. `state` also has
-        `weights_version`, the updates done until then."""
+        """What is on its way is refused when it comes. A checkpoint of another
+        source says the position alone."""
+        self._num_seen, self._step = 0, state["weights_version"]
+        self._kept.clear()
+        self._handed_out.clear()
+        self._workers.forget()
+        if "ledger" in state:
+            self._ledger.call("set_state", state["ledger"])
+        else:
+            self._ledger.call("begin", state["position"], state["weights_version"])
+        self._position = state.get("num_learnt", state["position"])
 
     def stop(self) -> None:
-        """Waits for what is on its way, not for ever."""
+        self._ledger.close()
+        self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
+        self._ledger.stop()
+
+
+def open_rollouts(
+    pool: SamplerPool,
+    local: SamplesAndJudges | None,
+    rules: StreamRules,
+    settings: ServingSettings,
+    *,
+    folder: Path,
+    recorder: RolloutRecorder,
+    keeps_rejected: bool,
+    publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
+    tell: Callable[[int], None] = lambda num_groups: None,
+) -> Rollouts:
+    """Where batches come from that these samplers make.
+
+    Args:
+        pool: remote samplers. local: that of this process, where there are none.
+        rules, settings: of the ledger, and of every sampler.
+        folder: for the journal of a ledger in an actor, which goes with the run.
+        keeps_rejected: whether the recorder is told of groups that were rejected.
+        recorder, publish_again, tell: see `Rollouts`.
+    """
+    told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
+    own = LocalLedger(rules, keeps_rejected=keeps_rejected)
+    is_asked = rules.num_parts is not None
+    if is_asked and pool.num_samplers:
+        return Rollouts(own, AskedWorkers(pool, own, settings), rules, **told)
+    if not pool.num_samplers:
+        assert local is not None, "a group without remote samplers has a local one"
+        if is_asked:
+            return Rollouts(own, PlainWorker(local, own, settings), rules, **told)
+        is_eager = rules.schedule == "lockstep"
+        return Rollouts(own, LocalWorker(local, own, settings, is_eager=is_eager), rules, **told)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
+    name = f"ledger-{uuid.uuid4().hex}"
+    limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
+    ledger = RemoteLedger(
+        name, rules, folder, keeps_rejected=keeps_rejected, answer_seconds=min(limit, CALL_SECONDS)
+    )
+    workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
+    return Rollouts(ledger, workers, rules, **told)

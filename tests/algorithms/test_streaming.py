@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from rllib_llm.rollouts.streaming.source import FilteredOutError
+from rllib_llm.rollouts.source import FilteredOutError
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 

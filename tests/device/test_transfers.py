@@ -79,7 +79,7 @@ def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
     where a row has five tokens.)"""
     of_ids = {t.site for t in main_path if t.kind == "to_host" and t.num_bytes >= ROWS * TOKENS * 4}
     readers = ("envs/bandit.py", "envs/judges/", "rollouts/request.py", "learners/metrics.py",
-               "learners/rlhf_learner.py:prepare", "rollouts/streaming/packing.py:judged_groups")
+               "learners/rlhf_learner.py:prepare", "rollouts/judged_groups.py:judged_groups")
     assert {site for site in of_ids if not site.startswith(readers)} == set()
 
 
@@ -96,7 +96,8 @@ def test_groups_that_stream_leave_the_device_together(gpu):
     found = transfers(gpu, lambda **s: tiny.grpo(off_policy="bypass", **s).streaming(
         max_staleness=1, groups_per_lease=4
     ))  # fmt: skip
-    assert {t.site for t in found if t.site.startswith("rollouts/streaming")} == set()
+    of_groups = ("rollouts/judged_groups.py", "rollouts/streamer.py", "rollouts/workers.py")
+    assert {t.site for t in found if t.site.startswith(of_groups)} == set()
     assert [t for t in found if t.site.startswith("rollouts/request.py") and t.kind == "to_host"]
 
 

@@ -8,28 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 
+from rllib_llm.rollouts import workers as module
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
+    Faults,
     NoSamplersError,
     NoServerError,
     PublishedWeightsLostError,
+    SampleFailure,
     SamplingError,
 )
-from rllib_llm.rollouts.failure import SampleFailure
-from rllib_llm.rollouts.faults import Faults
-from rllib_llm.rollouts.recorder import RecordsNothing
+from rllib_llm.rollouts.journal import JournaledLedger
+from rllib_llm.rollouts.ledger_actor import LocalLedger
 from rllib_llm.rollouts.request import SampleRequest, concatenate
 from rllib_llm.rollouts.sampler_pool import SamplerPool
-from rllib_llm.rollouts.streaming import workers as module
-from rllib_llm.rollouts.streaming.client import LocalLedger
-from rllib_llm.rollouts.streaming.journal import JournaledLedger
-from rllib_llm.rollouts.streaming.rules import ServingSettings, StreamRules
-from rllib_llm.rollouts.streaming.source import Rollouts
-from rllib_llm.rollouts.streaming.workers import AskedWorkers
+from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
+from rllib_llm.rollouts.source import Rollouts
+from rllib_llm.rollouts.store import RecordsNothing
+from rllib_llm.rollouts.workers import AskedWorkers
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.weights.published import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.streaming.simulated import Clock
+from tests.rollouts.simulated import Clock
 from tests.rollouts.tiny_samplers import (
     ScriptedActors,
     assert_same_batch,

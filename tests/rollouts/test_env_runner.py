@@ -9,7 +9,7 @@ from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.utils.metrics import NUM_EPISODES
 
 from rllib_llm.rollouts.environment import SamplingEnvironment
-from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import pack, unpack

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from rllib_llm.rollouts.own_generation import Generated, GeneratedError
+from rllib_llm.rollouts.foreign_policies import Generated, GeneratedError
 from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny

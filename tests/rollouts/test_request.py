@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.request import JudgedBatch, concatenate
 from rllib_llm.shared import columns
 

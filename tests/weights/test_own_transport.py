@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from rllib_llm.rollouts.failure import SampleFailure
+from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.publisher import export_module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rllib_llm.config.setting import Condition, Section, Settings, setting
-from rllib_llm.rollouts.replay_buffer import EVICTIONS
+from rllib_llm.rollouts.replay import EVICTIONS
 
 REPLAYS = Condition(
     "replay_groups is above 0",

@@ -167,7 +167,7 @@ class Sampling(Drawn):
         None,
         "the dotted path of a function that makes the completions of a prompt, in the "
         "place of plain sampling",
-        note="It may be async; see `rllib_llm.rollouts.own_generation`. It can ask the policy, "
+        note="It may be async; see `rllib_llm.rollouts.foreign_policies`. It can ask the policy, "
         "and what it returns is checked.",
         acts=(TORCH_GENERATES,),
         also=("rollout_function", "rollout_func", "custom_generate_function_path"),

@@ -1,0 +1,448 @@
+"""The one table of prompt groups that are on their way: who has which, and what became of it.
+
+    waiting ─▶ leased ─▶ judged ─▶ ready ─▶ taken ─▶ trained
+       ▲         │          └────▶ rejected (reason)
+       │         └────▶ failed (reason)
+       └─ expired, partial, failed less than `max_failures` times
+
+A group is keyed by its prompt's position. Samplers lease groups and hand them in, the driver takes
+batches and says which weights there are. All that is decided here is decided from the table: how
+much is admitted is counted from it, so that nothing can drift over a crash or a restore. It knows
+nothing of Ray, of time but its clock, nor of what is in a group.
+
+`groups.py` holds the groups, `leases.py` says who samples which, `schedule.py` what is admitted and
+learnt from, `outcomes.py` what became of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.groups import (
+    Answer,
+    Entry,
+    GroupTable,
+    JudgedGroup,
+    Lease,
+    State,
+    Tokens,
+)
+from rllib_llm.rollouts.leases import Leases
+from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
+from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
+from rllib_llm.shared.process import TimeLimit
+from rllib_llm.weights.published import PublishedWeights
+
+_CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
+_OWN = ("rules", "_clock", "_weights")  # of a process
+
+
+class Ledger:
+    """See the module.
+
+    Args:
+        rules: how far ahead, in which order.
+        keeps_rejected: whether rejected groups are handed to the driver.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        rules: StreamRules,
+        *,
+        keeps_rejected: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rules = rules
+        self.step = 0  # updates done
+        self._num_handed_out = 0  # batches, for the update under way
+        self._clock = clock
+        self._weights: dict[int, PublishedWeights] = {}
+        self._has_all_weights = False  # that groups are to be sampled with, as far as was asked
+        self._num_published = 0
+        self._orders: dict[int, int] = {}  # of publications, by version
+        self._failures: list[tuple[str, Any]] = []  # that the driver was not told of
+        self.table = GroupTable()
+        limit = TimeLimit(rules.timeout_s)
+        self._leases = Leases(self.table, limit, _CAPACITIES_REMEMBERED * rules.capacity)
+        self._outcomes = Outcomes(
+            self.table,
+            self._leases,
+            max_rejected=rules.max_rejected,
+            max_failed=rules.num_groups,
+            keeps_rejected=keeps_rejected,
+        )
+        self._schedule = open_schedule(rules, self.table, self._outcomes)
+
+    @property
+    def account(self) -> TokenAccount:
+        """Where every token went."""
+        return self._outcomes.account
+
+    # --- the driver ----------------------------------------------------------------------------
+
+    def begin(self, position: int, step: int) -> None:
+        """An empty table and account that go on at `position` after `step` updates."""
+        self.table.begin(position)
+        self._leases.begin()
+        self.step = step
+        self._outcomes.begin(TokenAccount(), Counter())
+        self._num_handed_out = 0
+        self._schedule.begin(step, step)
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Says which weights there are now; the batches before them were learnt from."""
+        self.offer(weights)
+        if not len(self.table) and not self.table.next and not self.step:
+            self.begin(0, weights.version)
+        if weights.version != self.step:
+            self._learn(weights.version)
+        needed = min([self.step, *self._versions_wanted()])
+        self._weights = {v: w for v, w in self._weights.items() if v >= needed}
+        self._orders = {v: order for v, order in self._orders.items() if v in self._weights}
+        self._schedule.admit_all()
+
+    def _learn(self, step: int) -> None:
+        """What was handed out was learnt from."""
+        num_extra = step - self.step - min(1, self._num_handed_out)
+        for entry in self._schedule.learn(self._num_handed_out, step):
+            self._outcomes.train(entry)
+        for entry in self.table:
+            entry.num_updates_extra += num_extra
+        self.step, self._num_handed_out = step, 0
+
+    def offer(self, weights: PublishedWeights) -> None:
+        """Says where older weights are, or anew where the newest are."""
+        self._num_published += 1
+        self._weights[weights.version] = weights
+        self._orders[weights.version] = self._num_published
+
+    def take(self, step: int, num_seen: int = 0, nth: int = 0) -> Answer:
+        """A batch that update `step` (from 0) learns from, the same however often it is asked.
+
+        Args:
+            step: updates done.
+            num_seen: closed groups that earlier answers brought.
+            nth: of the batches that this update learns from, from 0.
+        """
+        self.expire()
+        self._schedule.want(nth)
+        groups = None
+        if (chosen := self._schedule.choose(nth)) is not None:
+            groups = [self._taken(entry, step) for entry in chosen]
+            self._num_handed_out = max(self._num_handed_out, nth + 1)
+        return self._answer(groups, num_seen)
+
+    def report(self, num_seen: int = 0) -> Answer:
+        """What `take` reports beside a batch, for a driver that wants none; ends late leases."""
+        self.expire()
+        return self._answer(None, num_seen)
+
+    def _answer(self, groups: list[JudgedGroup] | None, num_seen: int) -> Answer:
+        failures, self._failures = self._failures, []
+        closed, num_closed = self._outcomes.unseen(num_seen)
+        return Answer(
+            groups,
+            closed=closed,
+            num_closed=num_closed,
+            num_judged=self.table.num_judged(self.rules.num_groups),
+            failures=tuple(failures),
+            expired=tuple(self._leases.take_expired()),
+            missing=tuple(self._missing()),
+            ending=self._outcomes.ending(),
+        )
+
+    def want(self, nth: int) -> None:
+        """Says that the driver wants the `nth` batch of this update, which `take` says as well."""
+        self._schedule.want(nth)
+
+    def has_answer(self, nth: int) -> bool:
+        """Whether `take` says something that the driver has to act on."""
+        return bool(
+            self._failures
+            or self._leases.has_late(self._clock())
+            or self._outcomes.ending() is not None
+            or self._schedule.can_choose(nth)
+            or self._missing()
+        )
+
+    def _taken(self, entry: Entry, step: int) -> JudgedGroup:
+        group = entry.group
+        assert group is not None, "a batch is made of judged groups"
+        entry.state = "taken"
+        age = step - group.oldest_version
+        largest = self.rules.largest_age + entry.num_updates_extra
+        is_known = group.oldest_version >= 0 and self.rules.bounds_age
+        assert not is_known or age <= largest, (
+            f"age={age} of group {entry.position} must be at most {largest}: "
+            "the ledger let samplers get too far ahead"
+        )
+        return group
+
+    def _missing(self) -> list[int]:
+        """Versions that groups are to be sampled with and that are not there. Once all of these and
+        the newest are there, none is missing until weights are lost: later groups want the newest,
+        and it is told with each update."""
+        if self._has_all_weights:
+            return []
+        missing = sorted(self._versions_wanted() - self._weights.keys())
+        self._has_all_weights = not missing and self.step in self._weights
+        return missing
+
+    def _versions_wanted(self) -> set[int]:
+        """Versions of the weights that groups are to be sampled with."""
+        unsampled = [entry for entry in self.table if entry.group is None]
+        versions = {self._schedule.version(entry) for entry in unsampled}
+        return {version for version in versions if version is not None}
+
+    # --- samplers ------------------------------------------------------------------------------
+
+    def lease(self, sampler: str, num_groups: int, holding: Iterable[int] = ()) -> list[Lease]:
+        """Groups for a sampler, the first that wait: at most `num_groups`, but at least one unit.
+
+        Args:
+            sampler: its name; one that was started again has that of the one before.
+            num_groups: that it has room for.
+            holding: ids of leases that it is at work on. What it holds otherwise it never heard
+                of, or has forgotten: that waits again.
+        """
+        self._leases.end_unknown(sampler, holding)
+        leases: list[Lease] = []
+        room = num_groups
+        whole = self.rules.schedule == "lockstep"
+        while room > 0 and (
+            entries := self.table.take_unit(room, whole=whole, can_sample=self._can_sample)
+        ):
+            leases.append(self._lease_to(sampler, entries))
+            room -= len(entries)
+        return leases
+
+    def holds_more(self, sampler: str, holding: Iterable[int]) -> bool:
+        """Whether a sampler holds leases that it does not know of."""
+        return self._leases.holds_more(sampler, holding)
+
+    def has_work(self) -> bool:
+        """Whether a sampler that asks is given something."""
+        entry = self.table.first_waiting()
+        return entry is not None and self._can_sample(entry)
+
+    def _can_sample(self, entry: Entry) -> bool:
+        return self._schedule.version(entry) in self._weights
+
+    def _lease_to(self, sampler: str, entries: Sequence[Entry]) -> Lease:
+        first = entries[0]
+        version = self._schedule.version(first)
+        assert version is not None, "only what can be sampled is leased"
+        every = self.rules.texts_every
+        return Lease(
+            self._leases.give(sampler, entries, self._clock()),
+            first.position,
+            len(entries),
+            self._weights[version],
+            return_texts=texts_are_due(version, every),
+            partial={e.position: e.partial for e in entries if e.partial},
+            order=self._orders[version],
+        )
+
+    def renew(
+        self, sampler: str, holding: Iterable[int]
+    ) -> tuple[list[int], PublishedWeights | None, int]:
+        """Puts off the deadlines of leases that a sampler makes progress on; those of them that
+        hold, the newest weights, and the order of their publication."""
+        held = self._leases.renew(sampler, set(holding), self._clock())
+        return held, self._weights.get(self.step), self._orders.get(self.step, 0)
+
+    def put_off(self, sampler: str, seconds: float) -> None:
+        """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
+        self._leases.put_off(sampler, seconds)
+
+    def grant_all(self, until: float) -> None:
+        """Ends no lease before then: who holds one could not say so."""
+        self._leases.grant(until)
+
+    def put_off_all(self, seconds: float) -> None:
+        """Puts off the deadlines of all leases by the time in which there was no ledger."""
+        for sampler in {entry.sampler for entry in self.table if entry.state == "leased"}:
+            self._leases.put_off(sampler, seconds)
+
+    def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
+        """Takes judged groups in; how many. Those of a lease that has ended are refused."""
+        num_accepted = 0
+        for group in groups:
+            entry = self._leases.entry(lease, group.position)
+            if entry is None:
+                self._refuse(lease, group)
+                continue
+            self._leases.hand_in(entry, self._clock())
+            before = entry.num_tokens
+            if before and not group.continues:
+                self.account.reject("begun_anew", before, num_groups=0)
+                before = 0
+            self.account.generated += group.num_tokens - before
+            entry.group, entry.partial, entry.state = group, (), "judged"
+            num_accepted += 1
+        self._schedule.decide(group.position for group in groups)
+        return num_accepted
+
+    def _refuse(self, lease: int, group: JudgedGroup) -> None:
+        if not self._leases.was_handed_in(lease, group.position):
+            self.account.generated += group.num_tokens
+            self.account.reject("late", group.num_tokens)
+
+    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> None:
+        """Records the partial output of groups that their sampler continues."""
+        for position, tokens in partial.items():
+            entry = self._leases.entry(lease, position)
+            if entry is not None:
+                before = entry.num_tokens
+                entry.partial = tokens
+                self.account.generated += entry.num_tokens - before
+
+    def fail(
+        self, lease: int, failure: SampleFailure, positions: Collection[int] | None = None
+    ) -> None:
+        """Records an exception; the groups it concerns wait again, or have failed.
+
+        Args:
+            lease: of the groups.
+            failure: what was raised.
+            positions: of the groups, where it does not concern all of the lease. The others stay
+                leased.
+        """
+        sampler = self._leases.sampler(lease)
+        entries = self._leases.end(lease, positions)
+        if not entries:
+            return
+        most = 1  # 0: no group's, see `give_back`
+        is_lockstep = self.rules.schedule == "lockstep"
+        for entry in entries:
+            if len(entries) > 1 and not is_lockstep:
+                entry.unit = entry.position  # alone next time: nobody knows which of them fails
+                continue
+            entry.num_failures += 1
+            most = max(most, entry.num_failures)
+            if self._has_failed(entry, failure):
+                self._outcomes.fail(entry, failure.kind)
+        self._failures.append((sampler, (failure, most)))
+        self._schedule.admit_all()
+
+    def give_back(
+        self, sampler: str, failure: SampleFailure | None = None, holding: Iterable[int] = ()
+    ) -> None:
+        """Ends the leases of a sampler that died, or that failed for no fault of its groups, but
+        for those that it is still at work on."""
+        self._leases.end_unknown(sampler, holding)
+        if failure is not None:
+            self._failures.append((sampler, (failure, 0)))
+
+    def _has_failed(self, entry: Entry, failure: SampleFailure) -> bool:
+        return (
+            self.rules.schedule == "free"
+            and failure.may_pass
+            and not failure.weights_lost
+            and entry.num_failures >= self.rules.max_failures
+        )
+
+    def expire(self) -> None:
+        """Ends the leases whose time is up."""
+        self._leases.expire(self._clock())
+
+    # --- what is known -------------------------------------------------------------------------
+
+    @property
+    def num_old(self) -> int:
+        """Groups that weights before the newest have to sample, and have not yet."""
+        versions = [self._schedule.version(e) for e in self.table if e.group is None]
+        return sum(version is not None and version < self.step for version in versions)
+
+    def waits_for(self) -> str:
+        """Who is waited for, in words."""
+        rest = ", ".join(f"{count} {state}" for state, count in self.table.counts().items())
+        return f"{self._leases.words(self._clock())} (groups: {rest})"
+
+    def metrics(self) -> dict[str, float]:
+        """What is reported under `rollouts/`: the account, and what is in the table."""
+        counts = self.table.counts()
+        names: tuple[State, ...] = ("waiting", "leased", "partial", "judged", "ready")
+        return {
+            **self.account.metrics(self.table.num_tokens),
+            **{f"groups_{name}": float(counts[name]) for name in names},
+            "leases_expired": float(self._leases.num_expired),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it, leases among it, to be written at once; for the same run in another process.
+        Weights are left out."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Goes on where `snapshot` was taken, without weights."""
+        vars(self).update(snapshot)
+        self._has_all_weights = False
+
+    def forget_weights(self) -> None:
+        """The driver has to tell again which weights there are."""
+        self._weights, self._has_all_weights = {}, False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: all but leases. Groups in flight wait again, with
+        their partial output."""
+        return {
+            "table": [(e.position, e.turn, e.unit, e.group, e.partial) for e in self.table],
+            "next": self.table.next,
+            "step": self.step,
+            "num_leases": self._leases.num_given,
+            "account": copy.deepcopy(self.account),
+            "closed_in_row": self._outcomes.in_row,
+            "closed": self._outcomes.unseen(0),
+            "first_batch": self._schedule.first,
+            "num_updates_extra": {e.position: e.num_updates_extra for e in self.table},
+            "rules": self.rules.order,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken, under these rules or others; leases given before are
+        refused from now on."""
+        self.step, self._failures = state["step"], []
+        self.forget_weights()
+        self._num_handed_out = 0
+        self._leases.begin(state["num_leases"])
+        closed, _ = state.get("closed", ((), 0))
+        in_row = state["closed_in_row"].copy()
+        self._outcomes.begin(copy.deepcopy(state["account"]), in_row.copy(), closed)
+        num_extra = state.get("num_updates_extra", {})  # unknown to the first checkpoints
+        entries = [
+            Entry(position, turn, unit, group=group, partial=partial,
+                  num_updates_extra=num_extra.get(position, 0))
+            for position, turn, unit, group, partial, *_ in state["table"]
+        ]  # fmt: skip
+        first = state.get("first_batch", self.step)
+        next_position = state["next"]
+        is_begun = any(entry.group or entry.partial for entry in entries)
+        if not is_begun and entries and next_position - entries[0].position == len(entries):
+            # They are admitted anew, as batches of the sizes that these rules say.
+            next_position, entries = entries[0].position, []
+        elif state.get("rules") != self.rules.order:
+            self._schedule.fit(entries, first)
+            self._begin_old_anew(entries)
+        self.table.begin(next_position)
+        for entry in entries:
+            self.table.put(entry)
+        self._schedule.begin(first, self.step)
+        # What is decided again was counted before.
+        self._outcomes.begin(self.account, in_row, self._outcomes.unseen(0)[0])
+
+    def _begin_old_anew(self, entries: Sequence[Entry]) -> None:
+        """Has groups sampled anew that would be older than these rules allow in their turn."""
+        rules = self.rules
+        for i, entry in enumerate(entries):
+            latest = self.step + (i + rules.window - 1) // rules.num_groups
+            largest = rules.largest_age + entry.num_updates_extra
+            if 0 <= entry.oldest_version < latest - largest:
+                self.account.reject("stale", entry.num_tokens, num_groups=0)
+                entry.group, entry.partial = None, ()

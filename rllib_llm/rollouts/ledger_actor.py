@@ -1,0 +1,306 @@
+"""The ledger as driver and samplers call it: in a named actor, where samplers that ask for work and
+the driver wait for it, or the object itself in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rllib_llm.rollouts.groups import Answer, JudgedGroup, Lease, Tokens
+from rllib_llm.rollouts.journal import JournaledLedger
+from rllib_llm.rollouts.schedule import StreamRules
+from rllib_llm.shared.named_actor import NAMESPACE, NamedActor
+
+# May end somebody's wait.
+_WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "report", "set_state")
+
+
+@dataclass(eq=False)
+class _Idle:
+    """A sampler that waits for work."""
+
+    sampler: str
+    num_groups: int
+    holding: list[int]
+    answer: asyncio.Future[list[Lease]]
+
+
+class LedgerActor:
+    """A `JournaledLedger` that can be waited for. Its methods run in turns on one event loop.
+
+    Samplers that wait are served in the order in which they came, as many as there is work for.
+    """
+
+    def __init__(self, rules: StreamRules, folder: str, keeps_rejected: bool) -> None:
+        self._journaled = JournaledLedger(rules, Path(folder), keeps_rejected=keeps_rejected)
+        self._changed = asyncio.Event()
+        self._idle: deque[_Idle] = deque()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Nobody is given work any more; those who wait are told so."""
+        self._is_closed = True
+        while self._idle:
+            self._answer(self._idle.popleft(), [])
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """One of `journal.CALLS`; wakes those who wait for what it changed."""
+        answer = self._journaled.call(name, *args)
+        if name in _WAKE:
+            self._changed.set()
+            self._serve()
+        return answer
+
+    async def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
+        """See `LedgerCalls`."""
+        deadline = time.monotonic() + wait_s
+        if nth:
+            self._journaled.call("want", nth)
+            self._serve()
+        while not self._journaled.ledger.has_answer(nth):
+            self._changed.clear()
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                break
+            await _wait(asyncio.ensure_future(self._changed.wait()), rest)
+        answer = self._journaled.call("take", step, num_seen, nth)
+        self._serve()  # what a lease held that has ended
+        return answer
+
+    async def lease(
+        self, sampler: str, num_groups: int, holding: Sequence[int], wait_s: float
+    ) -> list[Lease]:
+        """See `Ledger.lease`; waits for work, for `wait_s` at most."""
+        ledger = self._journaled.ledger
+        for idle in [each for each in self._idle if each.sampler == sampler]:  # of one that died
+            self._idle.remove(idle)
+            self._answer(idle, [])
+        if self._is_closed:
+            return []
+        if ledger.holds_more(sampler, holding):  # it was started again
+            self._journaled.call("lease", sampler, 0, list(holding))
+            self._serve()
+        if ledger.has_work():
+            return self._journaled.call("lease", sampler, num_groups, list(holding))
+        idle = _Idle(sampler, num_groups, list(holding), asyncio.Future())
+        self._idle.append(idle)
+        if await _wait(idle.answer, wait_s):
+            return idle.answer.result()
+        self._idle.remove(idle)
+        return []
+
+    def _serve(self) -> None:
+        """Gives what waits to samplers that wait."""
+        while self._idle and self._journaled.ledger.has_work():
+            idle = self._idle.popleft()
+            leases = self._journaled.call("lease", idle.sampler, idle.num_groups, idle.holding)
+            self._answer(idle, leases)
+
+    @staticmethod
+    def _answer(idle: _Idle, leases: list[Lease]) -> None:
+        if not idle.answer.done():
+            idle.answer.set_result(leases)
+
+    async def state(self) -> dict[str, Any]:
+        """See `Ledger.state`."""
+        return self._journaled.ledger.state()
+
+    async def look(self) -> dict[str, Any]:
+        """See `LedgerCalls`."""
+        cpu_seconds, pid = time.process_time(), os.getpid()
+        return looked(self._journaled) | {"cpu_seconds": cpu_seconds, "pid": pid}
+
+
+async def _wait(future: asyncio.Future, seconds: float) -> bool:
+    """Whether the future is done in time; else it is cancelled."""
+    await asyncio.wait([future], timeout=seconds)
+    return future.done() or not future.cancel()
+
+
+def looked(journaled: JournaledLedger) -> dict[str, Any]:
+    """See `LedgerCalls.look`, without what is of the ledger's process."""
+    ledger = journaled.ledger
+    return {
+        "metrics": ledger.metrics(),
+        "position": ledger.table.position,
+        "waits_for": ledger.waits_for(),
+        "num_old": ledger.num_old,
+    }
+
+
+MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time
+CALL_SECONDS = 30.0  # that an attempt may take
+MAX_SECONDS_OF_A_CALL = 900.0  # all attempts of it, while the actor is started again and again
+STOP_SECONDS = 2.0
+
+
+class LedgerCalls(Protocol):
+    """What a driver asks of a ledger, wherever that is."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """One of `journal.CALLS`."""
+
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
+        """See `Ledger.take`; comes back after `wait_s` at the latest."""
+
+    def state(self) -> dict[str, Any]:
+        """See `Ledger.state`."""
+
+    def close(self) -> None:
+        """Gives nobody work any more; those who wait for it are told so."""
+
+    def look(self) -> dict[str, Any]:
+        """`metrics`, `position`, who is waited for (`waits_for`), `num_old`: groups that older
+        weights than the newest still have to sample; `cpu_seconds` and `pid` of its process."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+
+class LocalLedger:
+    """A ledger in the process that samples and learns in turn."""
+
+    def __init__(self, rules: StreamRules, *, keeps_rejected: bool = False) -> None:
+        self.journaled = JournaledLedger(rules, None, keeps_rejected=keeps_rejected)
+
+    def call(self, name: str, *args: Any) -> Any:
+        return self.journaled.call(name, *args)
+
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
+        """Nobody works meanwhile, so it does not wait."""
+        return self.journaled.call("take", step, num_seen, nth)
+
+    def state(self) -> dict[str, Any]:
+        return self.journaled.ledger.state()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def look(self) -> dict[str, Any]:
+        return looked(self.journaled)
+
+    def stop(self) -> None:
+        """Does nothing."""
+
+
+class RemoteLedger:
+    """The driver's end of a ledger in an actor, which it makes and ends.
+
+    The actor is on the driver's node, where the journal is. It is started again when it dies; one
+    that gives no answer is killed first.
+
+    Args:
+        name: of the actor.
+        rules, keeps_rejected: of the ledger.
+        folder: of the journal.
+        answer_seconds: that a call may take, beyond what the call itself waits for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rules: StreamRules,
+        folder: Path,
+        *,
+        keeps_rejected: bool = False,
+        answer_seconds: float = CALL_SECONDS,
+    ) -> None:
+        self._folder = folder
+        node = ray.get_runtime_context().get_node_id()
+        actor = (
+            ray.remote(LedgerActor)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=MAX_CONCURRENT_CALLS,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(rules, str(folder), keeps_rejected)
+        )
+        self.named = NamedActor(
+            lambda: actor, answer_seconds=answer_seconds, patience_seconds=MAX_SECONDS_OF_A_CALL,
+            reconnects=False,
+        )  # fmt: skip
+
+    @property
+    def actor(self) -> Any:
+        """Its handle."""
+        return self.named.handle
+
+    def call(self, name: str, *args: Any) -> Any:
+        return self.named.call("call", name, *args)
+
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
+        return self.named.call("take", step, num_seen, nth, wait_s)
+
+    def state(self) -> dict[str, Any]:
+        return self.named.call("state")
+
+    def look(self) -> dict[str, Any]:
+        return self.named.call("look")
+
+    def close(self) -> None:
+        if ray.is_initialized():
+            ray.wait([self.actor.close.remote()], timeout=STOP_SECONDS)
+
+    def stop(self) -> None:
+        """Removes its journal as well."""
+        if ray.is_initialized():
+            self.named.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class SamplerLedger:
+    """A sampler's end of a ledger in an actor.
+
+    Its calls wait for the actor as long as that is being started again; they fail only once it has
+    ended for good, and so has the run. To look whether one is answered costs nothing, as a sampler
+    does after every token.
+    """
+
+    def __init__(self, actor: Any, sampler: str) -> None:
+        self._actor, self._sampler = actor, sampler
+
+    def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Future[Any]:
+        """What `LedgerActor.lease` returns."""
+        call = self._actor.lease.remote(self._sampler, num_groups, list(holding), wait_s)
+        return call.future()
+
+    def push(self, lease: int, groups: Sequence[JudgedGroup]) -> Future[int]:
+        """How many groups were taken in."""
+        return self._call("push", lease, list(groups))
+
+    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> Future[None]:
+        """See `Ledger.keep_partial`."""
+        return self._call("keep_partial", lease, partial)
+
+    def renew(self, holding: Iterable[int]) -> Future[Any]:
+        """The leases that hold, and the newest weights."""
+        return self._call("renew", self._sampler, list(holding))
+
+    def fail(
+        self, lease: int, failure: Any, positions: Collection[int] | None = None
+    ) -> Future[None]:
+        """See `Ledger.fail`."""
+        return self._call("fail", lease, failure, positions)
+
+    def give_back(self, failure: Any, holding: Iterable[int] = ()) -> Future[None]:
+        """See `Ledger.give_back`."""
+        return self._call("give_back", self._sampler, failure, list(holding))
+
+    def _call(self, name: str, *args: Any) -> Future[Any]:
+        return self._actor.call.remote(name, *args).future()

@@ -1,0 +1,190 @@
+"""Groups that were learnt from once, kept to be learnt from again behind a batch's fresh ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rllib_llm.rollouts.request import JudgedBatch, RolloutSource, concatenate, take_rows
+from rllib_llm.shared import columns
+from rllib_llm.weights.published import PublishedWeights
+
+EVICTIONS = ("oldest", "most_used")
+
+
+@dataclass
+class _Kept:
+    """One group: its rows, and how often they were learnt from."""
+
+    rows: JudgedBatch
+    iteration: int  # in which it was added
+    uses: int = 1  # the first was when it was fresh
+
+
+class ReplayBuffer:
+    """Whole groups by age, the oldest first; what is drawn is a function of seed and iteration.
+
+    Args:
+        capacity: groups that it holds at most.
+        eviction: who goes where there is no room: "oldest", or "most_used", of those the oldest.
+        max_uses: after so many, the first included, a group goes.
+        recency: α ≥ 0; the i-th oldest, from 1 on, is drawn with weight i^α (0: all alike).
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, *, capacity: int, eviction: str = "oldest", max_uses: int = 4, recency: float = 0.0,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._capacity = capacity
+        self._eviction = eviction
+        self._max_uses = max_uses
+        self._recency = recency
+        self._seed = seed
+        self._kept: list[_Kept] = []
+        self._counts = {"added": 0, "drawn": 0, "evicted": 0, "used_up": 0}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, batch: JudgedBatch, iteration: int) -> None:
+        """Keeps the groups of `batch`, on the CPU; where there is no room, others go."""
+        batch = dataclasses.replace(batch.to("cpu"), messages=[], timings={}, weights={})
+        groups = batch.columns[columns.GROUP]
+        for group in groups.unique(sorted=True):
+            rows = take_rows(batch, (groups == group).nonzero().squeeze(1))
+            self._kept.append(_Kept(rows, iteration))
+            self._counts["added"] += 1
+        while len(self._kept) > self._capacity:
+            del self._kept[self._evicted()]
+            self._counts["evicted"] += 1
+
+    def _evicted(self) -> int:
+        if self._eviction == "oldest":
+            return 0
+        return max(range(len(self._kept)), key=lambda i: (self._kept[i].uses, -i))
+
+    def draw(self, num_groups: int, iteration: int) -> JudgedBatch | None:
+        """Different groups, as many as there are at most, in the order of their age; None where
+        it is empty. The same buffer gives the same groups for the same iteration."""
+        count = min(num_groups, len(self._kept))
+        if not count:
+            return None
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + iteration)
+        places = torch.arange(1, len(self._kept) + 1, dtype=torch.float64)
+        chosen = torch.multinomial(places**self._recency, count, generator=generator).sort().values
+        drawn = [self._kept[int(i)] for i in chosen]
+        for kept in drawn:
+            kept.uses += 1
+        self._counts["drawn"] += count
+        remaining = [kept for kept in self._kept if kept.uses < self._max_uses]
+        self._counts["used_up"] += len(self._kept) - len(remaining)
+        self._kept = remaining
+        return concatenate([kept.rows for kept in drawn])
+
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """How full it is, what it holds, and what was added, drawn and dropped so far."""
+        uses = [kept.uses for kept in self._kept]
+        ages = [iteration - kept.iteration for kept in self._kept]
+        drawn = self._counts["drawn"] / max(1, self._counts["added"])
+        return {
+            "groups": float(len(self._kept)),
+            "occupancy": len(self._kept) / self._capacity,
+            "mean_uses": sum(uses) / max(1, len(uses)),
+            "mean_age": sum(ages) / max(1, len(ages)),
+            "reuse": drawn,
+            **{name: float(count) for name, count in self._counts.items()},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: all groups and counts."""
+        kept = [
+            {"rows": dict(vars(one.rows)), "iteration": one.iteration, "uses": one.uses}
+            for one in self._kept
+        ]
+        return {"kept": kept, "counts": dict(self._counts)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Holds what it held when `state` was taken; of more than its capacity the newest."""
+        kept = [
+            _Kept(JudgedBatch(**one["rows"]), one["iteration"], one["uses"])
+            for one in state["kept"]
+        ]
+        self._kept = kept[-self._capacity :]
+        self._counts = dict(state["counts"])
+
+
+class Replayed:
+    """A `RolloutSource` whose batches are another source's and `num_groups` that were learnt from
+    before: rows at the end, counted by `num_replayed`.
+
+    Args:
+        source: of the fresh batches.
+        buffer: of the others; a fresh batch enters it once it was handed out.
+        num_groups: drawn for each batch, fewer while there are fewer.
+    """
+
+    def __init__(self, source: RolloutSource, buffer: ReplayBuffer, num_groups: int) -> None:
+        self.source = source
+        self.buffer = buffer
+        self._num_groups = num_groups
+        self._iteration = 0  # batches handed out
+
+    @property
+    def position(self) -> int:
+        """Prompt groups handed out so far, each counted once."""
+        return self.source.position
+
+    def next(self) -> JudgedBatch:
+        fresh = self.source.next()
+        self._iteration += 1
+        drawn = self.buffer.draw(self._num_groups, self._iteration)
+        self.buffer.add(fresh, self._iteration)
+        if drawn is None:
+            return fresh
+        drawn = dataclasses.replace(
+            drawn.to(fresh.rewards.device),
+            timings=dict.fromkeys(fresh.timings, 0.0),
+            texts={name: drawn.texts.get(name, [""] * drawn.num_rows) for name in fresh.texts},
+        )
+        whole = concatenate([fresh, drawn])
+        return dataclasses.replace(whole, node=fresh.node, num_replayed=drawn.num_rows)
+
+    def publish(self, weights: PublishedWeights) -> None:
+        self.source.publish(weights)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The buffer's metrics beside the source's."""
+        return {"replay": self.buffer.metrics(self._iteration), **self.source.metrics()}
+
+    def state(self) -> dict[str, Any]:
+        """Holds the buffer as well."""
+        replay = {"iteration": self._iteration, "buffer": self.buffer.state()}
+        return {**self.source.state(), "replay": replay}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """A state without a buffer leaves this one empty."""
+        self.source.set_state(state)
+        if "replay" in state:
+            self._iteration = state["replay"]["iteration"]
+            self.buffer.set_state(state["replay"]["buffer"])
+
+    def stop(self) -> None:
+        self.source.stop()
+
+
+def replayed(source: RolloutSource, config: Any) -> RolloutSource:
+    """The source with a buffer around it, where an `RLHFConfig` asks for one."""
+    if not config.replay_groups:
+        return source
+    buffer = ReplayBuffer(
+        capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
+        eviction=config.replay_eviction,
+        max_uses=config.replay_max_uses,
+        recency=config.replay_recency,
+        seed=config.seed or 0,
+    )
+    return Replayed(source, buffer, config.replay_groups)

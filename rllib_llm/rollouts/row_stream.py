@@ -1,0 +1,346 @@
+"""Rows of many groups in one engine, which enter and leave at any step.
+
+A group is finished when the last of its rows has ended. New weights come between two steps; each
+token carries the version that sampled it, stamped by the engine. Rows never begin on weights before
+those of their lease.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from rllib_llm.engines.completions import Tokens as Sampled
+from rllib_llm.engines.hot_swap import LaneEngine
+from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.rollouts.groups import Lease, Tokens
+from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
+from rllib_llm.rollouts.request import NO_VERSION, SampleRequest
+from rllib_llm.rollouts.sampler import Generated, Sampler
+from rllib_llm.shared import columns
+from rllib_llm.shared.padding import pad_right
+from rllib_llm.weights.published import PublishedWeights
+
+_NOTHING = Tokens((), (), ())
+
+
+class RowEngine:
+    """An engine whose rows are continued with new weights, their cache kept or computed again.
+
+    Args:
+        sampler: its policy and weights.
+        in_flight: what becomes of the rows in it, see `Engine.load`.
+    """
+
+    def __init__(self, sampler: Sampler, in_flight: InFlight) -> None:
+        self._sampler, self._in_flight = sampler, in_flight
+        self._newest: PublishedWeights | None = None
+        self._newest_order = 0  # of their publication
+        self.order = 0  # of those that new rows begin on
+        self.rows = self._open()
+
+    def _open(self) -> Engine:
+        return self._sampler.policy.open_engine(None, load_weights=self._put)
+
+    def is_news(self, weights: PublishedWeights, order: int) -> bool:
+        """Whether these are newer than what it was given last. Calls to the ledger overtake one
+        another."""
+        newest = self._newest
+        return newest is None or (weights.key != newest.key and order >= self._newest_order)
+
+    def give(self, weights: PublishedWeights, order: int) -> None:
+        """Samples with these as soon as may be, if they are news."""
+        is_news = self.is_news(weights, order)
+        self._newest_order = max(self._newest_order, order)
+        if is_news:
+            self._newest = weights
+            self._load(weights.version)
+        if self._is_loaded():
+            self.order = self._newest_order
+
+    def _load(self, version: int) -> None:
+        self.rows.load({}, version, self._in_flight)
+
+    def _is_loaded(self) -> bool:
+        """Whether new rows begin on the weights it was given last."""
+        return True
+
+    def _put(self, _: Mapping[str, torch.Tensor]) -> None:
+        """Puts the newest weights into the sampler's policy."""
+        assert self._newest is not None, "weights are given before they are loaded"
+        self._sampler.weights.ensure(self._newest, self._sampler.policy.load)
+
+    def step(self) -> list[Ended]:
+        """A token for every row; those that have ended."""
+        return self.rows.step()
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.rows.close()
+
+
+class LanedRowEngine(RowEngine):
+    """An engine whose rows finish on the weights they began with, while others begin on new ones.
+
+    There are two modules. The sampler's policy is the one that has the newest weights, the other is
+    its twin; when new weights come and the twin has no rows left, it gets them and they change
+    places. Weights that come before are passed over for newer ones; rows that need them, or newer
+    ones, wait.
+    """
+
+    rows: LaneEngine
+
+    def _open(self) -> LaneEngine:
+        sampler = self._sampler
+        if sampler.twin is None:
+            assert isinstance(sampler.policy, ModulePolicy), "rows are sampled by a module"
+            sampler.twin = sampler.policy.twin()
+        self._emptied: Future[TorchEngine] | None = None
+        newest, older = [
+            cast(TorchEngine, policy.open_engine(None, load_weights=self._loading(policy)))
+            for policy in (sampler.policy, sampler.twin)
+        ]
+        return LaneEngine(newest, older)
+
+    def _loading(self, policy: SamplingPolicy) -> LoadWeights:
+        return functools.partial(self._put_into, policy)
+
+    def _load(self, version: int) -> None:
+        if self.rows.version is None:
+            self.rows.load_first(version)
+            return
+        if self._emptied is None:
+            self._emptied = self.rows.empty_lane()
+        self._switch()
+
+    def _is_loaded(self) -> bool:
+        return self._emptied is None
+
+    def _put_into(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
+        assert self._newest is not None, "weights are given before they are loaded"
+        self._sampler.weights.ensure(self._newest, policy.load)
+
+    def _switch(self) -> None:
+        """New rows begin on the newest weights, if the lane for them is empty."""
+        if self._emptied is None or not self._emptied.done():
+            return
+        lane, self._emptied = self._emptied.result(), None
+        assert self._newest is not None, "a lane is emptied for weights"
+        lane.load({}, self._newest.version)
+        self.rows.switch()
+        self.order = self._newest_order
+        sampler = self._sampler
+        assert sampler.twin is not None, "it has a lane"
+        sampler.policy, sampler.twin = sampler.twin, sampler.policy
+
+    def step(self) -> list[Ended]:
+        ended = super().step()
+        self._switch()
+        return ended
+
+
+@dataclass
+class _Group:
+    """A group that is being sampled."""
+
+    lease: Lease
+    request: SampleRequest
+    prompts: dict[str, torch.Tensor]  # its columns
+    before: list[Tokens]  # what its rows came with
+    has_begun: bool = False
+    ended: dict[int, Tokens] = field(default_factory=dict)  # whole completions, by place
+
+
+class RowStream:
+    """The groups that one sampler is at work on.
+
+    Args:
+        sampler: its environment, policy and weights.
+        num_completions: of each prompt.
+        in_flight: what becomes of rows in the engine when new weights come.
+        masks_stale_prefix: whether of a completion only the tokens of its newest weights are
+            learnt from.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        num_completions: int,
+        *,
+        in_flight: InFlight,
+        masks_stale_prefix: bool = False,
+    ) -> None:
+        self._sampler, self._n = sampler, num_completions
+        self._masks_stale_prefix = masks_stale_prefix
+        # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
+        has_twin = in_flight == "finish" and isinstance(sampler.policy, ModulePolicy)
+        kind = LanedRowEngine if has_twin else RowEngine
+        self._engine = kind(sampler, in_flight)
+        self._groups: dict[int, _Group] = {}  # by position
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are not finished yet."""
+        return len(self._groups)
+
+    @property
+    def leases(self) -> set[int]:
+        """Ids of the leases that they are of."""
+        return {group.lease.id for group in self._groups.values()}
+
+    def is_news(self, weights: PublishedWeights, order: int) -> bool:
+        """Whether these are newer than what it was given last."""
+        return self._engine.is_news(weights, order)
+
+    def load(self, weights: PublishedWeights, order: int) -> None:
+        """Samples with these from now on, see `Engine.load`."""
+        self._engine.give(weights, order)
+
+    def add(self, lease: Lease) -> list[tuple[Exception, list[int]]]:
+        """Begins the groups of a lease, or resumes their partial output; they wait where new rows
+        would begin on weights before the lease's. What it holds of them under a lease before is
+        given up.
+
+        Returns:
+            What was raised, and the positions of the groups that are not sampled for it.
+        """
+        self._give_up([position for position in lease.positions if position in self._groups])
+        failed: list[tuple[Exception, list[int]]] = []
+        groups = {}
+        for position in lease.positions:
+            try:
+                groups[position] = self._group(lease, position)
+            except Exception as error:  # noqa: BLE001  (a prompt's; the ledger is told)
+                failed.append((error, [position]))
+        self._groups |= groups
+        try:
+            self._begin_waiting(groups)
+        except Exception as error:  # noqa: BLE001  (the ledger is told)
+            for position in groups:
+                del self._groups[position]
+            failed.append((error, list(groups)))
+        return failed
+
+    def _group(self, lease: Lease, position: int) -> _Group:
+        request = SampleRequest(position, 1, self._n, return_texts=lease.return_texts)
+        before = list(lease.partial.get(position, ())) or [_NOTHING] * self._n
+        return _Group(lease, request, self._sampler.environment.prompts(request), before)
+
+    def _begin_waiting(self, groups: Mapping[int, _Group]) -> None:
+        """Begins those of these groups that wait, if their weights are there."""
+        waiting = {
+            position: group
+            for position, group in groups.items()
+            if not group.has_begun and group.lease.order <= self._engine.order
+        }
+        rows = [row for position, group in waiting.items() for row in self._rows(position, group)]
+        if rows:
+            self._engine.rows.add(rows)
+        for group in waiting.values():
+            group.has_begun = True
+
+    def _rows(self, position: int, group: _Group) -> list[Row]:
+        params, seed = self._sampler.params(explore=True), self._sampler.seed
+        mask = group.prompts[columns.PROMPT_MASK][0]
+        prompt = group.prompts[columns.PROMPT_IDS][0][mask].tolist()
+        rows = []
+        for i, row_id in enumerate(group.prompts[columns.ROW_ID].tolist()):
+            if group.before[i].finish in ("stop", "length"):
+                group.ended[i] = group.before[i]
+                continue
+            held = group.before[i].token_ids
+            rows.append(
+                Row((position, i), [*prompt, *held], params, num_sampled=len(held),
+                    noise=Noise(seed, row_id), group=position)
+            )  # fmt: skip
+        return rows
+
+    def drop(self, lease: int) -> None:
+        """Gives the groups of a lease up, which somebody else samples now."""
+        self._give_up([p for p, group in self._groups.items() if group.lease.id == lease])
+
+    def _give_up(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            if self._groups.pop(position).has_begun:
+                self._engine.rows.abort([(position, i) for i in range(self._n)])
+
+    def step(self) -> list[tuple[Lease, Generated]]:
+        """Samples a token for every row; the groups that are finished, to be judged.
+
+        Raises:
+            FloatingPointError: the model's logits are not finite.
+        """
+        ended_rows = self._engine.step()
+        self._begin_waiting(self._groups)
+        for ended in ended_rows:
+            row_id: Any = ended.id
+            position, i = row_id
+            if ended.finish == "error":
+                raise FloatingPointError(
+                    "logits must be finite: the model gave NaN or infinity while sampling. "
+                    "Check the weights it was given, its dtype and the learning rate."
+                )
+            group = self._groups[position]
+            group.ended[i] = _joined(group.before[i], ended, ended.finish)
+        finished = [p for p, group in self._groups.items() if len(group.ended) == self._n]
+        groups = [self._groups.pop(position) for position in finished]
+        return [(group.lease, self._generated(group)) for group in groups]
+
+    def _generated(self, group: _Group) -> Generated:
+        weights = self._sampler.weights
+        made = self._columns([group.ended[i] for i in range(self._n)])
+        return Generated(
+            group.request, weights.version, group.prompts, made, weights=weights.metrics()
+        )
+
+    def partial(self) -> dict[int, dict[int, tuple[Tokens, ...]]]:
+        """The partial output of each group, by lease and position."""
+        found: dict[int, dict[int, tuple[Tokens, ...]]] = {}
+        for position, group in self._groups.items():
+            if not group.has_begun:
+                continue
+            running = [i for i in range(self._n) if i not in group.ended]
+            read = self._engine.rows.sampled([(position, i) for i in running], [0] * len(running))
+            held = dict(group.ended)
+            for i, tokens in zip(running, read, strict=True):
+                held[i] = _joined(group.before[i], tokens, tokens.finish or "aborted")
+            rows = tuple(held[i] for i in range(self._n))
+            found.setdefault(group.lease.id, {})[position] = rows
+        return found
+
+    def _columns(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
+        versions, _ = pad_right([row.versions for row in rows], NO_VERSION, torch.int32)
+        pad = self._sampler.policy.pad_token_id
+        ids, mask = pad_right([row.token_ids for row in rows], pad)
+        logprobs, _ = pad_right([row.logprobs for row in rows], 0.0, torch.float32)
+        made = {
+            columns.COMPLETION_IDS: ids,
+            columns.COMPLETION_MASK: mask,
+            columns.SAMPLER_LOGPROBS: logprobs,
+            columns.FINISHED: torch.tensor([row.finish == "stop" for row in rows]),
+            columns.WEIGHTS_VERSION: versions,
+        }
+        if self._masks_stale_prefix:
+            newest = versions.max(dim=1, keepdim=True).values
+            made[columns.LOSS_MASK] = made[columns.COMPLETION_MASK] & (versions == newest)
+        return made
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self._engine.close()
+
+
+def _joined(before: Tokens, rest: Ended | Sampled, finish: str) -> Tokens:
+    """What a row came with, and what was sampled since."""
+    return Tokens(
+        (*before.token_ids, *rest.token_ids),
+        (*before.logprobs, *rest.logprobs),
+        (*before.versions, *rest.versions),
+        finish,
+    )

@@ -1,0 +1,397 @@
+"""The rules of a stream, and by them what is admitted, and which groups a batch is made of: in
+lockstep or free.
+
+`Lockstep`: groups are decided in the order of their positions. When a batch is full, as many are
+admitted as the table has places for: P. They are sampled with the weights that this batch will
+make. When a group is rejected, one more is admitted, for the weights that the batch now being
+filled is learnt with. So which weights sample a group is a function of the outcomes before it;
+without filters it is max(0, ⌊g/P⌋ - S).
+
+`Free`: whatever the table has room for is admitted, and sampled with the newest weights. A batch is
+the first P groups that are ready, within the window.
+
+Batches are numbered, from the number of updates that were done when the table was begun. A batch is
+handed out, and learnt from when the next weights are published: one for each update in `train()`,
+several where a loop of one's own takes several.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rllib_llm.rollouts.groups import Entry, GroupTable
+from rllib_llm.rollouts.outcomes import Outcomes
+
+if TYPE_CHECKING:  # a ledger starts without torch
+    from rllib_llm.engines.protocol import InFlight
+
+ScheduleName = Literal["lockstep", "free"]
+OnStale = Literal["train", "drop"]
+
+
+@dataclass(frozen=True)
+class StreamRules:
+    """What a ledger goes by. A group is all completions of one prompt; P is `num_groups`.
+
+    num_groups: that one update learns from.
+    max_staleness: S, updates that a group may be older than the weights it is learnt with, as long
+        as groups are taken in their order.
+    schedule: "lockstep": the weights that sample a group follow from outcomes alone, never from
+        time; "free": the newest.
+    window: groups, among which the next may be taken; 1 is strict order.
+    num_extra: groups beyond (S+1)·P that are on their way at once.
+    on_stale: whether a group that is older than S after all is learnt from or dropped.
+    groups_per_lease: consecutive groups that are sampled as one batch.
+    num_parts: batches that the groups admitted together are cut into, instead; they are dealt to
+        samplers, each a call that is waited for. What takes the place of rejected groups is
+        admitted at once, when all others are decided. None: samplers lease by themselves.
+    max_rejected: groups that may be rejected one after the other before a batch is full.
+    max_failures: exceptions that may pass by themselves, after which a group has failed; in
+        lockstep none does, since what takes its place would depend on the fault.
+    texts_every: weights from those whose completions come with texts that no reward function needs
+        to the next; 0: none do.
+    bounds_age: whether ages are asserted: not where a server samples with weights from elsewhere.
+    timeout_s: of a lease, see `TimeLimit`.
+    """
+
+    num_groups: int
+    max_staleness: int = 1
+    schedule: ScheduleName = "lockstep"
+    window: int = 1
+    num_extra: int = 0
+    on_stale: OnStale = "train"
+    groups_per_lease: int = 1
+    num_parts: int | None = None
+    max_rejected: int = 1_000_000
+    max_failures: int = 3
+    texts_every: int = 0
+    bounds_age: bool = True
+    timeout_s: float | str | None = "auto"
+
+    @property
+    def capacity(self) -> int:
+        """Groups admitted and not yet learnt from, at most."""
+        return (self.max_staleness + 1) * self.num_groups + self.num_extra
+
+    def sizes(self, num_groups: int) -> list[int]:
+        """Of the batches that so many groups are sampled in, which are admitted together. Not of
+        who is there to sample them: what is computed together decides the round-off."""
+        if self.num_parts is None:
+            full, rest = divmod(num_groups, self.groups_per_lease)
+            return [self.groups_per_lease] * full + [rest] * bool(rest)
+        count = min(self.num_parts, num_groups)
+        bounds = [num_groups * i // count for i in range(count + 1)]
+        return [high - low for low, high in itertools.pairwise(bounds)]
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        """What a table depends on: one that was filled under others is fitted to these."""
+        return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra)
+
+    @property
+    def largest_age(self) -> int:
+        """Updates, what no group that is learnt from exceeds.
+
+        A group waits for at most `capacity - 1` groups admitted before it and for `window - 1`
+        that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
+        """
+        return (self.capacity + self.window - 2) // self.num_groups
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """What every sampler of a stream goes by.
+
+    num_completions: of each prompt.
+    groups_per_lease: that it asks for at once.
+    min_valid: completions with a score that a group needs.
+    filters: see `Filters`.
+    by_row: whether groups are sampled row by row, in an engine that new weights reach between two
+        steps, where the sampler can.
+    max_groups: that a sampler is at work on at once, row by row.
+    in_flight: see `Engine.load`.
+    masks_stale_prefix: see `RowStream`.
+    explore: whether completions are drawn, or greedy.
+    """
+
+    num_completions: int
+    groups_per_lease: int = 1
+    min_valid: int = 1
+    filters: tuple[str | Mapping[str, Any], ...] = ()
+    by_row: bool = False
+    max_groups: int = 1
+    in_flight: InFlight = "finish"
+    masks_stale_prefix: bool = False
+    explore: bool = True
+
+
+def texts_are_due(version: int, every: int) -> bool:
+    """Whether the texts of the batch that weights of `version` sampled are logged: every `every`-th
+    batch, and of those before the first ones after 1, 2, 4, 8, ... updates; with 0 none."""
+    return every > 0 and (
+        version % every == 0 or (version < every and version & (version - 1) == 0)
+    )
+
+
+class Schedule:
+    """What both have in common.
+
+    Args:
+        rules: how far ahead, in which order.
+        table, outcomes: of the groups.
+    """
+
+    def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
+        self._rules, self._table, self._outcomes = rules, table, outcomes
+        self._batches: dict[int, list[int]] = {}  # positions, by number
+        self.first = 0  # number of the first batch that was not learnt from
+        self.step = 0  # updates done
+        self._num_extra_taken = 0  # groups handed out for the update beside one batch
+
+    def begin(self, first: int, step: int) -> None:
+        """Decides all that is in the table, and fills it. `first`: see `first`; after `step`
+        updates."""
+        self.first, self.step = first, step
+        self._batches, self._num_extra_taken = {}, 0
+        self.decide([entry.position for entry in self._table])
+        self.admit_all()
+
+    def version(self, entry: Entry) -> int | None:
+        """Of the weights that sample a group; None where there are none yet."""
+        return self.step
+
+    def admit_all(self) -> None:
+        """Whatever there is room for now."""
+        raise NotImplementedError
+
+    def decide(self, positions: Iterable[int]) -> None:
+        """Groups were judged, and are to be learnt from or not."""
+        raise NotImplementedError
+
+    def want(self, nth: int) -> None:
+        """The driver wants its `nth` batch (from 0) of this update: what is missing to fill it is
+        admitted, and may be sampled."""
+        self._num_extra_taken = nth * self._rules.num_groups
+
+    def choose(self, nth: int) -> list[Entry] | None:
+        """That batch; None where it cannot be filled yet."""
+        positions = self._batches.get(self.first + nth)
+        return None if positions is None else [self._table[p] for p in positions]
+
+    def can_choose(self, nth: int) -> bool:
+        """Whether `choose` gives a batch."""
+        return self.first + nth in self._batches
+
+    def learn(self, num_batches: int, step: int) -> list[Entry]:
+        """The groups of the first batches, which are batches no more: they were learnt from, and
+        there are new weights."""
+        done = range(self.first, self.first + num_batches)
+        entries = [self._table[p] for number in done for p in self._batches.pop(number)]
+        self.first, self.step = self.first + num_batches, step
+        self._num_extra_taken = 0
+        return entries
+
+    def _admit(self, num_groups: int, turn: int | None = None) -> None:
+        if self._outcomes.ending() is not None:
+            return
+        for size in self._rules.sizes(num_groups) if num_groups > 0 else ():
+            self._table.admit(size, turn)
+
+    def _passes(self, entry: Entry) -> bool:
+        """Whether a judged group is to be learnt from; closes it where it is not."""
+        assert entry.group is not None, "only judged groups are decided"
+        self._outcomes.note_judged(entry)
+        if entry.group.reason:
+            self._outcomes.reject(entry, entry.group.reason)
+            return False
+        entry.state = "ready"
+        return True
+
+    def _fill(self, number: int, positions: list[int]) -> None:
+        self._batches[number] = positions
+        self._outcomes.has_full_batch()
+
+    def fit(self, entries: Sequence[Entry], first: int) -> None:
+        """Makes groups that were admitted under other rules ones of these; see `begin`."""
+        raise NotImplementedError
+
+
+class Lockstep(Schedule):
+    """See the module. An entry's `turn` is the batch that was being filled when it was admitted: it
+    is sampled with the weights that all batches before that one have made."""
+
+    def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
+        super().__init__(rules, table, outcomes)
+        self._full = 0  # number of the batch that is being filled
+        self._chosen: list[int] = []  # positions, for it
+        self._undecided = 0  # position
+        self._reached: list[tuple[int, int]] = []  # (turn, version) up to it
+        self._is_fitted = False  # groups in the table may have turns to come
+
+    def begin(self, first: int, step: int) -> None:
+        self._full, self._chosen, self._undecided = first, [], self._table.position
+        self._reached = [(first, step)]
+        super().begin(first, step)
+        # Restored once more, too: turns that `fit` gave stand in the table.
+        self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
+
+    def version(self, entry: Entry) -> int | None:
+        assert entry.turn is not None, "it was admitted in lockstep"
+        return next((version for turn, version in self._reached if entry.turn <= turn), None)
+
+    def want(self, nth: int) -> None:
+        super().want(nth)
+        self._reach(self.first + nth)
+
+    def learn(self, num_batches: int, step: int) -> list[Entry]:
+        entries = super().learn(num_batches, step)
+        self._reach(self.first)
+        oldest = min((e.turn for e in self._table if e.turn is not None), default=self.first)
+        self._reached = [each for each in self._reached if each[0] >= min(oldest, self.first)]
+        return entries
+
+    def _reach(self, turn: int) -> None:
+        """Groups of this turn are sampled with the weights that there are now."""
+        if turn > self._reached[-1][0]:
+            self._reached.append((turn, self.step))
+
+    def admit_all(self) -> None:
+        num_open = len(self._table) - sum(map(len, self._batches.values()))
+        if self._is_fitted:
+            self._pull_forward()
+        self._admit(self._rules.capacity - num_open, self._full)
+
+    def _pull_forward(self) -> None:
+        """Of groups that other rules admitted, has those sampled sooner whose turn comes sooner,
+        since others were rejected."""
+        full = {p for positions in self._batches.values() for p in positions}
+        for i, entry in enumerate(entry for entry in self._table if entry.position not in full):
+            latest = self._full + max(0, i // self._rules.num_groups - self._rules.max_staleness)
+            entry.turn = latest if entry.turn is None else min(entry.turn, latest)
+        self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
+
+    def decide(self, positions: Iterable[int]) -> None:
+        # Nothing is decided behind a group that ends the run: else it would depend on time whether
+        # the driver hears of that end.
+        while self._outcomes.ending() is None and (entry := self._next_judged()) is not None:
+            self._undecided += 1
+            if self._passes(entry):
+                self._chosen.append(entry.position)
+            if len(self._chosen) == self._rules.num_groups:
+                self._fill(self._full, self._chosen)
+                self._full, self._chosen = self._full + 1, []
+            if self._rules.num_parts is None or self._undecided == self._table.next:
+                self.admit_all()
+
+    def _next_judged(self) -> Entry | None:
+        """The first group that is not decided, if it is judged."""
+        while self._undecided < self._table.next:
+            entry = self._table.get(self._undecided)
+            if entry is not None:
+                return entry if entry.state == "judged" else None
+            self._undecided += 1  # closed by a schedule of another order
+        return None
+
+    def fit(self, entries: Sequence[Entry], first: int) -> None:
+        behind = self._rules.max_staleness
+        self._is_fitted = True
+        for i, entry in enumerate(entries):
+            entry.turn = first + max(0, i // self._rules.num_groups - behind)
+            entry.unit = entry.position
+
+
+class Free(Schedule):
+    """See the module. It is asked after every group whether a batch can be filled: the table is
+    looked through only where something has changed that could fill one."""
+
+    def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
+        super().__init__(rules, table, outcomes)
+        self._ready: set[int] = set()  # positions that no batch has
+        self._num_needed = rules.num_groups  # of them, before another look
+        self._waits_for: int | None = None  # position whose end is a reason to look as well
+
+    def begin(self, first: int, step: int) -> None:
+        self._ready = set()
+        self._look_anew()
+        super().begin(first, step)
+
+    def _look_anew(self) -> None:
+        self._num_needed, self._waits_for = self._rules.num_groups, None
+
+    def admit_all(self) -> None:
+        self._admit(self._rules.capacity - (len(self._table) - self._num_extra_taken))
+
+    def version(self, entry: Entry) -> int | None:
+        """The newest; none for groups beyond the capacity, which other rules have admitted."""
+        num_open = self._rules.capacity + self._num_extra_taken
+        if len(self._table) > num_open and self._table.rank(entry) >= num_open:
+            return None
+        return self.step
+
+    def decide(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            entry = self._table.get(position)
+            if entry is not None and entry.state == "judged" and self._passes(entry):
+                self._ready.add(position)
+        self.admit_all()
+
+    def want(self, nth: int) -> None:
+        super().want(nth)
+        self.admit_all()
+
+    def can_choose(self, nth: int) -> bool:
+        return super().can_choose(nth) or len(self._first_ready()) == self._rules.num_groups
+
+    def choose(self, nth: int) -> list[Entry] | None:
+        if not super().can_choose(nth):
+            if self._rules.on_stale == "drop":
+                self._drop_stale()
+            chosen = self._first_ready()
+            if len(chosen) == self._rules.num_groups:
+                self._ready.difference_update(chosen)
+                self._look_anew()
+                self._fill(self.first + nth, chosen)
+        return super().choose(nth)
+
+    def _first_ready(self) -> list[int]:
+        """The first P groups that are ready, none further than the window behind the first that is
+        not; [] where there are not so many, as far as was known without looking."""
+        blocking = None if self._waits_for is None else self._table.get(self._waits_for)
+        is_blocked = blocking is not None and blocking.state not in ("ready", "taken")
+        if len(self._ready) < self._num_needed and (is_blocked or self._waits_for is None):
+            return []
+        chosen: list[int] = []
+        end, waits_for = float("inf"), None
+        for entry in self._table:
+            if entry.position >= end or len(chosen) == self._rules.num_groups:
+                break
+            if entry.state == "ready":
+                chosen.append(entry.position)
+            elif entry.state != "taken" and waits_for is None:
+                end, waits_for = entry.position + self._rules.window, entry.position
+        num_missing = self._rules.num_groups - len(chosen)
+        self._num_needed = len(self._ready) + max(1, num_missing) if num_missing else 0
+        self._waits_for = waits_for
+        return chosen
+
+    def _drop_stale(self) -> None:
+        for entry in [self._table[position] for position in sorted(self._ready)]:
+            assert entry.group is not None, "it is judged"
+            if 0 <= entry.group.oldest_version < self.step - self._rules.max_staleness:
+                self._ready.discard(entry.position)
+                self._outcomes.reject(entry, "stale")
+                self._look_anew()
+        self.admit_all()
+
+    def fit(self, entries: Sequence[Entry], first: int) -> None:
+        for entry in entries:
+            entry.turn = None
+
+
+def open_schedule(rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> Schedule:
+    """The schedule that the rules name."""
+    kind = Lockstep if rules.schedule == "lockstep" else Free
+    return kind(rules, table, outcomes)

@@ -1,0 +1,368 @@
+"""What became of every prompt group, told to whoever keeps rollouts: to nobody, or to the store, of
+which judged completions are rows; and texts to read, one JSON row per completion in the trial's
+samples.jsonl."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from rllib_llm.data.rollout_store import RolloutStore
+from rllib_llm.envs.actions import decode_completions
+from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.shared import columns
+from rllib_llm.shared.columns import NO_VERSION
+from rllib_llm.shared.storage import BestEffort, keep_json_rows
+
+ONE_AFTER_THE_OTHER = ("generate_seconds", "judge_seconds")  # timings that follow one another
+
+
+@dataclass(frozen=True)
+class AboutRun:
+    """What is the same in all rows of a run."""
+
+    run: str
+    env: str
+    num_completions: int  # of each prompt
+    num_held_out_completions: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    tokenizer: Any = None  # for texts that nobody decoded; None: the ids alone are stored
+    vocabulary: str = ""  # a hash of it
+
+
+def rows_of(
+    batch: JudgedBatch, about: AboutRun, *, status: str, reason: str, ended: datetime.datetime
+) -> pa.Table:
+    """The rows of `batch`, which is on the CPU; a column that it lacks is left out."""
+    have = batch.columns
+    num_rows = batch.num_rows
+    seconds = sum(batch.timings.get(name, 0.0) for name in ONE_AFTER_THE_OTHER)
+    constants: dict[str, Any] = {
+        "run": about.run,
+        "env": about.env,
+        "status": status,
+        "reason": reason,
+        "temperature": about.temperature,
+        "top_p": about.top_p,
+        "top_k": about.top_k,
+        "seed": about.seed,
+        "tokenizer": about.vocabulary,
+        "started": ended - datetime.timedelta(seconds=seconds),
+        "ended": ended,
+    }
+    rows: dict[str, pa.Array] = {
+        name: pa.repeat(pa.scalar(value), num_rows) for name, value in constants.items()
+    }
+    rows["reward"] = pa.array(batch.rewards.float().numpy())
+    rows |= {name: pa.array(have[column].numpy()) for name, column in _SCALARS if column in have}
+    if columns.ROW_ID in have:
+        is_held_out = status == "evaluated"
+        size = about.num_held_out_completions if is_held_out else about.num_completions
+        sample = have[columns.ROW_ID] % size
+        rows["sample"] = pa.array(sample.int().numpy())
+        before = batch.rollouts.total_so_far(torch.ones_like(sample)) - 1
+        rows["row"] = pa.array(before.int().numpy())
+    if columns.FINISHED in have:
+        finish = np.where(have[columns.FINISHED].numpy(), "stop", "length")
+        rows["finish_reason"] = pa.array(finish, pa.string())
+    rows["rewards"] = _by_name(batch.components, num_rows)
+    rows["metrics"] = _by_name(batch.metrics, num_rows)
+    rows |= _tokens(batch)
+    rows |= _texts(batch, about.tokenizer)
+    return pa.table(rows)
+
+
+# Stored column and the batch's column of one number for each row.
+_SCALARS = (
+    ("position", columns.GROUP),
+    ("group", columns.GROUP),
+    ("prompt_index", columns.PROMPT_INDEX),
+    ("replica", columns.REPLICA),
+    ("score", columns.SCORES),
+    ("valid", columns.VALID),
+)
+# Of one number for each token.
+_PER_TOKEN = (
+    ("completion_ids", columns.COMPLETION_IDS),
+    ("logprobs", columns.SAMPLER_LOGPROBS),
+    ("ref_logprobs", columns.REF_LOGPROBS),
+    ("advantages", columns.ADVANTAGES),
+)
+
+
+def _tokens(batch: JudgedBatch) -> dict[str, pa.Array]:
+    """The lists of a row, without padding."""
+    have = batch.columns
+    rows = {}
+    if columns.PROMPT_IDS in have:
+        prompts = _Ragged(have[columns.PROMPT_MASK])
+        rows["prompt_ids"] = prompts.lists(have[columns.PROMPT_IDS])
+    if columns.COMPLETION_MASK not in have:
+        return rows
+    sampled = batch.sampled_mask
+    tokens = _Ragged(have[columns.COMPLETION_MASK])
+    rows |= {name: tokens.lists(have[column]) for name, column in _PER_TOKEN if column in have}
+    rows["loss_mask"] = tokens.lists(sampled)
+    rows["tokens"] = pa.array(sampled.sum(dim=1, dtype=torch.int32).numpy())
+    if columns.WEIGHTS_VERSION in have:
+        rows["version_spans"] = tokens.spans(
+            have[columns.WEIGHTS_VERSION].where(sampled, NO_VERSION)
+        )
+    return rows
+
+
+class _Ragged:
+    """Rows of which the entries count where `mask` [B, T] is True; none are looked at twice."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._shape = mask.shape
+        self._lengths = mask.sum(dim=1).numpy()
+        self._offsets = _offsets(self._lengths)
+        self._flat = np.flatnonzero(mask.numpy())  # places in the flattened rows
+
+    def values(self, column: Tensor) -> np.ndarray:
+        """The entries of a column [B, T], or [B, 1] for all tokens alike, one row after the
+        other; ids as int32."""
+        if column.shape != self._shape:
+            values = np.repeat(column.reshape(-1).numpy(), self._lengths)
+        else:
+            values = column.reshape(-1).numpy().take(self._flat)
+        return values.astype(np.int32) if values.dtype == np.int64 else values
+
+    def rows(self, column: Tensor) -> list[list[int]]:
+        """The entries of each row."""
+        values, ends = self.values(column).tolist(), self._offsets.to_pylist()
+        return [values[i:j] for i, j in zip(ends, ends[1:], strict=False)]
+
+    def lists(self, column: Tensor) -> pa.ListArray:
+        """The entries, a list for each row."""
+        return pa.ListArray.from_arrays(self._offsets, pa.array(self.values(column)))
+
+    def spans(self, versions: Tensor) -> pa.ListArray:
+        """Of each row the runs {version, start, end} of tokens that the same weights sampled,
+        counted from the completion's first token; what nobody sampled lies between them."""
+        flat = self.values(versions)
+        firsts = self._offsets.to_numpy()[:-1]
+        begins = np.ones(len(flat) + 1, dtype=bool)
+        begins[1:-1] = flat[1:] != flat[:-1]
+        begins[firsts] = True
+        bounds = np.flatnonzero(begins)
+        start, end = bounds[:-1], bounds[1:]
+        kept = flat[start] != NO_VERSION
+        start, end = start[kept], end[kept]
+        rows = np.searchsorted(firsts, start, side="right") - 1
+        spans = pa.StructArray.from_arrays(
+            [
+                pa.array(flat[start]),
+                pa.array((start - firsts[rows]).astype(np.int32)),
+                pa.array((end - firsts[rows]).astype(np.int32)),
+            ],
+            names=["version", "start", "end"],
+        )
+        return pa.ListArray.from_arrays(_offsets(np.bincount(rows, minlength=len(firsts))), spans)
+
+
+def _offsets(lengths: np.ndarray) -> pa.Array:
+    return pa.array(np.concatenate([[0], lengths.cumsum()]), pa.int32())
+
+
+def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.Array:
+    """Of each row the numbers by name, as JSON; those left out that nobody reported (NaN) or that
+    JSON cannot hold (infinite)."""
+    rows: list[dict[str, float]] = [{} for _ in range(num_rows)]
+    for name in sorted(found):
+        # The shortest decimal of a float32: 0.1, not 0.10000000149.
+        for row, number in zip(rows, found[name].float().numpy(), strict=True):
+            if np.isfinite(number):
+                row[name] = float(str(number))
+    return pa.array(map(json.dumps, rows), pa.string())
+
+
+def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
+    """Prompt and completion as text, decoded here unless the environment did; of a conversation
+    its messages."""
+    if batch.texts:
+        return {name: pa.array(texts, pa.string()) for name, texts in batch.texts.items()}
+    have = batch.columns
+    if tokenizer is None or columns.COMPLETION_MASK not in have:
+        return {}
+    prompts = _Ragged(have[columns.PROMPT_MASK]).rows(have[columns.PROMPT_IDS])
+    completions = _Ragged(have[columns.COMPLETION_MASK]).rows(have[columns.COMPLETION_IDS])
+    texts = decode_completions(tokenizer, [ids[-1] for ids in prompts], completions)
+    return {
+        "prompt": pa.array(_prompt_texts(tokenizer, prompts), pa.string()),
+        "completion": pa.array(texts, pa.string()),
+    }
+
+
+def _prompt_texts(tokenizer: Any, prompts: list[list[int]]) -> list[str]:
+    """Prompts as text, each decoded once; what a chat template wrote stays, the BOS token that
+    encoding adds does not."""
+    distinct = {tuple(ids): "" for ids in prompts}
+    heads = (tokenizer.bos_token_id,)
+    bare = [ids[1:] if ids[:1] == heads else ids for ids in distinct]
+    decoded = tokenizer.batch_decode(bare, clean_up_tokenization_spaces=False)
+    found = dict(zip(distinct, decoded, strict=True))
+    return [found[tuple(ids)] for ids in prompts]
+
+
+class StoredRollouts:
+    """A `RolloutRecorder` that writes each completion as a row, in the background.
+
+    Args:
+        store: takes the rows.
+        about: what is the same in all of them.
+    """
+
+    def __init__(self, store: RolloutStore, about: AboutRun) -> None:
+        self._store = store
+        self._about = about
+
+    def record(
+        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
+    ) -> None:
+        """Waits where the disk is slower than the run.
+
+        Raises:
+            RolloutStoreError: nothing can be written, and the run is to stop then.
+        """
+        # Rows that wait hold no memory of a GPU, and the caller may add columns meanwhile.
+        groups = groups.to("cpu")
+        ended = datetime.datetime.now(datetime.UTC)
+        make = functools.partial(
+            rows_of, groups, self._about, status=status, reason=reason, ended=ended
+        )
+        self._store.put(iteration, groups.num_rows, make)
+
+    def state(self) -> dict[str, Any]:
+        return self._store.state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._store.set_state(state)
+
+    def metrics(self) -> dict[str, float]:
+        """As the store's."""
+        return self._store.metrics()
+
+    def stop(self) -> None:
+        self._store.stop()
+
+
+Status = Literal["trained", "rejected", "failed", "evaluated"]
+"""Learnt from; refused by a filter, as too old or for its lost members; not to be had from any
+sampler; held-out rows of an evaluation."""
+
+
+class RolloutRecorder(Protocol):
+    """Keeps rollouts. It is called in the driver's process, once for each closed group."""
+
+    def record(
+        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
+    ) -> None:
+        """Takes whole groups that were closed alike.
+
+        Args:
+            groups: their rows, on any device. `columns.GROUP` names each row's group, and
+                `columns.ADVANTAGES` is there where the learner handed it back.
+            status: what became of them.
+            iteration: in which they were closed, from 1.
+            reason: why they were rejected or failed, one word; "" otherwise.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, with all that was recorded written."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken: what was recorded later counts as not recorded."""
+
+    def metrics(self) -> dict[str, float]:
+        """What it has written so far, and what that took."""
+
+    def stop(self) -> None:
+        """Writes what is still to be written, and ends."""
+
+
+class RecordsNothing:
+    """The recorder of a run that keeps no rollouts."""
+
+    def record(
+        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
+    ) -> None:
+        """Does nothing."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def stop(self) -> None:
+        """Does nothing."""
+
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+class SampleLog:
+    """Appends rows {iteration, split, prompt_index, prompt, completion, score, <components>,
+    <metrics>}. The first it writes replaces rows of that iteration and later ones: of a process
+    that went on from the same checkpoint."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / SAMPLES_FILE
+        self._is_new = True
+        self._file = BestEffort(SAMPLES_FILE)
+
+    def write(self, batch: JudgedBatch, *, iteration: int, split: str, limit: int) -> None:
+        """Appends the first `limit` rows of `batch`, if its texts were asked for."""
+        if not batch.texts:
+            return
+        rows = [_row(batch, row, iteration, split) for row in range(min(limit, batch.num_rows))]
+        with self._file.writing():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._is_new:
+                keep_json_rows(self.path, "iteration", iteration)
+                self._is_new = False
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _row(batch: JudgedBatch, row: int, iteration: int, split: str) -> dict[str, Any]:
+    return {
+        "iteration": iteration,
+        "split": split,
+        "prompt_index": int(batch.columns[columns.PROMPT_INDEX][row]),
+        "prompt": batch.texts["prompt"][row],
+        "completion": batch.texts["completion"][row],
+        "score": round(float(batch.columns[columns.SCORES][row]), 6),
+        **{
+            name: round(float(column[row]), 6)
+            for name, column in {**batch.components, **_told(batch, row)}.items()
+            if not column[row].isnan()  # not judged by it, or nobody reported it
+        },
+    }
+
+
+def _told(batch: JudgedBatch, row: int) -> dict[str, Any]:
+    """The metrics by name; what went wrong only where it did."""
+    wrong = (columns.FAILED, columns.PROMPT_TRUNCATED)
+    return {
+        name: column
+        for name, column in batch.metrics.items()
+        if column[row] != 0 or not name.endswith(wrong)
+    }

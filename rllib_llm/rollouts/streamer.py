@@ -1,0 +1,462 @@
+"""The sampler's side of a stream: a thread that leases groups, samples them and hands them in.
+
+    lease ─▶ completions (one thread) ─▶ judges (beside it, MAX_JUDGING at most) ─▶ push
+
+The actor of a sampler stays free for other calls meanwhile: the driver asks it every second to be
+at work, which a sampler that was started again takes as its order to begin.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError
+
+from rllib_llm.rollouts.environment import MAX_JUDGING
+from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.filters import Filters
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
+from rllib_llm.rollouts.judged_groups import judged_group, split
+from rllib_llm.rollouts.ledger_actor import SamplerLedger
+from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.row_stream import RowStream
+from rllib_llm.rollouts.sampler import Generated, Sampler, SamplesAndJudges
+from rllib_llm.rollouts.schedule import ServingSettings
+from rllib_llm.shared.messages import Listener
+from rllib_llm.weights.published import PublishedWeights
+
+WAIT_SECONDS = 2.0  # for work, before it is asked for again
+SECONDS_BETWEEN_RENEWALS = 0.2  # which bring news of weights
+MAX_SECONDS_OF_A_TURN = 600.0
+SECONDS_TO_END = 1.5  # a step of rows; not a batch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """What a sampler is to do: `key` names the stream, `ledger` is the actor."""
+
+    key: str
+    ledger: Any
+    settings: ServingSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Judging:
+    """Groups of a lease that are being judged, or were."""
+
+    lease: Lease
+    request: SampleRequest
+    call: Future[list[JudgedGroup]]
+
+    @property
+    def positions(self) -> range:
+        """Of the groups."""
+        first = self.request.position
+        return range(first, first + self.request.num_prompts)
+
+
+class JudgeThreads:
+    """Judges finished groups while others are sampled.
+
+    Args:
+        judge: scores completions, in any thread.
+        settings: of the stream.
+    """
+
+    def __init__(
+        self, judge: Callable[[Generated], JudgedBatch], settings: ServingSettings
+    ) -> None:
+        self._judge = judge
+        self._min_valid = settings.min_valid
+        self._filters = Filters(settings.filters)
+        self._threads = ThreadPoolExecutor(MAX_JUDGING, thread_name_prefix="judging")
+        self._under_way: list[Judging] = []
+
+    def begin(self, lease: Lease, generated: Generated, *, continues: bool = False) -> None:
+        """Has the groups of a lease, or one of them, judged."""
+        call = self._threads.submit(self._groups, generated, continues)
+        self._under_way.append(Judging(lease, generated.request, call))
+
+    def _groups(self, generated: Generated, continues: bool) -> list[JudgedGroup]:
+        # Groups leave the process: a column goes to the host once for all of them.
+        judged = self._judge(generated).to("cpu")
+        return [
+            judged_group(
+                group, reason=self._filters.reason(group), min_valid=self._min_valid,
+                continues=continues,
+            )
+            for group in split(judged)
+        ]  # fmt: skip
+
+    @property
+    def leases(self) -> set[int]:
+        """Ids of the leases whose groups are being judged."""
+        return {each.lease.id for each in self._under_way}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what comes next would wait for a thread."""
+        return len(self._under_way) >= MAX_JUDGING
+
+    @property
+    def calls(self) -> list[Future[list[JudgedGroup]]]:
+        """What can be waited for."""
+        return [each.call for each in self._under_way]
+
+    def finished(self) -> list[Judging]:
+        """Those that are judged, each once; the future holds what was raised, too."""
+        done = [each for each in self._under_way if each.call.done()]
+        self._under_way = [each for each in self._under_way if each not in done]
+        return done
+
+    def close(self) -> None:
+        """Begins no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Work:
+    """What a sampler's thread does in turns.
+
+    Args:
+        ledger: to lease from.
+        judge: see `JudgeThreads`.
+        settings: of the stream.
+        name: of the sampler.
+    """
+
+    def __init__(
+        self,
+        ledger: SamplerLedger,
+        judge: Callable[[Generated], JudgedBatch],
+        settings: ServingSettings,
+        name: str,
+    ) -> None:
+        self._ledger, self._settings = ledger, settings
+        self.listener = Listener(name)
+        self._judges = JudgeThreads(self._noting(judge), settings)
+        self._asked: Future[list[Lease]] | None = None  # for leases
+        self._told: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
+        self._renewing: Future[Any] | None = None
+        self._renewed = 0.0
+        self._was_judged = True  # something, since the last renewal
+
+    def _noting(
+        self, judge: Callable[[Generated], JudgedBatch]
+    ) -> Callable[[Generated], JudgedBatch]:
+        def judged(generated: Generated) -> JudgedBatch:
+            batch = judge(generated)
+            batch.messages = self.listener.take()
+            return batch
+
+        return judged
+
+    def turn(self) -> None:
+        """One step, and a look at what the ledger answered.
+
+        Raises:
+            RayActorError: the ledger has ended.
+            RayTaskError: a call to it failed.
+        """
+        raise NotImplementedError
+
+    def _sampling(self) -> set[int]:
+        """Ids of the leases that are being sampled."""
+        return set()
+
+    def _holding(self) -> set[int]:
+        told = {lease for lease, _ in self._told}
+        return self._sampling() | self._judges.leases | told
+
+    def _ask(self, num_groups: int) -> None:
+        if self._asked is None and num_groups > 0:
+            self._asked = self._ledger.lease(num_groups, self._holding(), WAIT_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """For leases, or for a judge."""
+        calls: list[Future[Any]] = [*self._judges.calls]
+        if self._asked is not None:
+            calls.append(self._asked)
+        wait(calls, seconds, FIRST_COMPLETED)
+
+    def _hand_in(self) -> None:
+        """Gives the ledger what was judged; a group whose judge raised fails alone."""
+        for each in self._judges.finished():
+            self._was_judged = True
+            error = each.call.exception()
+            if error is None:
+                self._told.append(
+                    (each.lease.id, self._ledger.push(each.lease.id, each.call.result()))
+                )
+            else:
+                self._report(each.lease, error, each.positions)
+        for told in [told for told in self._told if told[1].done()]:
+            self._told.remove(told)
+            told[1].result()  # raises what became of the call
+
+    def _report(self, lease: Lease, error: BaseException, positions: Collection[int]) -> None:
+        """Tells the ledger of an exception that concerns these groups of a lease."""
+        failure = SampleFailure.from_exception(error)
+        self._told.append((lease.id, self._ledger.fail(lease.id, failure, list(positions))))
+
+    def _begin_renewal(self) -> None:
+        """Of what is being sampled, and of what waits for judges as long as they come to an end:
+        one that hangs costs its lease."""
+        now = time.monotonic()
+        if self._renewing is not None or now - self._renewed < SECONDS_BETWEEN_RENEWALS:
+            return
+        leases = self._sampling()
+        if self._was_judged:
+            leases |= self._judges.leases
+        self._renewing, self._renewed, self._was_judged = self._ledger.renew(leases), now, False
+
+    def _fail(self, error: Exception) -> None:
+        """Gives back what is being sampled: what raised was no group's fault."""
+        failure = SampleFailure.from_exception(error)
+        self._ledger.give_back(failure, self._holding() - self._sampling()).result()
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._judges.close()
+
+
+class LeaseWork(Work):
+    """One lease after the other, each sampled as one batch.
+
+    Args:
+        sampler: samples and judges.
+        ledger, settings, name: see `Work`.
+    """
+
+    def __init__(
+        self,
+        ledger: SamplerLedger,
+        sampler: SamplesAndJudges,
+        settings: ServingSettings,
+        name: str,
+    ) -> None:
+        super().__init__(ledger, sampler.judge, settings, name)
+        self._generate = sampler.generate
+
+    def turn(self) -> None:
+        """Waits for a lease, or for a judge, and samples a lease's groups."""
+        if not self._judges.is_full:
+            self._ask(self._settings.groups_per_lease)
+        self._wait(WAIT_SECONDS)
+        self._hand_in()
+        self._begin_renewal()
+        if self._renewing is not None and self._renewing.done():
+            self._renewing.result()
+            self._renewing = None
+        if self._asked is None or not self._asked.done():
+            return
+        leases, self._asked = self._asked.result(), None
+        for lease in leases:
+            self._sample(lease)
+
+    def _sample(self, lease: Lease) -> None:
+        try:
+            generated = self._generate(request_of(lease, self._settings), lease.weights)
+        except Exception as error:  # noqa: BLE001  (the border of the process)
+            self._report(lease, error, lease.positions)
+            return
+        self._judges.begin(lease, generated)
+
+
+def request_of(lease: Lease, settings: ServingSettings) -> SampleRequest:
+    """All groups of a lease as one request: what is computed together is the same for whoever
+    samples it, and so is the round-off."""
+    return SampleRequest(
+        position=lease.position,
+        num_prompts=lease.num_groups,
+        num_completions=settings.num_completions,
+        explore=settings.explore,
+        return_texts=lease.return_texts,
+    )
+
+
+class RowWork(Work):
+    """Takes leases as it has room, samples a token for all rows, has finished groups judged.
+
+    Args:
+        sampler: its environment, policy and weights.
+        judge: see `JudgeThreads`.
+        ledger, settings: see `Work`.
+    """
+
+    def __init__(
+        self,
+        ledger: SamplerLedger,
+        sampler: Sampler,
+        judge: Callable[[Generated], JudgedBatch],
+        settings: ServingSettings,
+    ) -> None:
+        super().__init__(ledger, judge, settings, sampler.name)
+        self._sampler = sampler
+        self._rows = self._begin()
+        self._new: set[int] = set()  # leases that the renewal under way may not know of
+
+    def _begin(self) -> RowStream:
+        settings = self._settings
+        return RowStream(
+            self._sampler, settings.num_completions, in_flight=settings.in_flight,
+            masks_stale_prefix=settings.masks_stale_prefix,
+        )  # fmt: skip
+
+    def _sampling(self) -> set[int]:
+        return self._rows.leases
+
+    def turn(self) -> None:
+        self._take_leases()
+        self._begin_renewal()
+        renewal = None
+        if self._renewing is not None and self._renewing.done():
+            renewal, self._renewing = self._renewing.result(), None
+        # What is raised from here on is the engine's: the ledger's answers were read.
+        try:
+            if self._rows.num_groups:
+                for lease, generated in self._rows.step():
+                    self._judges.begin(lease, generated, continues=True)
+            if renewal is not None:
+                self._renew(*renewal)
+        except Exception as error:  # noqa: BLE001  (the border of the process)
+            self._fail(error)
+        self._hand_in()
+
+    def _take_leases(self) -> None:
+        room = self._settings.max_groups - self._rows.num_groups
+        if len(self._judges.leases) < MAX_JUDGING + self._settings.max_groups:
+            self._ask(room)
+        if not self._rows.num_groups:
+            self._wait(SECONDS_BETWEEN_RENEWALS)
+        if self._asked is None or not self._asked.done():
+            return
+        leases, self._asked = self._asked.result(), None
+        for lease in leases:
+            self._begin_with(lease)
+
+    def _begin_with(self, lease: Lease) -> None:
+        self._new.add(lease.id)
+        try:
+            self._rows.load(lease.weights, lease.order)
+        except Exception as error:  # noqa: BLE001  (the border of the process)
+            self._fail(error)
+            return
+        for raised, positions in self._rows.add(lease):
+            self._report(lease, raised, positions)
+
+    def _renew(self, held: Sequence[int], newest: PublishedWeights | None, order: int) -> None:
+        """Gives up the leases that have ended, and loads the newest weights."""
+        for lease in self._rows.leases - set(held) - self._new:
+            self._rows.drop(lease)
+        self._new.clear()
+        if newest is not None and self._rows.is_news(newest, order):
+            for lease, partial in self._rows.partial().items():
+                self._told.append((lease, self._ledger.keep_partial(lease, partial)))
+            self._rows.load(newest, order)
+
+    def _fail(self, error: Exception) -> None:
+        """All that is in the engine is given back: what it holds is not to be trusted."""
+        super()._fail(error)
+        self._rows.close()
+        self._rows = self._begin()
+
+    def close(self) -> None:
+        super().close()
+        self._rows.close()
+
+
+class Streamer:
+    """Leases, samples and hands in until it is stopped, in a thread of its own.
+
+    Args:
+        runner: the sampler's actor.
+        order: what to do.
+    """
+
+    def __init__(self, runner: Any, order: StreamOrder) -> None:
+        self.key = order.key
+        self.failure: SampleFailure | None = None  # that ended the thread
+        ledger = SamplerLedger(order.ledger, str(runner.worker_index))
+        self._stopped = threading.Event()
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        self._work: Work
+        if order.settings.by_row and runner.sampler.takes_rows:
+            self._work = RowWork(ledger, runner.sampler, runner.judge, order.settings)
+        else:
+            self._work = LeaseWork(ledger, runner, order.settings, str(runner))
+        # A daemon: a process that ends does not wait for a lease.
+        self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive() and not self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Asks for no more leases; waits for the end of what its thread does, if that is near."""
+        self._stopped.set()
+        self._thread.join(SECONDS_TO_END)
+
+    def between_turns(self, call: Callable[[], Result]) -> Result:
+        """What a call gives that is made while nothing is sampled.
+
+        Raises:
+            TimeoutError: no turn came to its end in time.
+        """
+        future: Future[Result] = Future()
+        self._asked.put((call, future))
+        return future.result(MAX_SECONDS_OF_A_TURN)
+
+    def _answer(self) -> None:
+        """Makes the calls that were asked for."""
+        while not self._asked.empty():
+            call, future = self._asked.get()
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
+                future.set_exception(error)
+
+    def _run(self) -> None:
+        try:
+            with self._work.listener:
+                while not self._stopped.is_set():
+                    self._work.turn()
+                    self._answer()
+        except RayActorError:
+            # The ledger has ended, and the run with it; where it has not, the driver, which asks
+            # every second, starts another thread.
+            self._stopped.set()
+        except Exception as error:  # noqa: BLE001  (the border of the thread; the driver is told)
+            self.failure = SampleFailure.from_exception(error)
+            self._stopped.set()
+        finally:
+            self._answer()
+            self._work.close()
+
+
+def be_streaming(runner: Any, order: StreamOrder) -> SampleFailure | None:
+    """Has a sampler be at work for a stream, and not for another; what ended its thread since the
+    last call, if anything did."""
+    streamer, failure = runner.streamer, None
+    if streamer is None or streamer.key != order.key or not streamer.is_at_work:
+        stop_streaming(runner)
+        if streamer is not None and streamer.key == order.key:
+            failure = streamer.failure
+        runner.streamer = Streamer(runner, order)
+    return failure
+
+
+def stop_streaming(runner: Any) -> None:
+    """Has a sampler lease nothing any more."""
+    if runner.streamer is not None:
+        runner.streamer.stop()
+        runner.streamer = None

@@ -1,0 +1,414 @@
+"""Who samples what a ledger gives out, as the driver sees them: the sampler of its own process, or
+actors that it asks, or that lease by themselves while the learner learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure, SamplingError
+from rllib_llm.rollouts.groups import Lease
+from rllib_llm.rollouts.judged_groups import judged_groups
+from rllib_llm.rollouts.ledger_actor import (
+    STOP_SECONDS,
+    LedgerCalls,
+    LocalLedger,
+    RemoteLedger,
+)
+from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.sampler import SamplesAndJudges
+from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.schedule import ServingSettings
+from rllib_llm.rollouts.streamer import (
+    JudgeThreads,
+    StreamOrder,
+    be_streaming,
+    request_of,
+    stop_streaming,
+)
+from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES_PER_SAMPLER = 3  # in a row, without an answer in between
+POLL_SECONDS = 0.2  # for answers, between looks at who died; those of all are seen at once
+SECONDS_BETWEEN_LOOKS = 1.0
+LEAST_STARVED_SECONDS = 0.2  # that the ledger is told of
+SECONDS_GONE = 10.0  # in which the last call of a sampler that left may still be given a lease
+ADVICE = (
+    "Look for the reason in the workers' logs (out of memory is common), and raise "
+    "max_num_env_runner_restarts or sampler_timeout_s."
+)
+
+
+class Workers:
+    """Who samples what a ledger gives out."""
+
+    def work(self) -> None:
+        """Has them at work; called again and again while a batch is waited for.
+
+        Raises:
+            SamplingError: nobody can sample.
+        """
+
+    def replace(self, sampler: str, reason: str) -> None:
+        """Starts a sampler again that gives no answer."""
+
+    def begin_wait(self) -> None:
+        """Notes that a batch is waited for from now on."""
+
+    def forget(self) -> None:
+        """Notes that the ledger has begun anew: what is on its way is wanted no more."""
+
+    def stop(self) -> None:
+        """Ends their work."""
+
+
+class PlainWorker(Workers):
+    """The sampler of this process, asked for one batch after the other.
+
+    Args:
+        sampler: samples and judges.
+        ledger: to lease from.
+        settings: of serving.
+    """
+
+    def __init__(
+        self, sampler: SamplesAndJudges, ledger: LocalLedger, settings: ServingSettings
+    ) -> None:
+        self._sampler, self._ledger, self._settings = sampler, ledger, settings
+
+    def work(self) -> None:
+        """What is raised is not caught."""
+        for lease in self._ledger.call("lease", "0", 1, []):
+            try:
+                batch = self._sampler.serve(request_of(lease, self._settings), lease.weights)
+            except ServerError as error:
+                raise NoServerError(str(error)) from error
+            groups = judged_groups(batch, min_valid=self._settings.min_valid)
+            self._ledger.call("push", lease.id, groups)
+
+
+class LocalWorker(Workers):
+    """The sampler of this process, which works while the driver waits, and judges beside that.
+
+    Args:
+        sampler: samples and judges.
+        ledger: to lease from.
+        settings: of serving.
+        is_eager: whether it works off all there is before the learner goes on: in lockstep, since
+            a module shared with the learner has older weights no more.
+    """
+
+    def __init__(
+        self,
+        sampler: SamplesAndJudges,
+        ledger: LocalLedger,
+        settings: ServingSettings,
+        *,
+        is_eager: bool,
+    ) -> None:
+        self._ledger, self._is_eager = ledger, is_eager
+        self._sampler, self._settings = sampler, settings
+        self._judges = JudgeThreads(sampler.judge, settings)
+
+    def work(self) -> None:
+        while self._serve_one() and self._is_eager:
+            pass
+
+    def _serve_one(self) -> bool:
+        """Whether there was anything to be done."""
+        try:
+            leases: list[Lease] = []
+            if not self._judges.is_full:
+                size, holding = self._settings.groups_per_lease, self._judges.leases
+                leases = self._ledger.call("lease", "0", size, holding)
+            for lease in leases:
+                request = request_of(lease, self._settings)
+                self._judges.begin(lease, self._sampler.generate(request, lease.weights))
+            is_judging = bool(self._judges.calls)
+            if not leases:
+                wait(self._judges.calls, return_when=FIRST_COMPLETED)
+            for each in self._judges.finished():
+                self._ledger.call("push", each.lease.id, each.call.result())
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
+        return bool(leases) or is_judging
+
+    def stop(self) -> None:
+        self._judges.close()
+
+
+class RemoteWorkers(Workers):
+    """Samplers in actors of their own: what becomes of those that die, hang, or have no core.
+
+    Args:
+        pool: of the samplers.
+        ledger: to lease from.
+        starvation: watches processes by their ids. Time in which a sampler was ready to compute and
+            other processes left it no core counts for no limit.
+    """
+
+    def __init__(
+        self,
+        pool: SamplerPool,
+        ledger: LedgerCalls,
+        starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
+    ) -> None:
+        self._pool, self._actors, self._ledger = pool, pool.actors, ledger
+        self._starvation = starvation
+        self._starved: dict[int, StarvedProcesses] = {}  # by worker
+        self._num_losses = 0
+        self._looked = self._someone_seen = time.monotonic()
+
+    def begin_wait(self) -> None:
+        """Nobody looked at samplers while the learner learnt."""
+        self._someone_seen = time.monotonic()
+        self._num_losses = 0
+
+    def replace(self, sampler: str, reason: str) -> None:
+        worker = self._actors.worker_called(int(sampler))
+        if worker is not None:
+            self._pool.replace(worker, reason)
+            self._lose(worker)
+
+    def _lose(self, worker: int) -> None:
+        """What a sampler held that died, or was killed, is given to others."""
+        self._ledger.call("give_back", str(self._actors.number(worker)))
+        self._starved.pop(worker, None)
+        self._num_losses += 1
+        self._pool.faults.requests_retried += 1
+
+    def _allow_for_starvation(self) -> dict[int, float]:
+        """Gives samplers that had no core more time by so much; these seconds by worker."""
+        starved = {}
+        for worker in self._actors.healthy():
+            if worker not in self._starved:
+                self._starved[worker] = self._starvation(self._actors.processes(worker))
+            seconds = self._starved[worker].take()
+            if seconds >= LEAST_STARVED_SECONDS:
+                self._ledger.call("put_off", str(self._actors.number(worker)), seconds)
+                starved[worker] = seconds
+        return starved
+
+    def _require_progress(self, *, is_someone_there: bool) -> None:
+        """Raises what ends the run where all samplers die again and again, or are gone."""
+        pool, now = self._pool, time.monotonic()
+        if is_someone_there:
+            self._someone_seen = now
+        have = f"num_healthy_samplers={len(self._actors.healthy())} must be at least 1"
+        if self._num_losses >= MAX_LOSSES_PER_SAMPLER * pool.num_samplers:
+            raise SamplingError(
+                f"{have}: all died or hung, {self._num_losses} times in a row. {ADVICE}\n"
+                f"{pool.last_words()}"
+            )
+        if now - self._someone_seen > pool.start_limit:
+            raise NoSamplersError(
+                f"{have}: none came back in {pool.start_limit:.0f} s. {ADVICE}\n{pool.last_words()}"
+            )
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A call to a sampler that is under way."""
+
+    lease: Lease
+    sampler: str
+    call: Any  # the reference that becomes the answer
+    sent: float  # monotonic seconds
+    is_wanted: bool = True
+
+
+class AskedWorkers(RemoteWorkers):
+    """Samplers that are dealt one lease each, and answer it by one call.
+
+    A sampler has no state: what one did not answer is given to the next that is idle, and the
+    completions are the same.
+    """
+
+    def __init__(
+        self,
+        pool: SamplerPool,
+        ledger: LocalLedger,
+        settings: ServingSettings,
+        *,
+        starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
+    ) -> None:
+        super().__init__(pool, ledger, starvation)
+        self._settings = settings
+        self._asked: dict[int, _Asked] = {}  # by worker
+        self._nodes: dict[int, str] = {}  # by worker, as its last answer said
+
+    def work(self) -> None:
+        """Waits a moment for answers."""
+        healthy = self._pool.healthy()
+        self._ask(healthy)
+        self._receive()
+        self._take_from_the_dead()
+        if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+            self._looked = time.monotonic()
+            self._allow_for_starvation()
+        self._require_progress(is_someone_there=bool(self._asked or healthy))
+
+    def forget(self) -> None:
+        """Asks a worker whose last answer is no longer wanted only where no other is free."""
+        for asked in self._asked.values():
+            asked.is_wanted = False
+
+    def _ask(self, healthy: list[int]) -> None:
+        idle = [worker for worker in healthy if worker not in self._asked]
+        if not idle and not any(asked.is_wanted for asked in self._asked.values()):
+            idle = healthy
+        dealt: dict[int, Lease] = {}
+        for worker in idle:
+            leases = self._ledger.call("lease", str(self._actors.number(worker)), 1, [])
+            if not leases:
+                break
+            (dealt[worker],) = leases
+        # Where they are on several nodes, these pull the weights in turns.
+        nodes = dict.fromkeys(self._nodes.get(worker, "") for worker in (*self._asked, *dealt))
+        for worker, lease in dealt.items():
+            weights = dataclasses.replace(lease.weights, nodes=tuple(filter(None, nodes)))
+            request = request_of(lease, self._settings)
+            call = self._actors.call(worker, "serve", request, weights)
+            sampler = str(self._actors.number(worker))
+            self._asked[worker] = _Asked(lease, sampler, call, time.monotonic())
+
+    def _receive(self) -> None:
+        if not self._asked:
+            time.sleep(POLL_SECONDS)
+            return
+        workers = {asked.call: worker for worker, asked in self._asked.items()}
+        for call in self._actors.ready(list(workers), POLL_SECONDS):
+            worker = workers[call]
+            try:
+                answer = self._actors.answer(call)
+            except RayTaskError as error:  # it is alive: what it answered cannot be sent, say
+                answer = SampleFailure.from_exception(error)
+            except RayError as error:
+                logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
+                self._actors.mark(worker, healthy=False)
+                continue
+            self._take(worker, self._asked.pop(worker), answer)
+
+    def _take(self, worker: int, asked: _Asked, answer: JudgedBatch | SampleFailure) -> None:
+        if isinstance(answer, SampleFailure):
+            if asked.is_wanted:
+                self._pool.faults.requests_retried += answer.may_pass
+                self._pool.faults.seconds_lost += time.monotonic() - asked.sent
+            self._ledger.call("fail", asked.lease.id, answer)
+            return
+        self._nodes[worker] = answer.node
+        self._num_losses = 0
+        groups = judged_groups(answer, min_valid=self._settings.min_valid)
+        self._ledger.call("push", asked.lease.id, groups)
+
+    def _take_from_the_dead(self) -> None:
+        healthy = set(self._actors.healthy())
+        for worker in [worker for worker in self._asked if worker not in healthy]:
+            if worker in self._actors.workers:
+                self._lose(worker)
+            else:  # it has left
+                self._ledger.call("give_back", self._asked.pop(worker).sampler)
+
+    def _lose(self, worker: int) -> None:
+        asked = self._asked.pop(worker, None)
+        if asked is not None and asked.is_wanted:
+            super()._lose(worker)
+            self._pool.faults.seconds_lost += time.monotonic() - asked.sent
+
+
+class LeasingWorkers(RemoteWorkers):
+    """Samplers that lease by themselves, whatever the driver does.
+
+    Each is asked every second to be at work. One that died is asked whether it is back, see
+    `SamplerPool`. What one holds that left for good (`SamplerPool.scale`) is given to others.
+
+    Args:
+        pool, ledger, starvation: see `RemoteWorkers`.
+        settings: of serving.
+        answer_seconds: after which a sampler that does not say that it is at work counts as hung.
+    """
+
+    def __init__(
+        self,
+        pool: SamplerPool,
+        ledger: RemoteLedger,
+        settings: ServingSettings,
+        *,
+        answer_seconds: float = LEAST_SECONDS,
+        starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
+    ) -> None:
+        super().__init__(pool, ledger, starvation)
+        self._numbers: dict[int, int] = {}  # of the workers that there were at the last look
+        self._gone: dict[int, float] = {}  # numbers of those that left, and when
+        self._answer_seconds = answer_seconds
+        self._order = StreamOrder(uuid.uuid4().hex, ledger.actor, settings)
+        self._asked: dict[int, tuple[Any, float]] = {}  # calls and their times, by worker
+        self._look()
+
+    def work(self) -> None:
+        if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+            self._require_progress(is_someone_there=bool(self._look()))
+
+    def _look(self) -> list[int]:
+        """Those that can be asked, after a look at what all answered."""
+        self._looked = time.monotonic()
+        self._give_back_of_gone()
+        for worker, seconds in self._allow_for_starvation().items():
+            if worker in self._asked:
+                call, asked = self._asked[worker]
+                self._asked[worker] = (call, asked + seconds)
+        answered = set(self._actors.ready([call for call, _ in self._asked.values()], 0.0))
+        for worker, (call, asked) in list(self._asked.items()):
+            if call not in answered:
+                if self._looked - asked > self._answer_seconds:
+                    self.replace(str(worker), f"it was silent for {self._looked - asked:.0f} s")
+                continue
+            del self._asked[worker]
+            try:
+                if (failure := self._actors.answer(call)) is not None:
+                    name = str(self._actors.number(worker))
+                    self._ledger.call("give_back", name, failure)
+            except RayError as error:
+                logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
+                self._actors.mark(worker, healthy=False)
+                self._lose(worker)
+        healthy = self._pool.healthy()
+        for worker in healthy:
+            if worker not in self._asked:
+                call = self._actors.call(worker, "apply", be_streaming, self._order)
+                self._asked[worker] = (call, self._looked)
+        return healthy
+
+    def _give_back_of_gone(self) -> None:
+        """Has the leases of samplers that left wait again."""
+        numbers = {worker: self._actors.number(worker) for worker in self._actors.workers}
+        for worker in self._numbers.keys() - numbers.keys():
+            self._gone[self._numbers[worker]] = self._looked
+            self._asked.pop(worker, None)
+            self._starved.pop(worker, None)
+        self._numbers = numbers
+        for number, since in list(self._gone.items()):
+            # One that was added since has its number, and frees what it does not know itself.
+            if number in numbers.values() or self._looked - since > SECONDS_GONE:
+                del self._gone[number]
+            else:
+                self._ledger.call("give_back", str(number))
+
+    def _lose(self, worker: int) -> None:
+        self._asked.pop(worker, None)
+        super()._lose(worker)
+
+    def stop(self) -> None:
+        calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
+        self._actors.ready(calls, STOP_SECONDS)

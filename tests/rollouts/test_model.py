@@ -1,0 +1,120 @@
+"""The ledger, its samplers' turns and its driver against what may never be otherwise.
+
+Whatever dies, hangs, comes late or is restored: every group is trained once, or closed with a
+reason; tokens generated = trained + rejected + carried (asserted at every event); no token, by its
+stamp, is older than the rules allow; a batch comes within so many events; what lockstep trains is a
+function of the rules alone.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rllib_llm.rollouts import source, streamer
+from rllib_llm.rollouts.schedule import StreamRules
+from tests.rollouts.world import LIMIT, World
+
+
+@st.composite
+def any_rules(draw, schedules=("lockstep", "free")):
+    schedule = draw(st.sampled_from(schedules))
+    is_free = schedule == "free"
+    return StreamRules(
+        num_groups=draw(st.sampled_from([1, 2, 4, 6])),
+        max_staleness=draw(st.integers(0, 3)),
+        schedule=schedule,
+        window=draw(st.sampled_from([1, 1, 4])) if is_free else 1,
+        num_extra=draw(st.sampled_from([0, 0, 2])),
+        groups_per_lease=draw(st.integers(1, 3)),
+        timeout_s=LIMIT,
+    )
+
+
+# A seed: a schedule has more events than Hypothesis would draw one by one.
+RANDOM = st.randoms(use_true_random=True)
+IN_FLIGHT = st.sampled_from(["finish", "finish", "keep", "recompute"])
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Nobody waits for time that passes outside of the world."""
+    monkeypatch.setattr(streamer, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(streamer, "SECONDS_BETWEEN_RENEWALS", 0.0)
+    monkeypatch.setattr(source, "SECONDS_BETWEEN_REPORTS", 0.0)
+
+
+
+def holds(random, rules, in_flight, others):
+    world = World(random, rules, in_flight=in_flight, troubles=6).begin()
+    for other in (None, rules, *others):
+        if other is not None:
+            world = world.restored(other)
+        for _ in range(3):
+            world.update(random.choice([1, 1, 1, 2]))
+    world.check()
+
+
+BATCHES = st.lists(st.integers(1, 2), min_size=5, max_size=5)  # of each update
+OPTIONS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=15, derandomize=True, **OPTIONS)
+@given(RANDOM, any_rules(), IN_FLIGHT, st.lists(any_rules(), max_size=1))
+def test_nothing_is_lost_doubled_too_old_or_stuck(random, rules, in_flight, others):
+    holds(random, rules, in_flight, others)
+
+
+@pytest.mark.slow  # two thousand schedules
+@settings(max_examples=2000, derandomize=True, **OPTIONS)
+@given(RANDOM, any_rules(), IN_FLIGHT, st.lists(any_rules(), max_size=2))
+def test_nothing_is_lost_doubled_too_old_or_stuck_in_many_schedules(
+    random, rules, in_flight, others
+):
+    holds(random, rules, in_flight, others)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("staleness", [2, 3])
+def test_saving_while_a_batch_is_handed_out_changes_nothing(seed, staleness):
+    """It asked for another batch of the update, whose groups older weights sampled then."""
+    rules = StreamRules(num_groups=2, max_staleness=staleness, timeout_s=LIMIT)
+    trained = []
+    for is_saved in (False, True):
+        world = World(Random(seed), rules).begin()
+        for _ in range(6):
+            world.update(before_publication=world.source.state if is_saved else None)
+        world.check()
+        trained.append(world.fates.batches)
+    assert trained[0] == trained[1]
+
+
+@settings(max_examples=15, derandomize=True, **OPTIONS)
+@given(RANDOM, RANDOM, any_rules(["lockstep"]), BATCHES)
+def test_what_lockstep_trains_follows_from_the_rules_alone(one, other, rules, batches):
+    """Whatever happened on the way, with any number of samplers, and restored midway."""
+    trained = []
+    for random, num_samplers in ((one, 1), (other, 3)):
+        world = World(random, rules, num_samplers=num_samplers).begin()
+        for i, number in enumerate(batches):
+            if num_samplers == 3 and i == 2:
+                world = world.restored(rules)
+            world.update(number)
+        trained.append(world.fates.batches)
+    assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_other_rules_are_sampled_after_a_second_restore(seed):
+    """The turns that the first restore gave them are still to come."""
+    rules = StreamRules(num_groups=1, max_staleness=0, timeout_s=LIMIT)
+    world = World(Random(seed), StreamRules(num_groups=4, max_staleness=1, timeout_s=LIMIT)).begin()
+    for _ in range(3):
+        world = world.restored(rules)
+        world.update()
+    for _ in range(6):
+        world.update()
+    world.check()

@@ -1,0 +1,145 @@
+"""Samplers that leave a stream and come to it: what they hold, and what they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.rollouts import workers as module
+from rllib_llm.rollouts.errors import Faults
+from rllib_llm.rollouts.sampler_pool import SamplerPool
+from rllib_llm.rollouts.schedule import ServingSettings
+from rllib_llm.rollouts.workers import SECONDS_GONE, LeasingWorkers
+
+
+class Actors:
+    """`SamplerActors` that answer at once; one that left cannot be asked."""
+
+    def __init__(self, numbers):
+        self.numbers = dict(numbers)
+        self.killed = []
+
+    @property
+    def workers(self):
+        return list(self.numbers)
+
+    def healthy(self):
+        return self.workers
+
+    def number(self, worker):
+        return self.numbers[worker]
+
+    def worker_called(self, number):
+        return next((w for w, known in self.numbers.items() if known == number), None)
+
+    def call(self, worker, method, *args):
+        assert worker in self.numbers
+        return worker
+
+    def ready(self, calls, timeout_s):
+        return calls
+
+    def answer(self, call, timeout_s=None):
+        assert call in self.numbers, "nobody asks one that has left"
+
+    def mark(self, worker, *, healthy):
+        assert worker in self.numbers
+
+    def kill(self, worker):
+        self.killed.append(worker)
+
+    def processes(self, worker):
+        return [100 + worker]
+
+
+class Ledger:
+    """Notes what is called."""
+
+    actor = None
+
+    def __init__(self):
+        self.called = []
+
+    def call(self, name, *args):
+        self.called.append((name, *args))
+
+
+class Starvation:
+    """Seconds that processes have waited for a core since the last look, as a test says."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    def __call__(self, pids):
+        return Watched(self.seconds, tuple(pids))
+
+
+class Watched:
+    def __init__(self, seconds, pids):
+        self.seconds, self.pids = seconds, pids
+
+    def take(self):
+        return self.seconds.pop(self.pids[0], 0.0)
+
+
+@pytest.fixture
+def starvation():
+    return Starvation()
+
+
+@pytest.fixture
+def world(monkeypatch, starvation):
+    """(workers of two samplers, their actors, the ledger, the clock)"""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    actors, ledger = Actors({1: 1, 2: 2}), Ledger()
+    workers = LeasingWorkers(
+        SamplerPool(actors, Faults()), ledger, ServingSettings(1), starvation=starvation
+    )
+    return workers, actors, ledger, now
+
+
+def look(workers, now, seconds=1.0):
+    now[0] += seconds
+    workers.work()
+
+
+def test_a_sampler_that_had_no_core_is_given_more_time(world, starvation):
+    """By the ledger, and before it counts as silent itself: no answer in 120 s of which it could
+    work in 60 is none that is hung."""
+    workers, actors, ledger, now = world
+    actors.ready = lambda calls, timeout_s: [call for call in calls if call != 2]
+    look(workers, now)
+    starvation.seconds[102] = 60.0
+    look(workers, now, 130.0)
+    assert ledger.called == [("put_off", "2", 60.0)] and actors.killed == []
+    look(workers, now, 60.0)
+    assert actors.killed == [2]
+
+
+def test_what_a_sampler_held_that_left_waits_again(world):
+    workers, actors, ledger, now = world
+    look(workers, now)
+    assert ledger.called == []
+    del actors.numbers[2]
+    look(workers, now)
+    look(workers, now)
+    # As of a sampler that holds nothing. Its last call may come late, so it is said again.
+    assert ledger.called == [("give_back", "2")] * 2
+    look(workers, now, SECONDS_GONE + 1)
+    ledger.called.clear()
+    look(workers, now)
+    assert ledger.called == []
+
+
+def test_one_that_comes_takes_the_number_of_one_that_left(world):
+    workers, actors, ledger, now = world
+    del actors.numbers[2]
+    look(workers, now)
+    actors.numbers[3] = 2  # RLlib gives no worker twice
+    ledger.called.clear()
+    look(workers, now)
+    assert ledger.called == []  # it frees what it does not know itself
+    workers.replace("2", "silent")
+    assert actors.killed == [3] and ledger.called == [("give_back", "2")]  # at once
+    workers.replace("7", "silent")  # of one that has left: nobody is killed
+    assert actors.killed == [3]

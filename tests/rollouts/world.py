@@ -1,0 +1,416 @@
+"""A run on a clock of its own: the real ledger, source, and samplers' turns; scripted engines,
+judges, deaths, hangs and delays, in an order that a random generator decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+from rllib_llm.engines.completions import Tokens as Sampled
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Ended
+from rllib_llm.rollouts.journal import JournaledLedger
+from rllib_llm.rollouts.ledger_actor import looked
+from rllib_llm.rollouts.policy import ModulePolicy
+from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.sampler import Generated
+from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
+from rllib_llm.rollouts.source import Rollouts
+from rllib_llm.rollouts.streamer import LeaseWork, RowWork
+from rllib_llm.shared import columns
+from rllib_llm.weights.published import PublishedWeights
+from tests.rollouts.simulated import Clock
+
+N = 2  # completions of a prompt
+PARAMS = SamplingParams(pad_token_id=0, max_new_tokens=8)
+MOST_EVENTS = 3000  # for a batch
+LIMIT = 10.0  # seconds of a lease
+
+
+def length(position: int, i: int) -> int:
+    """Tokens of a completion."""
+    return 1 + (position * 5 + i * 3) % 7
+
+
+def fate(position: int) -> str:
+    """What becomes of a prompt's group, whoever samples it."""
+    return {3: "unjudged", 5: "dull"}.get(position % 11, "trained")
+
+
+def is_not_dull(group):
+    return fate(group.position) != "dull", "dull"
+
+
+class ScriptedEngine:
+    """An engine that samples a token a row and step, stamped with its version."""
+
+    def __init__(self, load_weights):
+        self._load_weights, self.version, self.rows = load_weights, None, {}
+
+    @property
+    def num_running(self):
+        return len(self.rows)
+
+    num_sampling = num_running
+
+    def add(self, rows):
+        assert self.version is not None
+        for row in rows:
+            assert row.id not in self.rows
+            self.rows[row.id] = (row, [])
+
+    def step(self):
+        done = []
+        for row_id, (row, versions) in self.rows.items():
+            versions.append(self.version)
+            if row.num_sampled + len(versions) == length(*row_id):
+                done.append(row_id)
+        return [self._ended(i, "stop") for i in done]
+
+    def _ended(self, row_id, finish):
+        tokens = self._tokens(row_id)
+        del self.rows[row_id]
+        return Ended(row_id, tokens.token_ids, tokens.logprobs, tokens.versions, finish)
+
+    def _tokens(self, row_id):
+        row, versions = self.rows[row_id]
+        ids = [row.num_sampled + k for k in range(len(versions))]
+        return Sampled(ids, [0.0] * len(ids), list(versions), [])
+
+    def abort(self, ids):
+        return [self._ended(i, "aborted") for i in ids if i in self.rows]
+
+    def sampled(self, ids, starts):
+        return [self._tokens(i) for i in ids]
+
+    def holds(self, row_id):
+        return row_id in self.rows
+
+    def load(self, weights, version, in_flight="finish"):
+        assert in_flight != "finish" or not self.rows
+        self._load_weights(weights)
+        self.version = version
+
+    def close(self):
+        self.rows.clear()
+
+
+class ScriptedPolicy(ModulePolicy):
+    """A policy with an engine of its own."""
+
+    pad_token_id = 0
+
+    def __init__(self):
+        """Without a module."""
+
+    def open_engine(self, version, *, load_weights=None):
+        return ScriptedEngine(load_weights)
+
+    def load(self, weights):
+        """Nothing to be done."""
+
+
+class Receiver:
+    """Notes which weights are in use."""
+
+    version = 0
+
+    def ensure(self, published, load):
+        self.version = published.version
+
+    def metrics(self):
+        return {}
+
+
+class ScriptedSampler:
+    """A sampler whose environment and policy are scripted; it samples rows, and batches."""
+
+    seed, name, takes_rows = 0, "sampler", True
+
+    def __init__(self, world):
+        self._world = world
+        self.policy, self.twin = ScriptedPolicy(), ScriptedPolicy()
+        self.weights, self.environment = Receiver(), self
+
+    def params(self, explore):
+        return PARAMS
+
+    def prompts(self, request):
+        rows = [p for p in range(request.position, request.position + request.num_prompts)
+                for _ in range(N)]  # fmt: skip
+        ones = torch.ones(len(rows), 1, dtype=torch.int64)
+        return {
+            columns.PROMPT_IDS: ones,
+            columns.PROMPT_MASK: ones.bool(),
+            columns.ROW_ID: torch.arange(len(rows)) + request.position * N,
+            columns.GROUP: torch.tensor(rows),
+        }
+
+    def generate(self, request, published):
+        prompts = self.prompts(request)
+        lengths = [length(p, k % N) for k, p in enumerate(prompts[columns.GROUP].tolist())]
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+        made = {
+            columns.COMPLETION_IDS: mask.long(),
+            columns.COMPLETION_MASK: mask,
+            columns.SAMPLER_LOGPROBS: mask.float(),
+            columns.FINISHED: torch.ones(len(lengths), dtype=torch.bool),
+            columns.WEIGHTS_VERSION: mask.int() * (published.version + 1) - 1,
+        }
+        return Generated(request, published.version, prompts, made)
+
+    def judge(self, generated: Generated) -> JudgedBatch:
+        groups = generated.prompts[columns.GROUP]
+        self._world.judge(groups[0].item())
+        valid = torch.tensor([self._world.fate(p) != "unjudged" for p in groups.tolist()])
+        scores = {columns.SCORES: valid.float(), columns.VALID: valid}
+        made = {**generated.prompts, **generated.completions, **scores}
+        return JudgedBatch(made, valid.float(), cause="scripted")
+
+
+class LateCalls:
+    """An executor whose calls end when the world says so."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def submit(self, function, *args):
+        call = Future()
+        self.waiting.append((call, function, args))
+        return call
+
+    def end(self, i):
+        call, function, args = self.waiting.pop(i)
+        try:
+            call.set_result(function(*args))
+        except OSError as error:
+            call.set_exception(error)
+
+    def shutdown(self, **_):
+        self.waiting.clear()
+
+
+class SamplerEnd:
+    """`SamplerLedger` whose calls come to the ledger at once, or when the world says so."""
+
+    def __init__(self, world, name):
+        self._world, self._name = world, name
+        self.late = LateCalls()
+
+    def lease(self, num_groups, holding, wait_s):
+        return self.late.submit(self._call, "lease", self._name, num_groups, list(holding))
+
+    def push(self, lease, groups):
+        return self.late.submit(self._call, "push", lease, list(groups))
+
+    def keep_partial(self, lease, partial):
+        return self.late.submit(self._call, "keep_partial", lease, partial)
+
+    def renew(self, holding):
+        return self.late.submit(self._call, "renew", self._name, list(holding))
+
+    def fail(self, lease, failure, positions=None):
+        return self.late.submit(self._call, "fail", lease, failure, positions)
+
+    def give_back(self, failure, holding=()):
+        done = Future()
+        done.set_result(self._call("give_back", self._name, failure, list(holding)))
+        return done
+
+    def _call(self, name, *args):
+        return self._world.ledger.journaled.call(name, *args)
+
+
+class SimulatedLedger:
+    """`LedgerCalls` on the world's clock; while the driver waits, things happen."""
+
+    def __init__(self, rules, clock):
+        self.journaled = JournaledLedger(rules, None, keeps_rejected=True, clock=clock)
+
+    def call(self, name, *args):
+        return self.journaled.call(name, *args)
+
+    def take(self, step, num_seen, nth, wait_s):
+        return self.journaled.call("take", step, num_seen, nth)
+
+    def state(self):
+        return self.journaled.ledger.state()
+
+    def look(self):
+        return looked(self.journaled)
+
+    def close(self):
+        """Nothing to be done."""
+
+    stop = close
+
+
+@dataclass
+class Fates:
+    """What became of every position, over all restores."""
+
+    trained: Counter = field(default_factory=Counter)
+    closed: dict = field(default_factory=dict)
+    batches: list = field(default_factory=list)  # (positions, versions as stamped)
+
+    def record(self, groups, status, *, iteration, reason=""):
+        for position in groups.columns[columns.GROUP].unique().tolist():
+            assert position not in self.closed, f"group {position} is closed twice"
+            self.closed[position] = (status, reason)
+
+
+class World:
+    """A run that goes on as `random` says.
+
+    Args:
+        random: decides what happens next.
+        rules: of the ledger.
+        in_flight: of rows, in `free`.
+        troubles: of judges and engines that pass, at most.
+    """
+
+    def __init__(self, random: Random, rules: StreamRules, *, in_flight="finish", troubles=0,
+                 fates=None, num_samplers=2):  # fmt: skip
+        self.random, self.rules, self.clock, self.fate = random, rules, Clock(), fate
+        self.fates = fates or Fates()
+        self.troubles, self.in_flight = troubles, in_flight
+        self.failed_judging: Counter = Counter()
+        self.ledger = SimulatedLedger(rules, self.clock)
+        self.source = Rollouts(
+            self.ledger, self, rules, recorder=self.fates, publish_again=None,
+            tell=lambda num_groups: None,
+        )  # fmt: skip
+        self.ends = {}
+        self.works = {str(k): self._start(str(k)) for k in range(num_samplers)}
+        self.hung: set[str] = set()
+        self.version = 0
+        self.num_events = 0
+
+    def _start(self, name):
+        settings = ServingSettings(
+            N, self.rules.groups_per_lease, 1, (f"{__name__}.is_not_dull",), max_groups=3,
+            in_flight=self.in_flight,
+        )  # fmt: skip
+        end, sampler = SamplerEnd(self, name), ScriptedSampler(self)
+        if self.rules.schedule == "free":
+            work = RowWork(end, sampler, sampler.judge, settings)
+        else:
+            work = LeaseWork(end, sampler, settings, name)
+        work._judges._threads = LateCalls()
+        self.ends[name] = end
+        return work
+
+    def judge(self, position):
+        """May raise what passes by itself, twice for a prompt at most."""
+        if self.troubles and self.failed_judging[position] < 2 and self.random.random() < 0.2:
+            self.troubles -= 1
+            self.failed_judging[position] += 1
+            raise OSError("no network")
+
+    # --- workers, as the source sees them --------------------------------------------------
+
+    def work(self):
+        self.num_events += 1
+        assert self.num_events < MOST_EVENTS, f"it hangs: {self.ledger.look()['waits_for']}"
+        name = self.random.choice(list(self.works))
+        happens = self.random.random()
+        if happens < 0.02:
+            self._die(name)
+        elif happens < 0.04:
+            self.hung.add(name)
+        elif happens < 0.1:
+            self.clock.now += self.random.choice([0.1, 1.0, LIMIT * 1.5])
+        elif name not in self.hung:
+            self._turn(name)
+        elif happens > 0.95:
+            self.clock.now += LIMIT
+        self.require_account()
+
+    def _turn(self, name):
+        calls = self.ends[name].late
+        judges = self.works[name]._judges._threads
+        for late in (calls, judges):
+            while late.waiting and self.random.random() < 0.7:
+                # A sampler's calls are made in their order; judges end in any.
+                late.end(0 if late is calls else self.random.randrange(len(late.waiting)))
+        self.works[name].turn()
+
+    def _die(self, name):
+        """And the driver hears of it."""
+        self.ledger.call("give_back", name)
+        self.hung.discard(name)
+        self.works[name] = self._start(name)
+
+    def replace(self, sampler, reason):
+        self._die(sampler)
+
+    def begin_wait(self):
+        self.num_events = 0
+
+    def forget(self):
+        """Nothing to be done."""
+
+    def stop(self):
+        """Nothing to be done."""
+
+    # --- the loop --------------------------------------------------------------------------
+
+    def begin(self):
+        self.source.publish(PublishedWeights(self.version))
+        return self
+
+    def update(self, num_batches=1, before_publication=None):
+        """Takes batches, learns from them, publishes."""
+        for _ in range(num_batches):
+            held = self.source.next().columns
+            positions = held[columns.GROUP].unique_consecutive().tolist()
+            versions = held[columns.WEIGHTS_VERSION]
+            stamped = versions[held[columns.COMPLETION_MASK]]
+            age = self.version - int(stamped.min())
+            assert 0 <= age <= self.rules.largest_age, f"{age=} of {positions}"
+            self.fates.trained.update(positions)
+            oldest = [int(row[row >= 0].min()) for row in versions[::N]]
+            self.fates.batches.append((positions, oldest))
+        if before_publication is not None:
+            before_publication()
+        for _ in range(self.random.randint(0, 30)):  # samplers work while the learner learns
+            self.work()
+        self.version += 1
+        self.source.publish(PublishedWeights(self.version))
+        self.num_events = 0
+
+    def require_account(self):
+        """Asserts that every token is accounted for. Not by `source.metrics`, of which this is the
+        least part: it is asked at every event."""
+        ledger = self.ledger.journaled.ledger
+        ledger.account.check(ledger.table.num_tokens)
+
+    def restored(self, rules) -> World:
+        """Another run that goes on where this one is, under these rules."""
+        state = self.source.state()
+        for work in self.works.values():
+            work.close()
+        other = World(
+            self.random, rules, in_flight=self.in_flight, troubles=self.troubles,
+            fates=self.fates, num_samplers=len(self.works),
+        )  # fmt: skip
+        other.version = self.version
+        other.source.set_state(state | {"weights_version": self.version})
+        return other.begin()
+
+    def check(self):
+        """Every group before the first open one was trained once, or closed with its reason."""
+        self.source._take(0.0)  # the driver hears of the last ones
+        fates = self.fates
+        assert set(fates.trained.values()) <= {1}, "a group was trained twice"
+        assert not fates.trained.keys() & fates.closed.keys()
+        for position in range(self.ledger.look()["position"]):
+            if position not in fates.trained:
+                assert position in fates.closed, f"nobody knows what became of group {position}"
+            expected = {"trained": None, "dull": "dull", "unjudged": "unjudged"}[fate(position)]
+            reason = fates.closed.get(position, ("", None))[1]
+            assert reason == expected or reason == "stale"
