@@ -10,6 +10,7 @@ the reason why they are not shown.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -107,10 +108,12 @@ def section(name: str, file: Path, run: Path) -> str:
     marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
     draw(results, marks, PICTURES / f"{name}.png")
     at_end = {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
-    reached = ", ".join(
-        f"`{mark}` {at_end[mark]:.2f} ({least} wanted{', missed' if at_end[mark] < least else ''})"
+    wanted = {
+        mark: "" if math.isnan(least) else
+        f" ({least} wanted{', missed' if at_end[mark] < least else ''})"
         for mark, least in marks.items()
-    )
+    }  # fmt: skip
+    reached = ", ".join(f"`{mark}` {at_end[mark]:.2f}{wanted[mark]}" for mark in marks)
     parts = [
         f"## {name}",
         description(file),
