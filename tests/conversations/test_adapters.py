@@ -236,6 +236,23 @@ def test_pictures_are_refused(make):
         roll(make(environment_factory=Pictures), "x")
 
 
+class Camera(Sneaky):
+    def limit(self, number: int) -> list:
+        """
+        Takes a picture.
+
+        Args:
+            number: Of the camera.
+        """
+        return [{"type": "image", "image": b""}]
+
+
+def test_a_tool_that_returns_a_picture_is_not_the_policy_s_mistake(make):
+    env = make(environment_factory=Camera, reward_functions=lambda completions, **_: [1.0] * 4)
+    with pytest.raises(UnjudgedError, match="tool 'limit' must give a text .*reads no images"):
+        roll(env, calls(1, tool="limit"), "Done.")
+
+
 def test_an_environment_without_reset_is_refused(make):
     with pytest.raises(EnvConfigError, match=r"must make objects with reset\(\*\*row\)"):
         make(environment_factory=dict)

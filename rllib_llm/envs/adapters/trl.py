@@ -22,6 +22,7 @@ from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools.toolbox import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.elsewhere import Away
 
 _NO_TOOLS = ("reset", "get_reward")
 _ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own
@@ -133,7 +134,12 @@ class _TRLTool(FunctionTool):
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         result = await super().run(arguments)
-        return _text_of(result, f"tool {self.name!r}") if isinstance(result, list) else str(result)
+        if not isinstance(result, list):
+            return str(result)
+        try:
+            return _text_of(result, f"tool {self.name!r}")
+        except TypeError as error:  # nothing that the policy did
+            raise Away(str(error)) from error
 
 
 def _as_trl(tool: Any) -> Any:
