@@ -1,8 +1,8 @@
 """From a dictionary, as YAML holds it, to a validated `AlgorithmConfig`.
 
 RLlib's `AlgorithmConfig.update_from_dict` takes any key in silence and drops values equal to -1,
-its mark for "deprecated". Here both are errors, before Ray starts. So are RLlib's own names that are
-retired; those that YAML writes otherwise are translated.
+its mark for "deprecated". Here both are errors, before Ray starts. So are RLlib's own names that
+are retired; those that YAML writes otherwise are translated.
 """
 
 from __future__ import annotations

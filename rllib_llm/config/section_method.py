@@ -1,5 +1,5 @@
-"""The methods of a config, made from the table: `.training(...)`, `.sampling(...)`, ...; and the table
-as plain data, for the command line and documentation."""
+"""The methods of a config, made from the table: `.training(...)`, `.sampling(...)`, ...; and the
+table as plain data, for the command line and documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How completions are sampled, by RL and by `rllib generate`'s algorithm, and what is kept of them."""
+"""How completions are sampled, by RL and by `rllib generate`'s algorithm, and what is kept."""
 
 from __future__ import annotations
 
