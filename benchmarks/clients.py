@@ -151,14 +151,16 @@ def check_openai(url: str, check: Callable) -> None:
 
     @check("responses: text, stream, tools, parse")
     def _() -> None:
-        short: dict[str, Any] = {"model": NAME, "input": "1 + 1?", "max_output_tokens": 200}
+        short: dict[str, Any] = {"model": NAME, "input": "1 + 1?", "max_output_tokens": 200,
+                                 "extra_body": {"seed": 1}}  # fmt: skip
         assert answers.create(**short).output_text
         with answers.stream(**short, text_format=pydantic_schema()) as stream:
             assert [event.type for event in stream][-1] == "response.completed"
             ours(stream.get_final_response().output_parsed)
         *_, last = answers.create(**short, stream=True)
         assert last.type in ("response.completed", "response.incomplete")
-        made = answers.create(**short, tools=[responses_tool], tool_choice="required")
+        forced = {"tool_choice": "required", "parallel_tool_calls": False}
+        made = answers.create(**short, tools=[responses_tool], **forced)
         ours(made.output[0].arguments)
         ours(answers.parse(**short, text_format=pydantic_schema()).output_parsed)
 

@@ -31,6 +31,8 @@ NOT_SHOWN = {
     "verifiers_grpo": "needs verifiers in an environment of its own",
     "shared_arithmetic": "the first stage of the arithmetic examples",
     "shared_reviews": "the first stages of the searches",
+    "reviews_asha": "eight trials, more than ten minutes",
+    "reviews_pbt": "four trials, about ten minutes",
 }
 HEAD = """# Gallery
 
@@ -104,8 +106,10 @@ def section(name: str, file: Path, run: Path) -> str:
     results = [flatten(row) for row in rows(trial / "result.json")]
     marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
     draw(results, marks, PICTURES / f"{name}.png")
+    at_end = {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
     reached = ", ".join(
-        f"`{mark}` {next(r[mark] for r in reversed(results) if mark in r):.2f}" for mark in marks
+        f"`{mark}` {at_end[mark]:.2f} ({least} wanted{', missed' if at_end[mark] < least else ''})"
+        for mark, least in marks.items()
     )
     parts = [
         f"## {name}",

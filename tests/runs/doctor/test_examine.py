@@ -73,7 +73,7 @@ SETTINGS = {
 }
 DATA = {
     "data.prompts": lambda: grpo(env={"prompts": "./nothing.jsonl"}),
-    "data.prompt": lambda: grpo(env={"prompts": [{"prompt": CHAT}]}),
+    "data.messages": lambda: grpo(env={"prompts": [{"prompt": CHAT}]}),
     "data.duplicates": lambda: grpo(env={"prompts": SUMS * 2}),
     "data.leak": lambda: grpo(env={"eval_prompts": SUMS[:2]}),
     "data.few_prompts": lambda: grpo(env={"prompts": SUMS[:2]}),
