@@ -2,12 +2,25 @@
 
 Completions are greedy, one of each prompt, unless `evaluation_config` has `explore: true`. The same
 prompts and the same noise every time: a change in a result is a change in the policy. Training's
-prompt position and randomness are untouched, being functions of position and seed.
+prompt position and randomness are untouched, being functions of position and seed. Of several
+completions of each prompt pass@k, pass^k and maj@k are told.
+
+Further environments have names, the setting `eval_envs`:
+
+    eval_envs:
+      hard: {env_config: {digits: 4}}
+      gsm: {env: rllib_llm/RLHF-v0, env_config: {prompts: gsm.jsonl, ...}, evaluation_duration: 32}
+
+Each is a group of samplers of its own, with `evaluation_config` and what its name has laid over the
+config; one of another `env` begins with an empty `env_config`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.rllib.callbacks.utils import make_callback
@@ -21,11 +34,134 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
-from rllib_llm.algorithms.pass_metrics import pass_metrics
+from rllib_llm.config.checks import require
+from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import SettingError
+
+
+def pass_metrics(
+    batch: JudgedBatch, ks: Sequence[int], on: str | None, answer_pattern: str | None = None
+) -> dict[str, float]:
+    """`pass@<k>`, `pass^<k>` and, where there are texts, `maj@<k>` of the completions of each
+    prompt, with `_low` and `_high` of their 95 % intervals over prompts. A conversation of several
+    rows is one sample.
+
+    Args:
+        batch: of held-out prompts.
+        ks: numbers of completions.
+        on: the component that says what passed, 0 or 1; None: the score.
+        answer_pattern: a regular expression, of whose last match the first group is what a
+            completion votes for; None: all that it says.
+
+    Raises:
+        ValueError: what says that a completion has passed is not there, or neither 0 nor 1.
+    """
+    valid = batch.columns[columns.VALID] & batch.rollouts.is_first
+    column = batch.columns[columns.SCORES] if on is None else batch.components.get(on)
+    if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
+        found = "there is none" if column is None else "it has other numbers than 0 and 1"
+        raise SettingError(
+            name="pass_on",
+            value=on,
+            rule=f"name a component of the reward that is 0 or 1, of {sorted(batch.components)}",
+            reason=found,
+            remedy="Name one, or None where the score itself is",
+        )
+    right, groups, counts = column == 1, batch.columns[columns.GROUP], valid & ~column.isnan()
+    found_rates = rates(right, groups, counts, ks)
+    if "completion" in batch.texts:
+        answers = answers_of(batch, answer_pattern)
+        found_rates |= majority_rates(answers, right, groups, counts, ks)
+    metrics: dict[str, float] = {}
+    for name, (mean, low, high) in found_rates.items():
+        metrics |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+    return metrics
+
+
+def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
+    """What each row's rollout votes for, white space at its ends aside; None where nothing matches.
+    Of a conversation it is the assistant's last message."""
+    texts = batch.texts["completion"]
+    if "messages" in batch.texts:
+        said = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]
+        texts = [said[last] for last in batch.rollouts.lasts.tolist()]
+    if pattern is None:
+        return [text.strip() for text in texts]
+    matches = [list(re.finditer(pattern, text, re.DOTALL)) for text in texts]
+    return [found[-1].group(1 if found[-1].re.groups else 0).strip() if found else None
+            for found in matches]  # fmt: skip
+
+
+def _last_words(messages: list[dict]) -> str:
+    said = [message for message in messages if message["role"] == "assistant"]
+    return str(said[-1].get("content") or "") if said else ""
+
+
+_NAME = re.compile(r"[A-Za-z][\w.-]*")
+
+
+def check_eval_envs(config: Any) -> None:
+    """Raises ValueError where names or settings of further environments cannot be."""
+    envs = config.eval_envs
+    if not envs:
+        return
+    require(
+        bool(config.evaluation_interval) or config.in_evaluation,
+        "eval_envs", sorted(envs), "left out without evaluation_interval",
+        "nothing is evaluated", "Set evaluation_interval",
+    )  # fmt: skip
+    for name, overlay in envs.items():
+        require(
+            bool(_NAME.fullmatch(name)) and isinstance(overlay, Mapping),
+            "eval_envs", {name: overlay}, "{name: {env, env_config, ...}}",
+            "results are reported as eval/<name>/<metric>",
+            "Take a name of letters and digits, and a mapping of settings",
+        )  # fmt: skip
+
+
+def eval_env_config(config: Any, name: str) -> Any:
+    """The config of the samplers of one further environment, not validated.
+
+    `config`: the algorithm's.
+    """
+    overlay = dict(config.eval_envs[name])
+    base = config.copy(copy_frozen=False)
+    base.eval_envs = None
+    settings = dict(config.evaluation_config or {})
+    if overlay.get("env", base.env) != base.env:
+        base.env_config = {}
+        settings.pop("env_config", None)
+    elif "env_config" in overlay and "env_config" in settings:
+        overlay["env_config"] = {**settings["env_config"], **overlay["env_config"]}
+    base.evaluation_config = {**settings, **overlay}
+    return base.get_evaluation_config_object()
+
+
+def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
+    """(config, samplers) of each further environment by name.
+
+    Raises:
+        ValueError: settings that cannot be.
+    """
+    opened = {}
+    for name in algorithm.config.eval_envs or {}:
+        config = eval_env_config(algorithm.config, name)
+        config.validate()
+        config.freeze()
+        group = EnvRunnerGroup(
+            config=config,
+            local_env_runner=config.create_local_env_runner,
+            logdir=algorithm.logdir,
+            tune_trial_id=algorithm.trial_id,
+            pg_offset=algorithm.config.num_env_runners,
+        )
+        opened[name] = (config, group)
+    return opened
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,10 @@
-"""The algorithm that those of all stages share: learners, results, checkpoints, what it tells."""
+"""The algorithm that those of all stages share: learners, results, checkpoints, what it tells.
+
+A trial that takes too long to be set up is killed. Tune counts a trial as running once it is set
+up, and waits for that for ever; `RestartHungTrials` can kill only what is running. So a process of
+its own watches over the set-up: it answers also while the trial's process is stopped, or hangs in a
+library that holds the interpreter's lock.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,10 @@ import contextlib
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +27,13 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import ALL_MODULES, LEARNER_RESULTS
 from ray.tune import Trainable
 
-from rllib_llm.algorithms.auto_precision import AUTO, DECIDED, with_decided_precision
-from rllib_llm.algorithms.headline import HEADLINE, with_headline
-from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.algorithms.setup_watch import is_trial, killed_after
+from rllib_llm.algorithms.language_model_config import (
+    AUTO,
+    DECIDED,
+    LanguageModelConfig,
+    with_decided_precision,
+)
+from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.made_by import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
@@ -35,6 +47,43 @@ from rllib_llm.shared.storage import fetch_file
 from rllib_llm.shared.tracebacks import raise_plainly
 
 logger = logging.getLogger(__name__)
+
+# Ends quietly when it is told to, or its parent is dead: it is somebody else's child then. A pipe
+# would not tell: any process that is forked meanwhile holds its other end as well.
+_WATCHER = """
+import os, signal, sys, time
+pid, seconds = int(sys.argv[1]), float(sys.argv[2])
+end = time.monotonic() + seconds
+while os.getppid() == pid:
+    if time.monotonic() >= end:
+        print(f"process {pid} is killed: the trial was not set up in {seconds:.0f} s "
+              "(setup_timeout_s)", file=sys.stderr, flush=True)
+        os.kill(pid, signal.SIGKILL)
+        break
+    time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+"""
+
+
+@contextmanager
+def killed_after(seconds: float | None) -> Iterator[None]:
+    """Has this process killed unless the block ends within `seconds`; None: no limit."""
+    if seconds is None:
+        yield
+        return
+    command = [sys.executable, "-S", "-c", _WATCHER, str(os.getpid()), str(seconds)]
+    watcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
+
+
+def is_trial() -> bool:
+    """Whether this process is an actor, which others can restart: not a script or a notebook."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
 
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 

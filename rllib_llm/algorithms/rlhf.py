@@ -19,14 +19,18 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
-from rllib_llm.algorithms import rlhf_results
-from rllib_llm.algorithms.eval_envs import open_eval_envs
-from rllib_llm.algorithms.evaluation import evaluate_by_request
+from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.own_loop import OwnLoop
+from rllib_llm.algorithms.results import (
+    log_as_rllib,
+    stored_rollouts,
+    throughput,
+    weights_metrics,
+    with_sampling,
+)
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.run_weights import RunWeights
-from rllib_llm.algorithms.stored_rollouts import stored_rollouts
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
@@ -298,15 +302,15 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             self._ages = age_metrics(versions, mask, self.weights_version - 1)
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
-        groups = rlhf_results.with_sampling(
+        groups = with_sampling(
             self.learner_metrics(), sampled, self.weights_version - 1, self._ages
         )
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
-        groups["weights"] = rlhf_results.weights_metrics(
+        groups["weights"] = weights_metrics(
             self.weights.published, self.weights.metrics(), sampled
         )
-        groups["throughput"] = rlhf_results.throughput(sampled, seconds)
+        groups["throughput"] = throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {
             **groups,
@@ -314,7 +318,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             "episode": self.position * self.config.num_completions,
             "eps": sampled.num_rows / seconds["iteration"],
         }
-        rlhf_results.log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
+        log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
             self.samples.write(
                 sampled,

@@ -8,31 +8,29 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rllib_llm.algorithms.eval_envs import check_eval_envs
-from rllib_llm.algorithms.evaluation import evaluate_held_out
+from rllib_llm.algorithms.evaluation import check_eval_envs, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import check_reference, require
-from rllib_llm.config.engine_checks import check_engine
 from rllib_llm.config.lookup import defaults
-from rllib_llm.config.off_policy_checks import check_off_policy, check_replay
 from rllib_llm.config.rlhf_checks import (
+    check_engine,
     check_evaluation,
     check_loss,
+    check_off_policy,
     check_others,
+    check_replay,
     check_sampling,
+    check_streaming,
     check_transport,
 )
 from rllib_llm.config.section_method import SectionMethod
 from rllib_llm.config.setting import Section
-from rllib_llm.config.streaming_checks import check_streaming
 from rllib_llm.config.tables import rllib
 from rllib_llm.config.tables.environment import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.config.tables.loss import LOSS, REFERENCE
 from rllib_llm.config.tables.model import SAMPLER_FAULTS
-from rllib_llm.config.tables.off_policy import OFF_POLICY
-from rllib_llm.config.tables.replay import REPLAY
-from rllib_llm.config.tables.rollouts import ROLLOUTS
-from rllib_llm.config.tables.sampling import SAMPLING
+from rllib_llm.config.tables.off_policy import OFF_POLICY, REPLAY
+from rllib_llm.config.tables.sampling import ROLLOUTS, SAMPLING
 from rllib_llm.config.tables.streaming import STREAMING
 from rllib_llm.config.tables.weights import WEIGHTS
 from rllib_llm.envs.registry import check_name

@@ -1,11 +1,16 @@
-"""One form for every complaint about a setting."""
+"""One form for every complaint about a setting, and warnings of settings that do nothing under the
+others: a typo in a plan costs a night."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from rllib_llm.config.lookup import defaults, rllib_table, table
+from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.learners.schedule import learning_rate_factor
-from rllib_llm.shared.errors import SettingError, complain, noted
+from rllib_llm.shared.errors import SettingError, SettingWarning, complain, noted, shown
 
 Value = TypeVar("Value")
 
@@ -138,3 +143,54 @@ def check_reference(config: Any) -> None:
         "the exact KL needs the reference's logits beside the policy's",
         "Set reference_in='learner'",
     )  # fmt: skip
+
+
+def warn_of_no_effect(config: Any) -> None:
+    """One warning for every setting that was changed from its default and is not used, and one for
+    every range that does not suit the loss that was chosen."""
+    default = defaults(type(config))
+    for name, why, remedy in _unused(config):
+        value = _value(config, name)
+        if value != _value(default, name):
+            found = f"{name}={shown(value)} has no effect {why}"
+            warnings.warn(SettingWarning(f"no_effect.{name}", found, "", remedy), stacklevel=4)
+    for warning in _unsuited(config):
+        warnings.warn(warning, stacklevel=4)
+
+
+def _value(config: Any, name: str) -> Any:
+    row = table(type(config)).get(name) or rllib_table(type(config)).get(name)
+    return row.value(config) if row is not None else getattr(config, name)
+
+
+def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
+    """(setting, why it is not used, remedy) under this config, changed or not."""
+    for name in config.ignored_settings:
+        yield name, f"in {config.algo_class.__name__}", "Remove it"
+    rows = (*table(type(config)).values(), *rllib_table(type(config)).values())
+    for row in rows:
+        if row.place != IN_CONFIG or row.name in config.ignored_settings:
+            continue
+        unused = row.unused(config)
+        if unused is not None:
+            yield row.name, *unused
+
+
+def _unsuited(config: Any) -> Iterator[SettingWarning]:
+    """Clip ranges of PPO under losses whose papers have others."""
+    loss, low = getattr(config, "policy_loss", None), getattr(config, "clip_param", 0.0)
+    if loss == "gspo" and low >= 0.1:
+        yield SettingWarning(
+            "settings.clip_param",
+            f"clip_param={low!r} hardly ever clips with policy_loss='gspo'",
+            "the ratio of a whole completion is its tokens' geometric mean, which stays near 1",
+            "Zheng et al. 2025 use clip_param=3e-4 and clip_param_high=4e-4 for completions of "
+            "thousands of tokens; about 0.03 suits short ones",
+        )
+    if loss == "cispo" and low < 1:
+        yield SettingWarning(
+            "settings.clip_param",
+            f"clip_param={low!r} holds weights from below with policy_loss='cispo'",
+            "its paper does not (MiniMax-M1 2025)",
+            "Use clip_param=1.0, and clip_param_high to bound them from above",
+        )

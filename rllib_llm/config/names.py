@@ -13,7 +13,7 @@ from rllib_llm.config.lookup import (
     sections_of,
     table,
 )
-from rllib_llm.config.rllib_names import RETIRED
+from rllib_llm.config.schema import RETIRED
 from rllib_llm.config.setting import IN_ENV, Setting
 from rllib_llm.config.tables.rllib import INSTEAD
 from rllib_llm.shared.errors import SettingError, closest, nearest, suggestion

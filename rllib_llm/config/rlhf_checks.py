@@ -1,7 +1,8 @@
-"""What the settings of `RLHFConfig` may be."""
+"""What the settings of `RLHFConfig` may be: sampling, losses, engines, older data, streams."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from rllib_llm.config.checks import check_range, require
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.numerics.losses import REDUCTIONS
+from rllib_llm.rollouts.filters import Filters
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import noted
 from rllib_llm.weights.push import open_servers
@@ -180,4 +182,134 @@ def check_loss(config: Any) -> None:
         config.loss_reduction, "'sequence_mean' with policy_loss='rloo'",
         "a completion is one action, whatever its length, and a mean over tokens would weigh it by "
         "them", "Use 'sequence_mean', or policy_loss='ppo'",
+    )  # fmt: skip
+
+
+def check_engine(config: Any) -> None:
+    """Raises ValueError for an engine that cannot serve this config."""
+    if config.generate_function is not None:
+        import_dotted(config.generate_function, name="generate_function")
+    if config.engine == "openai":
+        _check_openai(config)
+    if config.engine == "vllm" and config.num_env_runners:
+        _check_vllm(config)
+
+
+def _check_openai(config: Any) -> None:
+    given = config.engine_settings or {}
+    needed = {"base_url"} if given.get("endpoint") == "tokens" else {"base_url", "served_model"}
+    missing = needed - set(given)
+    require(
+        not missing, "engine_settings", config.engine_settings,
+        f"a dictionary with {' and '.join(map(repr, sorted(needed)))}",
+        "they say which server and which of its models answers", f"Add {sorted(missing)}",
+    )  # fmt: skip
+    if not config.in_evaluation:
+        _check_training_with_a_server(config, given)
+
+
+def _check_training_with_a_server(config: Any, given: dict[str, Any]) -> None:
+    tokens = "endpoint='tokens' of its engine_settings"
+    require(
+        given.get("endpoint") == "tokens", "engine", config.engine,
+        f"'torch' or 'vllm' in training, or come with {tokens}",
+        "texts are not the tokens that a server sampled, so nothing can be learnt from them",
+        "Add endpoint: tokens, or set it in evaluation_config alone",
+    )  # fmt: skip
+    require(
+        config.gives_weights_away and given.get("follows_run", True), "engine", config.engine,
+        "'torch' or 'vllm' in training, or come with weights_name or weights_push",
+        "the server has to have the weights that are learnt",
+        "Set weights_name, and serve with the same one, and leave follows_run out",
+    )  # fmt: skip
+    require(
+        not config.streams, "engine", config.engine,
+        "'torch' or 'vllm' with max_staleness, oversample or filters",
+        "a server is asked for whole batches by the newest weights", "Leave those out",
+    )  # fmt: skip
+
+
+def _check_vllm(config: Any) -> None:
+    from rllib_llm.engines.vllm_engine import MISSING, check_params
+
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(MISSING)
+    require(
+        config.lora is None, "lora", config.lora, "None with engine='vllm'",
+        "adapters alone are published, and vLLM is given whole weights", "Use engine='torch'",
+    )  # fmt: skip
+    check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
+
+
+def check_off_policy(config: Any) -> None:
+    """Raises ValueError for bounds between which nothing lies, and for older data without a
+    correction."""
+    require(
+        config.off_policy_lower < config.off_policy_upper, "off_policy_lower",
+        config.off_policy_lower, f"below off_policy_upper={config.off_policy_upper!r}",
+        "weights are held between them", "Use 0 for no bound",
+    )  # fmt: skip
+    lower, upper = config.rejection_lower, config.rejection_upper
+    if config.rejection is not None:
+        require(
+            lower is not None or upper is not None, "rejection_upper", upper,
+            f"a number with rejection={config.rejection!r}", "without a bound nothing is rejected",
+            "Set 0.05, say, for the mean k3 of completions",
+        )  # fmt: skip
+        require(
+            lower is None or upper is None or lower < upper, "rejection_lower", lower,
+            f"below rejection_upper={upper!r}", "what lies between them is kept", "Leave one out",
+        )  # fmt: skip
+    for name, is_older in (
+        ("max_staleness", config.max_staleness > 0), ("oversample", config.oversample > 1),
+    ):  # fmt: skip
+        require(
+            not is_older or config.off_policy is not None, "off_policy", config.off_policy,
+            f"set with {name}={getattr(config, name)!r}",
+            "tokens of older weights bias the plain loss, and training may collapse",
+            "Set off_policy='decoupled', or 'bypass' to clip the ratio to the sampler's log-probs",
+        )  # fmt: skip
+
+
+def check_replay(config: Any) -> None:
+    """Raises ValueError for replayed groups without a correction, or more than the buffer holds."""
+    groups, capacity = config.replay_groups, config.replay_capacity
+    if not groups:
+        return
+    require(
+        config.off_policy is not None, "off_policy", config.off_policy,
+        f"set with replay_groups={groups!r}",
+        "replayed tokens are of older weights and bias the plain loss",
+        "Set off_policy='decoupled'",
+    )  # fmt: skip
+    require(
+        config.critic == "none" or config.off_policy == "decoupled", "off_policy",
+        config.off_policy, f"'decoupled' with replay_groups={groups!r} and a critic",
+        "only then are old values computed again, by the critic as it is", "Set it",
+    )  # fmt: skip
+    require(
+        capacity is None or capacity >= groups, "replay_capacity", capacity,
+        f"at least replay_groups={groups!r}", "they are drawn from it", "Raise it",
+    )  # fmt: skip
+
+
+def check_streaming(config: Any) -> None:
+    """Raises ValueError for a stream that cannot be, or whose data is not corrected for."""
+    Filters(config.filters or ())
+    require(
+        config.window == 1 or config.schedule == "free" or not config.streams,
+        "window", config.window, "1 with schedule='lockstep'",
+        "which group overtakes another would depend on time", "Set schedule='free'",
+    )  # fmt: skip
+    require(
+        config.on_stale == "train" or config.schedule == "free" or not config.streams,
+        "on_stale", config.on_stale, "'train' with schedule='lockstep'",
+        "no group overtakes another, so none gets too old", "Set schedule='free'",
+    )  # fmt: skip
+    if not config.makes_stale:
+        return
+    require(
+        config.weights_transport == "store", "weights_transport", config.weights_transport,
+        "'store' where samplers are ahead of the learner",
+        "older weights have to stay where they are", "Leave it out",
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """From a dictionary, as YAML holds it, to a validated `AlgorithmConfig`.
 
 RLlib's `AlgorithmConfig.update_from_dict` takes any key in silence and drops values equal to -1,
-its mark for "deprecated". Here both are errors, before Ray starts.
+its mark for "deprecated". Here both are errors, before Ray starts. So are RLlib's own names that
+are retired; those that YAML writes otherwise are translated.
 """
 
 from __future__ import annotations
@@ -9,13 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rllib_llm.config.rllib_names import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, complain, noted, suggestion, unknown_key
 
 if TYPE_CHECKING:
     from ray.rllib.algorithms import Algorithm
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
+# YAML names -> the attributes in which RLlib keeps them.
+RENAMED = {
+    "callbacks": "callbacks_class",
+    "custom_eval_function": "custom_evaluation_function",
+    "framework": "framework_str",
+    "input": "input_",
+    "lambda": "lambda_",
+    "learner_class": "_learner_class",
+    "model_config": "_model_config",
+    "rl_module_spec": "_rl_module_spec",
+    "train_batch_size_per_learner": "_train_batch_size_per_learner",
+}
+# Names of Ray 2.40 and before, and what replaced them.
+RETIRED = {
+    "num_workers": "num_env_runners",
+    "num_rollout_workers": "num_env_runners",
+    "num_sgd_iter": "num_epochs",
+    "sgd_minibatch_size": "minibatch_size",
+    "evaluation_num_workers": "evaluation_num_env_runners",
+    "num_envs_per_worker": "num_envs_per_env_runner",
+    "num_learner_workers": "num_learners",
+}
+# Properties without a setter: here the attribute behind them is set.
+READ_ONLY = ("learner_class", "model_config")
+
 
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "_function")
 

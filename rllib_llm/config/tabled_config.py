@@ -23,7 +23,7 @@ from rllib_llm.config.lookup import (
     table,
 )
 from rllib_llm.config.names import unknown_settings
-from rllib_llm.config.rllib_names import READ_ONLY, RENAMED, RETIRED
+from rllib_llm.config.schema import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.section_method import SectionMethod, rllib_parameters, shown_rows
 from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting
 from rllib_llm.config.tables import rllib

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm.algorithms.auto_precision import decided
+from rllib_llm.algorithms.language_model_config import decided
 from rllib_llm.checkpoints.folder import MANIFEST, read_manifest
 from rllib_llm.modules.products import LIBRARIES, faster_library, multiplies_by_onednn
 from rllib_llm.shared.process import multiplies_bfloat16

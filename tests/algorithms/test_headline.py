@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from ray.tune.experimental.output import _infer_user_metrics
 
-from rllib_llm.algorithms.headline import HEADLINE, with_headline
+from rllib_llm.algorithms.results import HEADLINE, with_headline
 
 RL = {
     "num_training_step_calls_per_iteration": 1,

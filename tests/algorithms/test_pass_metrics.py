@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.algorithms.pass_metrics import answers_of, pass_metrics
+from rllib_llm.algorithms.evaluation import answers_of, pass_metrics
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
 

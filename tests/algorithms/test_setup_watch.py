@@ -12,7 +12,7 @@ from rllib_llm import SFTConfig
 
 PROGRAM = """
 import os, signal
-from rllib_llm.algorithms.setup_watch import killed_after
+from rllib_llm.algorithms.language_model import killed_after
 with killed_after({seconds}):
     {block}
 print("set up")

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from transformers import LlamaConfig
 
-from rllib_llm.config.no_effect import warn_of_no_effect
+from rllib_llm.config.checks import warn_of_no_effect
 from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, check_params
 from tests.algorithms import tiny_runs as tiny
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from rllib_llm.config.rllib_names import RENAMED
+from rllib_llm.config.schema import RENAMED
 from rllib_llm.config.setting import Condition, Section, Setting
 
 NOT_HERE = Condition("never", lambda c: False, "here: decoding has a loop of its own", never=True)

@@ -1,4 +1,4 @@
-"""How completions are sampled, by RL and by `rllib generate`'s algorithm."""
+"""How completions are sampled, by RL and by `rllib generate`'s algorithm, and what is kept."""
 
 from __future__ import annotations
 
@@ -269,3 +269,28 @@ class GenerateSeed(Settings):
 
 
 GENERATE_SEED = Section.of("debugging", GenerateSeed)
+
+
+STORED = Condition("store_rollouts is on", lambda c: c.store_rollouts, "with store_rollouts=False")
+
+
+class Rollouts(Settings):
+    """What is kept of all that was sampled."""
+
+    store_rollouts: bool = setting(
+        True,
+        "whether every completion is kept as a row of Parquet in the trial's folder",
+        note="Trained, rejected, failed and held-out ones, with tokens, log-probs, rewards and "
+        "advantages, written in the background: `rllib rollouts RUN` shows them.",
+        short="store",
+    )
+    store_on_error: Literal["go_on", "stop"] = setting(
+        "go_on",
+        "what a run does when rollouts cannot be written, the disk being full, say",
+        note='"go_on": it says so once and keeps no more; "stop": it ends with the error.',
+        acts=(STORED,),
+        short="on_error",
+    )
+
+
+ROLLOUTS = Section.of("rollouts", Rollouts)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.algorithms.auto_precision import decided
+from rllib_llm.algorithms.language_model_config import decided
 from rllib_llm.runs.doctor.stage import Finding, Stage
 
 NUM_ITERATIONS = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rllib_llm.algorithms.auto_precision import AUTO
+from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_limits import TruncatedWeightsError, num_parameters
 from rllib_llm.runs.doctor.stage import Finding, Stage
 from rllib_llm.shared.process import multiplies_bfloat16, processor_features

@@ -1,11 +1,14 @@
-"""What an iteration of RLHF reports: by group and name as in `runs/metrics.py`, and under
-the names that RLlib uses for all algorithms."""
+"""What an iteration reports: by group and name as in `runs/metrics.py`, under the names that RLlib
+uses for all algorithms, and at the top under short names, since Tune's reporter takes the first
+four numbers of a result for columns; and where its rollouts are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import LocalFileSystem
 from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
     EPISODE_RETURN_MEAN,
@@ -16,8 +19,11 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
+from rllib_llm.data.encoding import vocabulary_hash
+from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
 from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.store import AboutRun, StoredRollouts
 from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 
@@ -84,3 +90,63 @@ def log_as_rllib(metrics: MetricsLogger, sampled: JudgedBatch, mean_reward: floa
     for name in (NUM_ENV_STEPS_SAMPLED_LIFETIME, NUM_EPISODES_LIFETIME):
         metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
     metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), mean_reward, window=1)
+
+
+# Short name: where it stands in a result, "" for its top. The first four that there are become
+# columns; every stage has four, so that none is filled with a counter of RLlib's.
+HEADLINE: Mapping[str, tuple[str, str]] = {
+    "reward": ("objective", "scores"),
+    "held_out_reward": ("eval", "scores"),
+    "kl": ("objective", "kl"),
+    "length": ("train", "output_length"),
+    "sft_loss": ("loss", "sft"),
+    "rm_loss": ("loss", "reward_model"),
+    "dpo_loss": ("loss", "dpo"),
+    "held_out_loss": ("eval", "loss"),
+    "accuracy": ("train", "accuracy"),
+    "held_out_accuracy": ("eval", "accuracy"),
+    "entropy": ("policy", "entropy_avg"),
+    "tokens_per_s": ("throughput", "tokens_per_s"),
+    "episode": ("", "episode"),
+    "lr": ("", "lr"),
+}
+
+
+def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result with what a person looks for first before everything else."""
+    head = {}
+    for name, (group, key) in HEADLINE.items():
+        values = result.get(group) if group else result
+        if isinstance(values, Mapping) and key in values:
+            head[name] = values[key]
+    return {**head, **result}
+
+
+def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRollouts:
+    """The recorder of a run whose rollouts are kept.
+
+    Args:
+        config: of the run, an `RLHFConfig`.
+        storage: Ray Tune's of the trial, None outside of Tune.
+        trial_folder: on this machine; where storage is elsewhere, rollouts go there.
+    """
+    tokenizer = config.load_tokenizer()
+    held_out = config.get_evaluation_config_object()
+    samples_held_out = held_out is not None and held_out.explore
+    about = AboutRun(
+        run=trial_folder.name,
+        env=str(config.env),
+        num_completions=config.num_completions,
+        num_held_out_completions=held_out.num_completions if samples_held_out else 1,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=config.seed or 0,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary_hash(tokenizer),
+    )
+    folder, filesystem = str(trial_folder / ROLLOUTS), None
+    if storage is not None and not isinstance(storage.storage_filesystem, LocalFileSystem):
+        folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", storage.storage_filesystem
+    store = RolloutStore(folder, filesystem=filesystem, on_error=config.store_on_error)
+    return StoredRollouts(store, about)
