@@ -11,6 +11,8 @@ from rllib_llm.shared.errors import SettingError
 
 # Settings that act on tokens that have occurred, and the values that switch them off.
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+# Logits of float32 divided by less need not be finite.
+LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,11 @@ class SamplingParams:
             "Lower min_new_tokens or raise max_new_tokens",
         )
         _require(
-            math.isfinite(self.temperature) and self.temperature > 0,
+            LOWEST_TEMPERATURE <= self.temperature < math.inf,
             "temperature",
             self.temperature,
-            "a finite number above 0",
-            "logits are divided by it",
+            f"a finite number of at least {LOWEST_TEMPERATURE}",
+            "logits are divided by it and must stay finite",
             "Use greedy=True for the limit of temperature 0",
         )
         _require(
@@ -164,11 +166,11 @@ class SamplingParams:
                 "Use 0.0 to switch it off",
             )
         _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            0.01 <= self.repetition_penalty <= 100.0,
             "repetition_penalty",
             self.repetition_penalty,
-            "a finite number above 0",
-            "logits are divided by it",
+            "within 0.01 and 100",
+            "logits are divided by it and must stay finite",
             "Use 1.0 to switch it off",
         )
         self._check_token_ids()

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.schemas import MAX_STOPS, SamplingFields
 
@@ -96,7 +96,7 @@ def read_params(
     bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     check_tokens(tuple(bias), limits, "logit_bias")
     temperature = 1.0 if fields.temperature is None else fields.temperature
-    greedy = temperature < 1e-5  # such logits would not be finite
+    greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
     try:
         return SamplingParams(
             pad_token_id=limits.pad_token_id,

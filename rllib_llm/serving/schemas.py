@@ -72,7 +72,7 @@ class Sampling(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Biases | None = Field(None, max_length=MAX_BIASES)
     seed: Seed | None = None
     # With the seed they name a completion's randomness as a run does: see `protocol.Noise`.

@@ -68,7 +68,7 @@ def test_what_a_template_refuses_is_told():
 
 
 def test_a_tokenizer_without_a_template_says_what_to_do():
-    with pytest.raises(DataSourceError, match="the tokenizer has none. Set chat_template"):
+    with pytest.raises(DataSourceError, match="no chat template. Set chat_template"):
         render(byte_tokenizer(), CHAT)
 
 

@@ -148,6 +148,10 @@ def test_penalties_bias_and_min_p_reach_the_sampler(tiny):
     assert tokens(min_p=1.0) == greedy
     assert tokens(temperature=0, repetition_penalty=50.0) != greedy
     assert 70 not in tokens(logit_bias={"70": -100}, presence_penalty=1.0)
+    assert tokens(temperature=5e-324) == greedy
+    unfinite = {"model": NAME, "prompt": [1, 40, 41], "repetition_penalty": 5e-324}
+    refused = post(tiny, "/v1/completions", **unfinite)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "repetition_penalty")
 
 
 def test_prompts_are_scored_and_echoed_whole_and_in_streams(tiny):
