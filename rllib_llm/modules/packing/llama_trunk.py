@@ -73,7 +73,7 @@ def _is_plain_on_cpu(parameter: Tensor) -> bool:
 def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
     """Last hidden state [wanted tokens, hidden] at the positions that predict the wanted tokens of
     dense rows; the trunk must be one that `is_fusible`."""
-    assert wanted.layout is not None and wanted.position_ids is not None
+    assert isinstance(wanted.layout, AttentionLayout) and wanted.position_ids is not None
     embedding = trunk.embed_tokens
     # With the padding's index, whose row gets no gradient: a pad token may be text as well.
     hidden = embedded(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
