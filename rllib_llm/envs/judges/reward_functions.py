@@ -15,7 +15,9 @@ from rllib_llm.shared.errors import SettingError
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
-_SPEC_KEYS = ("function", "weight", "name", "kwargs")
+_SPEC_KEYS = ("function", "weight", "name", "kwargs", "timeout_s")
+# Of a coroutine function that says nothing else; judges have deadlines of their own.
+TIMEOUT_S = 600.0
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
 
@@ -123,12 +125,20 @@ class RewardTerm:
     function, and `Invalid`: it failed), or a pair of them and {metric name: B numbers}. (The
     convention of trl.GRPOTrainer's reward functions, extended.) Function objects may have a method
     `metrics()`, numbers by name.
+
+    timeout_s: how long an answer that is awaited may take for a batch; later, none of its rows is
+    valid. By default `TIMEOUT_S` for coroutine functions, and none for objects.
     """
 
-    def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
+    def __init__(
+        self, function: RewardFunction, weight: float, name: str, timeout_s: float | None = None
+    ) -> None:
         self.function = function
         self.weight = float(weight)
         self.name = name
+        if timeout_s is None and inspect.iscoroutinefunction(function):
+            timeout_s = TIMEOUT_S
+        self.timeout_s = timeout_s
         self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
@@ -140,7 +150,7 @@ class RewardTerm:
 
     @classmethod
     def from_spec(cls, spec: RewardFunction | str | Mapping[str, Any]) -> RewardTerm:
-        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs"}.
+        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs", "timeout_s"}.
 
         A class is called with `kwargs` to make the function; a function gets `kwargs` each time.
         """
@@ -151,7 +161,7 @@ class RewardTerm:
             raise RewardError(
                 name="reward_functions",
                 value=dict(spec),
-                rule="have 'function' and may have 'weight', 'name', 'kwargs'",
+                rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
                 reason="unknown " + repr(unknown) if unknown else "no function",
                 remedy="Correct the keys",
             )
@@ -172,7 +182,16 @@ class RewardTerm:
             function = function(**kwargs)
         elif kwargs:
             function = functools.partial(function, **kwargs)
-        return cls(function, spec.get("weight", 1.0), name)
+        timeout_s = spec.get("timeout_s")
+        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+            raise RewardError(
+                name=f"timeout_s of reward function {name!r}",
+                value=timeout_s,
+                rule="be a number of seconds above 0",
+                reason="an answer that comes later is not waited for",
+                remedy=f"Leave it out for {TIMEOUT_S:g}",
+            )
+        return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
         """What the function returns for `batch` (an awaitable where it is async)."""

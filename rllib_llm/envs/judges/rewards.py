@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,7 +201,9 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
-            answer = _loop().run(harmless(answer))
+            answer = _loop().run(_in_time(term, answer))
+    except _LateError as error:
+        return failed_result(batch, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
@@ -211,13 +213,36 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
-        answer = await harmless(term.call(batch))
+        answer = await _in_time(term, term.call(batch))
+    except _LateError as error:
+        return failed_result(batch, error)
     except Exception as error:  # noqa: BLE001  (as above)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
         rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
         return join_rows(await asyncio.gather(*rows))
     return read_answer(term, answer, batch)
+
+
+class _LateError(TimeoutError):
+    """An answer took longer than it may."""
+
+
+async def _in_time(term: RewardTerm, awaitable: Awaitable[Any]) -> Any:
+    """The answer of a reward function.
+
+    Raises:
+        _LateError: it did not come within `timeout_s`; it is cancelled.
+    """
+    asked = asyncio.ensure_future(harmless(awaitable))
+    try:
+        done, _ = await asyncio.wait({asked}, timeout=term.timeout_s)
+    finally:
+        if not asked.done():
+            asked.cancel()
+    if not done:
+        raise _LateError(f"no answer within timeout_s={term.timeout_s:g}")
+    return asked.result()
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+from rllib_llm.envs.judges.rewards import (
+    RewardBatch,
+    RewardError,
+    RewardSum,
+    RewardTerm,
+    UnjudgedError,
+)
 from rllib_llm.shared.dotted import DottedPathError
 
 NAN = float("nan")
@@ -248,9 +254,41 @@ def test_a_function_returning_an_awaitable_is_awaited():
     assert rewards(batch_of("a", "b")).scores.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_an_answer_that_does_not_come_in_time_is_given_up_once(is_plain):
+    asked, cancelled = [], threading.Event()
+
+    async def hangs(completions):
+        asked.append(list(completions))
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    function = (lambda completions: hangs(completions)) if is_plain else hangs
+    rewards = RewardSum([{"function": function, "name": "hangs", "timeout_s": 0.05}])
+    with pytest.raises(UnjudgedError, match="no answer within timeout_s=0.05"):
+        rewards(batch_of("a", "b"))
+    assert asked == [["a", "b"]] and cancelled.wait(5)
+
+
+def test_functions_that_are_awaited_have_ten_minutes_and_judges_what_they_give_themselves():
+    async def function(completions):
+        return [0.0] * len(completions)
+
+    class OwnJudge:
+        async def __call__(self, prompts, completions, **columns):
+            return [0.0] * len(completions)
+
+    terms = [RewardTerm.from_spec(one) for one in (function, OwnJudge, length)]
+    assert [term.timeout_s for term in terms] == [600.0, None, None]
+
+
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
+        ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
         ([], "one or more functions .*there is none"),
         (None, "there is none"),
         ([length, length], r"the names \['length', 'length'\] repeat"),
