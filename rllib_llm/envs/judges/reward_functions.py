@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ from rllib_llm.shared.errors import SettingError
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
-_SPEC_KEYS = ("function", "weight", "name", "kwargs")
+_SPEC_KEYS = ("function", "weight", "name", "kwargs", "deadline_s")
+# A judge on a server may wait out an outage of 10 minutes, and still has its requests to send.
+DEADLINE_S = 1800.0
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
 
@@ -123,16 +126,33 @@ class RewardTerm:
     function, and `Invalid`: it failed), or a pair of them and {metric name: B numbers}. (The
     convention of trl.GRPOTrainer's reward functions, extended.) Function objects may have a method
     `metrics()`, numbers by name.
+
+    Args:
+        function, weight, name: the function, its share of the sum, and what it is called.
+        deadline_s: seconds that a coroutine function may take for a batch, and then for each row of
+            a batch that it was late with; a row that is late is not valid. None: `DEADLINE_S`.
+
+    Raises:
+        RewardError: it takes no completions, or the deadline is none, or of a plain function.
     """
 
-    def __init__(self, function: RewardFunction, weight: float, name: str) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        weight: float,
+        name: str,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
         self.function = function
         self.weight = float(weight)
         self.name = name
         self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        inner = _inner(function)
+        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+            getattr(inner, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
+        self.deadline_s = _checked_deadline(deadline_s, name, self.is_async)
         self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
         names_chats = "messages" in self._names.named
         self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
@@ -140,7 +160,8 @@ class RewardTerm:
 
     @classmethod
     def from_spec(cls, spec: RewardFunction | str | Mapping[str, Any]) -> RewardTerm:
-        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs"}.
+        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs",
+        "deadline_s"}.
 
         A class is called with `kwargs` to make the function; a function gets `kwargs` each time.
         """
@@ -151,7 +172,7 @@ class RewardTerm:
             raise RewardError(
                 name="reward_functions",
                 value=dict(spec),
-                rule="have 'function' and may have 'weight', 'name', 'kwargs'",
+                rule="have 'function' and may have 'weight', 'name', 'kwargs', 'deadline_s'",
                 reason="unknown " + repr(unknown) if unknown else "no function",
                 remedy="Correct the keys",
             )
@@ -172,7 +193,7 @@ class RewardTerm:
             function = function(**kwargs)
         elif kwargs:
             function = functools.partial(function, **kwargs)
-        return cls(function, spec.get("weight", 1.0), name)
+        return cls(function, spec.get("weight", 1.0), name, deadline_s=spec.get("deadline_s"))
 
     def call(self, batch: RewardBatch) -> Any:
         """What the function returns for `batch` (an awaitable where it is async)."""
@@ -276,13 +297,34 @@ def _words(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "" if content is None else str(content)
 
 
+def _checked_deadline(deadline_s: float | None, name: str, is_async: bool) -> float:
+    """Seconds; raises `RewardError` where they bound nothing."""
+    if deadline_s is None:
+        return DEADLINE_S
+    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
+    if is_async and is_number and 0 < deadline_s < math.inf:
+        return float(deadline_s)
+    raise RewardError(
+        name=f"deadline_s of reward function {name!r}",
+        value=deadline_s,
+        rule="be a number of seconds above 0, of a coroutine function",
+        reason="a plain function cannot be interrupted",
+        remedy="Make the function async, or run it in a process: "
+        "rllib_llm.envs.judges.verifier.Verifier has a deadline",
+    )
+
+
+def _inner(function: Any) -> Any:
+    """The function behind one to which `kwargs` were bound."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _attribute(function: Any, name: str, default: Any) -> Any:
-    inner = function.func if isinstance(function, functools.partial) else function
-    return getattr(inner, name, default)
+    return getattr(_inner(function), name, default)
 
 
 def _default_name(function: Any) -> str:
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = _inner(function)
     return str(getattr(inner, "name", None) or getattr(inner, "__name__", type(inner).__name__))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,10 @@ __all__ = [
 
 class UnjudgedError(RewardError):
     """No row of a batch could be judged."""
+
+
+class LateError(TimeoutError):
+    """A coroutine function gave no answer by its deadline."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,10 @@ class RewardSum:
         }
         with self._lock:
             results = {t.name: _judge(t, batch) for t in self.terms if not t.is_async}
-        results.update({name: future.result() for name, future in waiting.items()})
-        return [results[term.name] for term in self.terms]
+        return [
+            _waited_for(term, batch, waiting[term.name]) if term.is_async else results[term.name]
+            for term in self.terms
+        ]
 
     def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
         """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
@@ -201,7 +209,7 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
-            answer = _loop().run(harmless(answer))
+            answer = _loop().run(_within(answer, term.deadline_s))
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
@@ -211,7 +219,7 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
-        answer = await harmless(term.call(batch))
+        answer = await _within(term.call(batch), term.deadline_s)
     except Exception as error:  # noqa: BLE001  (as above)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
@@ -220,8 +228,42 @@ async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     return read_answer(term, answer, batch)
 
 
+async def _within(awaitable: Awaitable[Any], deadline_s: float) -> Any:
+    """What is awaited.
+
+    Raises:
+        LateError: it is late. It is cancelled, and not waited for if it goes on all the same.
+    """
+    task = asyncio.ensure_future(harmless(awaitable))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=deadline_s)
+        if not done:
+            raise LateError(f"no answer within deadline_s={deadline_s:g}")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def _waited_for(
+    term: RewardTerm, batch: RewardBatch, judging: Future[RewardResult]
+) -> RewardResult:
+    """What a coroutine function said. One that blocks the loop is not waited for, nor is the
+    loop."""
+    try:
+        return judging.result(2 * term.deadline_s + _LOOP_SECONDS)
+    except concurrent.futures.TimeoutError:
+        _loop.cache_clear()
+        error = TimeoutError(
+            f"it blocks the event loop, for longer than deadline_s={term.deadline_s:g}: it waits "
+            "without await"
+        )
+        return failed_result(batch, error)
+
+
 def _cause(error: BaseException) -> BaseException:
     """What the function itself raised."""
+    if isinstance(error, LateError):  # it did not
+        return TimeoutError(str(error))
     return error.__cause__ or error if isinstance(error, ExitedError) else error
 
 
@@ -231,6 +273,7 @@ def _loop() -> EventLoop:
     return EventLoop("async-rewards")
 
 
+_LOOP_SECONDS = 5.0  # that the loop may take beside what it waits for
 _SHOWN = 120  # characters of a text in a message
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum, UnjudgedError
 from rllib_llm.shared.dotted import DottedPathError
 
 NAN = float("nan")
@@ -263,6 +265,58 @@ def test_a_function_returning_an_awaitable_is_awaited():
 def test_wrong_settings(functions, message):
     with pytest.raises(RewardError, match=message):
         RewardSum(functions)
+
+
+def test_an_answer_after_the_deadline_is_an_invalid_row():
+    async def judge(completions):
+        if "late" in completions:
+            await asyncio.sleep(60)
+        return [3.0] * len(completions)
+
+    async def stubborn(completions):
+        """Goes on although it was cancelled."""
+        for _ in range(60 if "late" in completions else 0):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+        return [3.0] * len(completions)
+
+    for function in (judge, stubborn, functools.partial(judge)):
+        rewards = RewardSum({"function": function, "name": "judge", "deadline_s": 0.05})
+        with pytest.warns(UserWarning, match="failed on 1 of 3.*within deadline_s=0.05"):
+            out = rewards(batch_of("a", "late", "b"))
+        assert out.valid.tolist() == [True, False, True] and out.scores.tolist() == [3, 0, 3]
+        assert rewards.num_failed == {"judge": 1}
+        assert out.reasons[1] == "judge: TimeoutError: no answer within deadline_s=0.05"
+        with pytest.raises(UnjudgedError, match="failed on all 1.*within deadline_s=0.05"):
+            rewards(batch_of("late"))
+
+
+def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr("rllib_llm.envs.judges.rewards._LOOP_SECONDS", 0.0)
+    held = threading.Event()
+
+    async def blocks(completions):
+        held.wait(60)
+        return [1.0] * len(completions)
+
+    async def answers(completions):
+        return [1.0] * len(completions)
+
+    with pytest.raises(UnjudgedError, match="it blocks the event loop, for longer than"):
+        RewardSum({"function": blocks, "deadline_s": 0.05})(batch_of("a", "b"))
+    assert RewardSum(answers)(batch_of("a", "b")).scores.tolist() == [1.0, 1.0]
+    held.set()
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, True, "1", NAN, float("inf")])
+def test_a_deadline_is_a_number_of_seconds(deadline_s):
+    async def judge(completions):
+        return [0.0]
+
+    with pytest.raises(RewardError, match="deadline_s of reward function 'judge'=.* above 0"):
+        RewardSum({"function": judge, "deadline_s": deadline_s})
+    with pytest.raises(RewardError, match="a plain function cannot be interrupted.*Verifier"):
+        RewardSum({"function": length, "deadline_s": 5.0})
 
 
 def test_a_dotted_path_that_names_nothing():
