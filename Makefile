@@ -16,8 +16,10 @@ VENV ?= .venv
 RESULTS ?= results
 # Of `make test-shaken`: another one, other roundings.
 SHAKE ?= 1
-# Processes that run tests side by side, each with a Ray of its own (some 2 GB).
+# Processes that run tests side by side, each with a Ray of its own (some 2 GB). The long ones wait
+# for other processes most of the time.
 TEST_WORKERS ?= 2
+SLOW_WORKERS ?= 4
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -31,7 +33,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow'
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 1200 -n $(TEST_WORKERS) --dist loadfile -m slow
+	$(BIN)/python -m pytest -q --timeout 1200 -n $(SLOW_WORKERS) --dist loadfile \
+	  --no-loadscope-reorder -m slow
 
 test-shaken: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow' \

@@ -31,6 +31,14 @@ from tests.shaker import SEED, shake_process  # noqa: E402
 OBJECT_STORE_BYTES = 256 * 1024**2
 SHAKEN = {"worker_process_setup_hook": "tests.shaker.shake_worker"}
 NUM_CPUS = 4  # slots for processes, whatever the machine has
+# Their slow tests take minutes: workers begin with them, so that none has one left at the end.
+LONGEST_FIRST = (
+    "tests/rollouts/test_model.py", "tests/serving/test_on_ray.py", "tests/test_processors.py",
+    "tests/overseer/test_runs.py", "tests/algorithms/test_streaming.py", "tests/test_chaos.py",
+    "tests/algorithms/test_exact_resumption.py", "tests/runs/test_url_runs.py",
+    "tests/serving/test_haproxy.py", "tests/serving/test_memory.py",
+    "tests/algorithms/test_faults.py", "tests/algorithms/test_rlhf.py",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if seed is not None:
         os.environ[SEED] = str(seed)
         shake_process(seed)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,12 @@ def test_configs_load_nothing_heavy_beyond_rllib():
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
 
 
+def test_the_command_line_s_help_loads_nothing_heavy_beyond_ray():
+    code = "import sys, ray.tune; before = set(sys.modules); import rllib_llm.cli.main; " \
+           "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"  # fmt: skip
+    assert not set(HEAVY) & loaded_by(code, "rllib_llm")
+
+
 def test_what_is_public_is_what_dir_lists():
     import rllib_llm
 

@@ -140,6 +140,7 @@ class LanguageModelConfig(TabledConfig):
             "dtype": self.dtype,
             "mixed_precision": self.mixed_precision,
             "float32_products": self.float32_products,
+            "attn_implementation": self.attn_implementation,
             "gradient_checkpointing": self.gradient_checkpointing,
             "lora": self.lora,
             "quantization": self.quantization,

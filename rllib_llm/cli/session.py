@@ -23,7 +23,6 @@ from rich.rule import Rule
 from rich.text import Text
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.modules.model_limits import num_elements
 from rllib_llm.shared.dotted import name_imports, runtime_env
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.tracebacks import LOGGERS as LIBRARIES
@@ -290,4 +289,6 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     files = list(Path(model).expanduser().glob("*.safetensors"))
     if not files:
         return math.inf
+    from rllib_llm.modules.model_limits import num_elements
+
     return sum(map(num_elements, files)) * item_bytes * (settings.get("weights_keep", 2) + 1)

@@ -95,12 +95,25 @@ def check_cuts(config: Any) -> None:
 
 
 def check_precision(config: Any) -> None:
-    """Raises ValueError for mixed precision of weights that are in half precision already."""
+    """Raises ValueError for mixed precision of weights that are in half precision already, and for
+    attention whose kernel does not run where learners are."""
     require(
         config.mixed_precision is None or config.dtype == "float32", "mixed_precision",
         config.mixed_precision, f"None with dtype={config.dtype!r}",
         "a copy of float32 weights computes; these compute themselves",
         "Use dtype='float32', or leave mixed_precision out",
+    )  # fmt: skip
+    require(
+        config.attn_implementation == "sdpa" or config.num_gpus_per_learner > 0,
+        "attn_implementation", config.attn_implementation, "'sdpa' without a GPU for each learner",
+        "on processors the other kernels have no gradient",
+        "Set num_gpus_per_learner: 1, or leave it out",
+    )  # fmt: skip
+    reads_half = config.dtype == "bfloat16" or config.mixed_precision is not None
+    require(
+        config.attn_implementation != "flash_attention_2" or reads_half, "attn_implementation",
+        config.attn_implementation, "'sdpa' or 'flex_attention' in float32",
+        "its kernel reads 16 bits", "Set mixed_precision: bf16, or leave it out",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -24,10 +24,10 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     Ended,
     Engine,
-    Guide,
     GuideError,
     InFlight,
     Noise,
+    OnTokens,
     Row,
 )
 
@@ -38,25 +38,7 @@ _CLOSED = (
 # ended, are waited for while an engine is idle: as long as another one comes within the first, and
 # no longer than the second, seconds. Prompts that are prefilled one by one take thrice as long.
 _GATHERED_WITHIN, _GATHERED_FOR = 0.002, 0.03
-OnTokens = Callable[[Tokens], None]
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A completion that is asked for; see `protocol.Row`."""
-
-    token_ids: Sequence[int]
-    params: SamplingParams
-    noise: Noise = field(default_factory=Noise)
-    num_sampled: int = 0
-    group: Hashable | None = None
-    version: int | None = None
-    guide: Guide | None = None
-    conversation: Hashable | None = None
-    on_tokens: OnTokens | None = None
-    """Called with the tokens that are new, in the engine's thread: it must be quick. What it raises
-    ends the completion."""
 
 
 @dataclass
@@ -65,7 +47,7 @@ class _Request:
 
     row: Row
     future: Future[Ended]
-    on_tokens: OnTokens | None
+    streams: bool
     num_streamed: int = 0
 
 
@@ -112,26 +94,23 @@ class EngineLoop:
             params: what to sample.
             seed, row, turn: name the randomness, as `protocol.Noise`.
             num_sampled, conversation: see `protocol.Row`.
-            on_tokens: see `Wanted`.
+            on_tokens: see `protocol.Row`.
 
         Raises:
             RuntimeError: the loop is closed, or has ended with an error.
         """
-        noise = Noise(seed, row, turn)
-        wanted = Wanted(
-            token_ids, params, noise, num_sampled, conversation=conversation, on_tokens=on_tokens
-        )
-        return self.submit_all([wanted])[0]
+        asked = Row(
+            None, token_ids, params, num_sampled, Noise(seed, row, turn),
+            conversation=conversation, on_tokens=on_tokens,
+        )  # fmt: skip
+        return self.submit_all([asked])[0]
 
-    def submit_all(self, wanted: Sequence[Wanted]) -> list[Future[Ended]]:
+    def submit_all(self, rows: Sequence[Row]) -> list[Future[Ended]]:
         """Starts completions together: in the order of `submit`, without a step between them."""
         requests = []
-        for each in wanted:
-            row = Row(
-                next(self._ids), list(each.token_ids), each.params, each.num_sampled, each.noise,
-                each.group, each.version, each.guide, each.conversation,
-            )  # fmt: skip
-            requests.append(_Request(row, Future(), each.on_tokens))
+        for each in rows:
+            row = replace(each, id=next(self._ids), token_ids=list(each.token_ids))
+            requests.append(_Request(row, Future(), row.on_tokens is not None))
         futures = [request.future for request in requests]
         for request in requests:
             forget = functools.partial(self._forget, row_id=request.row.id)
@@ -332,7 +311,7 @@ class EngineLoop:
 
     def _stream(self) -> None:
         """Hands on tokens that were just sampled."""
-        streams = [r for r in self._requests.values() if r.on_tokens is not None]
+        streams = [r for r in self._requests.values() if r.streams]
         running = [r for r in streams if not r.future.done()]
         if not running:
             return
@@ -344,10 +323,10 @@ class EngineLoop:
         """Calls `on_tokens` with tokens that are new, if any; whether it raised nothing."""
         request.num_streamed += len(new.token_ids)
         try:
-            if new.token_ids and request.on_tokens is not None:
-                request.on_tokens(new)
+            if new.token_ids and request.row.on_tokens is not None:
+                request.row.on_tokens(new)
         except Exception as error:  # noqa: BLE001  (of the caller, who gets it)
-            request.on_tokens = None
+            request.streams = False
             _settle(request.future, error)
             self._abort([request.row.id])
             return False
@@ -358,7 +337,7 @@ class EngineLoop:
         if request is None:
             return
         rest = ended.tokens.behind(request.num_streamed)
-        if request.on_tokens is not None and not self._hand_on(request, rest):
+        if request.streams and not self._hand_on(request, rest):
             return
         problem = request.row.guide.problem if request.row.guide is not None else ""
         _settle(request.future, GuideError(problem) if problem else ended)

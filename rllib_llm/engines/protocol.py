@@ -7,7 +7,7 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -57,12 +57,16 @@ class Noise:
         return row_seeds(self.seed, [self.row], self.turn)[0]
 
 
+OnTokens = Callable[[Tokens], None]
+
+
 @dataclass(frozen=True)
 class Row:
     """One completion to be sampled or continued."""
 
     id: Hashable
-    """Names the row in the engine; free again when the row has ended."""
+    """Names the row in the engine; free again when the row has ended. `EngineLoop` gives each row
+    an id of its own."""
     token_ids: Sequence[int]
     """The prompt, and behind it what was sampled of this completion before, without padding."""
     params: SamplingParams
@@ -80,6 +84,9 @@ class Row:
     conversation: Hashable | None = None
     """Names what the row is a turn of: where the engine can, the KV cache of its last turn is kept
     for the next, which is prefilled from where it differs."""
+    on_tokens: OnTokens | None = None
+    """Called with the tokens that are new, in the thread of `EngineLoop`: it must be quick. What it
+    raises ends the completion."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_sampled < len(self.token_ids):

@@ -32,6 +32,7 @@ from rllib_llm.modules.lora import (
     save_adapters,
 )
 from rllib_llm.modules.mixed_precision import ComputingCopy, cast_parameters_, computing_dtype
+from rllib_llm.modules.packing.trunk import use_kernel
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.products import use_onednn
 from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
@@ -60,6 +61,7 @@ class HuggingFaceModule(TorchRLModule):
             raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error
         if self.computing_dtype is None and self.model_config.get("float32_products") == "onednn":
             use_onednn(self)
+        use_kernel(self, self.model_config.get("attn_implementation", "sdpa"))
         if self.inference_only and self.computing_dtype is not None:
             cast_parameters_(self.model, self.computing_dtype)
 

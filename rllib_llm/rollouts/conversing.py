@@ -27,7 +27,7 @@ from rllib_llm.envs.conversation_judging import judge, unjudged_columns
 from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Generated, Sampler
+from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 
 
@@ -41,7 +41,7 @@ class ConversationSampler(Sampler):
         self._judging = threading.Lock()
         self._judging_env: ConversationEnv = copy.copy(self.environment.env)
 
-    def _begin(self, request: SampleRequest) -> Generated:
+    def _begin(self, request: SampleRequest) -> UnjudgedBatch:
         """Conversations that are over: token i of a turn is a function of seed, rollout, turn and
         i, and of what was said before."""
         self.require_weights()
@@ -53,14 +53,14 @@ class ConversationSampler(Sampler):
         self.watch.generating(self.weights.version, params.max_new_tokens)
         attempts = self._attempts(env, request, params)
         seconds = {"generate_seconds": time.perf_counter() - start}
-        return Generated(request, self.weights.version, {}, attempts, seconds)
+        return UnjudgedBatch(request, self.weights.version, {}, attempts, seconds)
 
-    def _judge_here(self, generated: Generated) -> JudgedBatch:
+    def _judge_here(self, generated: UnjudgedBatch) -> JudgedBatch:
         """Judged conversations: a batch of all their rows, those of a group adjacent."""
         self.environment.env.global_step = self._step
         return self._judged_by(self.environment.env, generated)
 
-    def judge(self, generated: Generated) -> JudgedBatch:
+    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """One batch after the other."""
         with self._judging:
             self._judging_env.global_step = generated.version
@@ -69,11 +69,11 @@ class ConversationSampler(Sampler):
             except UnjudgedError as error:
                 return self._unjudged(generated, error)
 
-    def _unjudged(self, generated: Generated, error: Exception) -> JudgedBatch:
+    def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
         rows = unjudged_columns(generated.completions, self.policy.pad_token_id)
         return self._batch(generated, rows, cause=str(error))
 
-    def _judged_by(self, env: ConversationEnv, generated: Generated) -> JudgedBatch:
+    def _judged_by(self, env: ConversationEnv, generated: UnjudgedBatch) -> JudgedBatch:
         start = time.perf_counter()
         judged = judge(env, generated.completions, self.policy.pad_token_id)
         spent = generated.timings["generate_seconds"]
@@ -87,7 +87,7 @@ class ConversationSampler(Sampler):
         )  # fmt: skip
 
     def _batch(
-        self, generated: Generated, rows: dict[str, torch.Tensor], **judged: Any
+        self, generated: UnjudgedBatch, rows: dict[str, torch.Tensor], **judged: Any
     ) -> JudgedBatch:
         scores = rows[columns.SCORES]
         return JudgedBatch(

@@ -50,7 +50,7 @@ from rllib_llm.rollouts.policy import (
     sampling_params,
 )
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Generated, Sampler
+from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.rollouts.streamer import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener
@@ -277,11 +277,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
 
-    def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+    def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         """Completions made with the published weights, to be given to `judge`."""
         return self.sampler.generate(request, published)
 
-    def judge(self, generated: Generated) -> JudgedBatch:
+    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """What `serve` returns, in any thread, whatever else is sampled meanwhile."""
         return self._told_of(self.sampler.judge(generated))
 

@@ -21,7 +21,7 @@ trained, rejected or failed."""
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PartialCompletion:
     """What was sampled of one unfinished completion."""
 
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class Lease:
     num_groups: int
     weights: PublishedWeights
     return_texts: bool = False
-    partial: dict[int, tuple[Tokens, ...]] = field(default_factory=dict)
+    partial: dict[int, tuple[PartialCompletion, ...]] = field(default_factory=dict)
     order: int = 0
 
     @property
@@ -98,7 +98,7 @@ class Entry:
     num_failures: int = 0
     num_updates_extra: int = 0
     group: JudgedGroup | None = None
-    partial: tuple[Tokens, ...] = ()
+    partial: tuple[PartialCompletion, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -29,8 +29,8 @@ from rllib_llm.rollouts.groups import (
     GroupTable,
     JudgedGroup,
     Lease,
+    PartialCompletion,
     State,
-    Tokens,
 )
 from rllib_llm.rollouts.leases import Leases
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
@@ -294,7 +294,7 @@ class Ledger:
             self.account.generated += group.num_tokens
             self.account.reject("late", group.num_tokens)
 
-    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> None:
+    def keep_partial(self, lease: int, partial: dict[int, tuple[PartialCompletion, ...]]) -> None:
         """Records the partial output of groups that their sampler continues."""
         for position, tokens in partial.items():
             entry = self._leases.entry(lease, position)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.rollouts.groups import Answer, JudgedGroup, Lease, Tokens
+from rllib_llm.rollouts.groups import Answer, JudgedGroup, Lease, PartialCompletion
 from rllib_llm.rollouts.journal import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.shared.named_actor import NAMESPACE, NamedActor
@@ -284,7 +284,9 @@ class SamplerLedger:
         """How many groups were taken in."""
         return self._call("push", lease, list(groups))
 
-    def keep_partial(self, lease: int, partial: dict[int, tuple[Tokens, ...]]) -> Future[None]:
+    def keep_partial(
+        self, lease: int, partial: dict[int, tuple[PartialCompletion, ...]]
+    ) -> Future[None]:
         """See `Ledger.keep_partial`."""
         return self._call("keep_partial", lease, partial)
 

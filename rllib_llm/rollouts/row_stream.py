@@ -15,19 +15,19 @@ from typing import Any, cast
 
 import torch
 
-from rllib_llm.engines.completions import Tokens as Sampled
+from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.hot_swap import LaneEngine
 from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.rollouts.groups import Lease, Tokens
+from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.request import NO_VERSION, SampleRequest
-from rllib_llm.rollouts.sampler import Generated, Sampler
+from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.padding import pad_right
 from rllib_llm.weights.published import PublishedWeights
 
-_NOTHING = Tokens((), (), ())
+_NOTHING = PartialCompletion((), (), ())
 
 
 class RowEngine:
@@ -152,9 +152,9 @@ class _Group:
     lease: Lease
     request: SampleRequest
     prompts: dict[str, torch.Tensor]  # its columns
-    before: list[Tokens]  # what its rows came with
+    before: list[PartialCompletion]  # what its rows came with
     has_begun: bool = False
-    ended: dict[int, Tokens] = field(default_factory=dict)  # whole completions, by place
+    ended: dict[int, PartialCompletion] = field(default_factory=dict)  # whole completions, by place
 
 
 class RowStream:
@@ -270,7 +270,7 @@ class RowStream:
             if self._groups.pop(position).has_begun:
                 self._engine.rows.abort([(position, i) for i in range(self._n)])
 
-    def step(self) -> list[tuple[Lease, Generated]]:
+    def step(self) -> list[tuple[Lease, UnjudgedBatch]]:
         """Samples a token for every row; the groups that are finished, to be judged.
 
         Raises:
@@ -292,16 +292,16 @@ class RowStream:
         groups = [self._groups.pop(position) for position in finished]
         return [(group.lease, self._generated(group)) for group in groups]
 
-    def _generated(self, group: _Group) -> Generated:
+    def _generated(self, group: _Group) -> UnjudgedBatch:
         weights = self._sampler.weights
         made = self._columns([group.ended[i] for i in range(self._n)])
-        return Generated(
+        return UnjudgedBatch(
             group.request, weights.version, group.prompts, made, weights=weights.metrics()
         )
 
-    def partial(self) -> dict[int, dict[int, tuple[Tokens, ...]]]:
+    def partial(self) -> dict[int, dict[int, tuple[PartialCompletion, ...]]]:
         """The partial output of each group, by lease and position."""
-        found: dict[int, dict[int, tuple[Tokens, ...]]] = {}
+        found: dict[int, dict[int, tuple[PartialCompletion, ...]]] = {}
         for position, group in self._groups.items():
             if not group.has_begun:
                 continue
@@ -314,7 +314,7 @@ class RowStream:
             found.setdefault(group.lease.id, {})[position] = rows
         return found
 
-    def _columns(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
+    def _columns(self, rows: list[PartialCompletion]) -> dict[str, torch.Tensor]:
         versions, _ = pad_right([row.versions for row in rows], NO_VERSION, torch.int32)
         pad = self._sampler.policy.pad_token_id
         ids, mask = pad_right([row.token_ids for row in rows], pad)
@@ -336,9 +336,9 @@ class RowStream:
         self._engine.close()
 
 
-def _joined(before: Tokens, rest: Ended | Sampled, finish: str) -> Tokens:
+def _joined(before: PartialCompletion, rest: Ended | Tokens, finish: str) -> PartialCompletion:
     """What a row came with, and what was sampled since."""
-    return Tokens(
+    return PartialCompletion(
         (*before.token_ids, *rest.token_ids),
         (*before.logprobs, *rest.logprobs),
         (*before.versions, *rest.versions),

@@ -30,7 +30,7 @@ from rllib_llm.weights.receiver import WeightsReceiver
 
 
 @dataclass
-class Generated:
+class UnjudgedBatch:
     """Completions of a request that are to be judged.
 
     version: of the weights that made them. prompts: columns of the prompts. completions: columns,
@@ -51,10 +51,10 @@ class SamplesAndJudges(Protocol):
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """Judged completions made with the published weights."""
 
-    def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+    def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         """Completions made with the published weights."""
 
-    def judge(self, generated: Generated) -> JudgedBatch:
+    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """What they are worth; in any thread."""
 
 
@@ -110,7 +110,7 @@ class Sampler:
         finally:
             self.watch.end()
 
-    def generate(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+    def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         """Completions made with the published weights, to be judged.
 
         Raises:
@@ -122,7 +122,7 @@ class Sampler:
         finally:
             self.watch.end()
 
-    def _generate_with(self, request: SampleRequest, published: PublishedWeights) -> Generated:
+    def _generate_with(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         cores = CpuClock()
         if self.policy.takes_weights:
             self.weights.ensure(published, self.policy.load)
@@ -143,19 +143,19 @@ class Sampler:
         self.watch.judging()
         return self._judge_here(generated)
 
-    def _begin(self, request: SampleRequest) -> Generated:
+    def _begin(self, request: SampleRequest) -> UnjudgedBatch:
         self.require_weights()
         start = time.perf_counter()
         prompts, made = self._complete(request)
         seconds = {"generate_seconds": time.perf_counter() - start}
-        return Generated(request, self.weights.version, prompts, made, seconds)
+        return UnjudgedBatch(request, self.weights.version, prompts, made, seconds)
 
     def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], Any]:
         """Prompts and completions of a request, as `judged` takes them."""
         rows = self.environment.prompts(request)
         return rows, self._generate(rows, request)
 
-    def _judge_here(self, generated: Generated) -> JudgedBatch:
+    def _judge_here(self, generated: UnjudgedBatch) -> JudgedBatch:
         """The completions of the last prompts, judged.
 
         Raises:
@@ -165,7 +165,7 @@ class Sampler:
         judged = self.environment.judge(generated.completions, self._step)
         return self._judged(generated, judged, time.perf_counter() - start)
 
-    def judge(self, generated: Generated) -> JudgedBatch:
+    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """As `serve`, what completions are worth, whatever else is sampled meanwhile, in any
         thread."""
         start = time.perf_counter()
@@ -176,11 +176,11 @@ class Sampler:
                 return self._unjudged(generated, error)
         return self._judged(generated, judged, time.perf_counter() - start)
 
-    def _unjudged(self, generated: Generated, error: Exception) -> JudgedBatch:
+    def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
         """Rows that are not valid, and the cause."""
         return self._judged(generated, unjudged(generated.completions, error), 0.0)
 
-    def _judged(self, generated: Generated, judged: Judgement, seconds: float) -> JudgedBatch:
+    def _judged(self, generated: UnjudgedBatch, judged: Judgement, seconds: float) -> JudgedBatch:
         made = {**generated.prompts, **generated.completions, **judged.columns}
         sampled = columns.sampled_mask(made)
         versions = torch.full_like(sampled, generated.version, dtype=torch.int32)

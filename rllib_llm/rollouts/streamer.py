@@ -26,7 +26,7 @@ from rllib_llm.rollouts.judged_groups import judged_group, split
 from rllib_llm.rollouts.ledger_actor import SamplerLedger
 from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.row_stream import RowStream
-from rllib_llm.rollouts.sampler import Generated, Sampler, SamplesAndJudges
+from rllib_llm.rollouts.sampler import Sampler, SamplesAndJudges, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
 from rllib_llm.weights.published import PublishedWeights
@@ -72,7 +72,7 @@ class JudgeThreads:
     """
 
     def __init__(
-        self, judge: Callable[[Generated], JudgedBatch], settings: ServingSettings
+        self, judge: Callable[[UnjudgedBatch], JudgedBatch], settings: ServingSettings
     ) -> None:
         self._judge = judge
         self._min_valid = settings.min_valid
@@ -80,12 +80,12 @@ class JudgeThreads:
         self._threads = ThreadPoolExecutor(MAX_JUDGING, thread_name_prefix="judging")
         self._under_way: list[Judging] = []
 
-    def begin(self, lease: Lease, generated: Generated, *, continues: bool = False) -> None:
+    def begin(self, lease: Lease, generated: UnjudgedBatch, *, continues: bool = False) -> None:
         """Has the groups of a lease, or one of them, judged."""
         call = self._threads.submit(self._groups, generated, continues)
         self._under_way.append(Judging(lease, generated.request, call))
 
-    def _groups(self, generated: Generated, continues: bool) -> list[JudgedGroup]:
+    def _groups(self, generated: UnjudgedBatch, continues: bool) -> list[JudgedGroup]:
         # Groups leave the process: a column goes to the host once for all of them.
         judged = self._judge(generated).to("cpu")
         return [
@@ -135,7 +135,7 @@ class Work:
     def __init__(
         self,
         ledger: SamplerLedger,
-        judge: Callable[[Generated], JudgedBatch],
+        judge: Callable[[UnjudgedBatch], JudgedBatch],
         settings: ServingSettings,
         name: str,
     ) -> None:
@@ -149,9 +149,9 @@ class Work:
         self._was_judged = True  # something, since the last renewal
 
     def _noting(
-        self, judge: Callable[[Generated], JudgedBatch]
-    ) -> Callable[[Generated], JudgedBatch]:
-        def judged(generated: Generated) -> JudgedBatch:
+        self, judge: Callable[[UnjudgedBatch], JudgedBatch]
+    ) -> Callable[[UnjudgedBatch], JudgedBatch]:
+        def judged(generated: UnjudgedBatch) -> JudgedBatch:
             batch = judge(generated)
             batch.messages = self.listener.take()
             return batch
@@ -295,7 +295,7 @@ class RowWork(Work):
         self,
         ledger: SamplerLedger,
         sampler: Sampler,
-        judge: Callable[[Generated], JudgedBatch],
+        judge: Callable[[UnjudgedBatch], JudgedBatch],
         settings: ServingSettings,
     ) -> None:
         super().__init__(ledger, judge, settings, sampler.name)

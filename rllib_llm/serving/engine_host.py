@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
 from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
 from rllib_llm.modules.tokenizer import eos_token_ids
@@ -86,12 +86,12 @@ class EngineHost(Protocol):
         """Waits, in that loop, while the engine has not taken in what it was asked for before."""
 
     def submit_all(
-        self, wanted: Sequence[Wanted], grammar: str | None = None
+        self, rows: Sequence[Row], grammar: str | None = None
     ) -> list[Future[Ended]]:
         """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open.
 
         Args:
-            wanted: without guides.
+            rows: without guides.
             grammar: that all of them keep to; `compile` was called with it, and is done.
         """
 
@@ -174,11 +174,11 @@ class ThreadHost:
         """This one takes in whatever it is asked for."""
 
     def submit_all(
-        self, wanted: Sequence[Wanted], grammar: str | None = None
+        self, rows: Sequence[Row], grammar: str | None = None
     ) -> list[Future[Ended]]:
         if grammar is not None:
-            wanted = [replace(each, guide=self._grammars.guide(grammar)) for each in wanted]
-        return self.loop.submit_all(wanted)
+            rows = [replace(each, guide=self._grammars.guide(grammar)) for each in rows]
+        return self.loop.submit_all(rows)
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
         return self._grammars.compile(grammar, pin)

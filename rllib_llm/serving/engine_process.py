@@ -36,8 +36,7 @@ from typing import Any
 import torch
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.engine_loop import Wanted
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.channel import AsyncChannel, Channel
 from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread, settle
@@ -104,11 +103,11 @@ class EngineProcess:
     # --- completions -------------------------------------------------------------------------
 
     def submit_all(
-        self, wanted: Sequence[Wanted], grammar: str | None = None
+        self, rows: Sequence[Row], grammar: str | None = None
     ) -> list[Future[Ended]]:
-        futures: list[Future[Ended]] = [Future() for _ in wanted]
+        futures: list[Future[Ended]] = [Future() for _ in rows]
         sent = []
-        for each, future in zip(wanted, futures, strict=True):
+        for each, future in zip(rows, futures, strict=True):
             number = self._expect(future)
             if each.on_tokens is not None:
                 self._on_tokens[number] = each.on_tokens
@@ -266,14 +265,14 @@ class EngineWorker:
 
     # --- what it is told ---------------------------------------------------------------------
 
-    def submit(self, sent: Sequence[tuple[int, bool, Wanted]], grammar: str | None) -> None:
+    def submit(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
         """Rows: the number of each, and whether its tokens are told as they come."""
-        wanted = [
+        rows = [
             replace(each, on_tokens=partial(self._note, number)) if streams else each
             for number, streams, each in sent
         ]
         try:
-            futures = self._host.submit_all(wanted, grammar)
+            futures = self._host.submit_all(rows, grammar)
         except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
             self._send([(number, _portable(error)) for number, *_ in sent])
             return

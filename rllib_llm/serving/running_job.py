@@ -22,9 +22,8 @@ from typing import Any
 import anyio
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.hot_swap import VersionGoneError
-from rllib_llm.engines.protocol import Ended, GuideError
+from rllib_llm.engines.protocol import Ended, GuideError, Row
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.errors import ApiError
@@ -75,7 +74,7 @@ class RowEvents:
     Args:
         host: of the engine.
         mailbox: of the event loop that waits.
-        wanted: the rows.
+        rows: what is asked for.
         grammar: that all of them keep to.
     """
 
@@ -83,15 +82,15 @@ class RowEvents:
         self,
         host: EngineHost,
         mailbox: Mailbox,
-        wanted: Sequence[Wanted],
+        rows: Sequence[Row],
         grammar: str | None = None,
     ) -> None:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._reader: asyncio.Future[None] | None = None  # that waits for an event
         self._host, self._mailbox = host, mailbox
-        self._num_left = len(wanted)
+        self._num_left = len(rows)
         self._futures = host.submit_all(
-            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(wanted)], grammar
+            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], grammar
         )
         for i, future in enumerate(self._futures):
             future.add_done_callback(self._ender(i))

@@ -21,8 +21,7 @@ import torch
 from fastapi import Request, Response
 
 from rllib_llm.data.encoding import TokenTexts
-from rllib_llm.engines.engine_loop import Wanted
-from rllib_llm.engines.protocol import Noise
+from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import BusyError, no_good
@@ -328,13 +327,13 @@ class Service:
     def _rows_of(self, job: Job) -> RowEvents:
         """The rows of a job in the engine."""
         assert self._mailbox is not None, "start was called"
-        wanted = []
+        rows = []
         for i, prompt in enumerate(job.prompts if job.samples else ()):
             params = replace(job.params, max_new_tokens=job.max_tokens[i])
             group = object() if job.n > 1 else None
             for k in range(job.n):
                 noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
-                wanted.append(
-                    Wanted(prompt, params, noise, 0, group, job.version, None, job.conversation)
+                rows.append(
+                    Row(None, prompt, params, 0, noise, group, job.version, None, job.conversation)
                 )
-        return RowEvents(self.host, self._mailbox, wanted, job.grammar)
+        return RowEvents(self.host, self._mailbox, rows, job.grammar)

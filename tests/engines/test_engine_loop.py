@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rllib_llm.engines.completions import Tokens
-from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row
 from rllib_llm.engines.torch_engine import TorchEngine
@@ -115,7 +115,7 @@ def test_completions_asked_from_many_threads_are_those_of_the_engine():
 def test_a_group_is_added_together(scripted):
     engine, loop = scripted
     engine.may_step.clear()
-    futures = loop.submit_all([Wanted([1, 2], PARAMS, Noise(0, i)) for i in range(4)])
+    futures = loop.submit_all([Row(None, [1, 2], PARAMS, noise=Noise(0, i)) for i in range(4)])
     engine.may_step.set()
     assert not wait(futures, DEADLINE_S).not_done
     assert engine.batches[0] == 4
@@ -157,7 +157,7 @@ def test_as_many_as_have_just_left_are_waited_for_once():
         engine.batches.clear()
         if invites:
             engine.invite = lambda: later.append(loop.submit([2], PARAMS))
-        for future in [*loop.submit_all([Wanted([1], PARAMS)] * num_rows), *later]:
+        for future in [*loop.submit_all([Row(None, [1], PARAMS)] * num_rows), *later]:
             future.result(DEADLINE_S)
         while later:
             later.pop().result(DEADLINE_S)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rllib_llm.engines.engine_loop import EngineLoop, Wanted
+from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
@@ -117,7 +117,7 @@ def test_versions_swap_under_load_and_no_answer_is_mixed():
     def ask(number: int) -> None:
         while not is_done.is_set():
             noise = Noise(1, number)
-            wanted = Wanted(asked[number % 5], PARAMS, noise)
+            wanted = Row(None, asked[number % 5], PARAMS, noise=noise)
             ended.append((number, loop.submit_all([wanted])[0].result(DEADLINE_S)))
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from rllib_llm.rollouts.groups import JudgedGroup, Tokens
+from rllib_llm.rollouts.groups import JudgedGroup, PartialCompletion
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.published import PublishedWeights
@@ -35,9 +35,9 @@ def judged(
     return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues)
 
 
-def partial(*lengths) -> tuple[Tokens, ...]:
+def partial(*lengths) -> tuple[PartialCompletion, ...]:
     """What there is of a group's completions, so many tokens each."""
-    return tuple(Tokens(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
+    return tuple(PartialCompletion(tuple(range(n)), (0.0,) * n, (0,) * n) for n in lengths)
 
 
 def serve(made, lease, reason=lambda position: ""):

@@ -10,14 +10,14 @@ from random import Random
 
 import torch
 
-from rllib_llm.engines.completions import Tokens as Sampled
+from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.rollouts.journal import JournaledLedger
 from rllib_llm.rollouts.ledger_actor import looked
 from rllib_llm.rollouts.policy import ModulePolicy
 from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.sampler import Generated
+from rllib_llm.rollouts.sampler import UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.rollouts.streamer import LeaseWork, RowWork
@@ -79,7 +79,7 @@ class ScriptedEngine:
     def _tokens(self, row_id):
         row, versions = self.rows[row_id]
         ids = [row.num_sampled + k for k in range(len(versions))]
-        return Sampled(ids, [0.0] * len(ids), list(versions), [])
+        return Tokens(ids, [0.0] * len(ids), list(versions), [])
 
     def abort(self, ids):
         return [self._ended(i, "aborted") for i in ids if i in self.rows]
@@ -161,9 +161,9 @@ class ScriptedSampler:
             columns.FINISHED: torch.ones(len(lengths), dtype=torch.bool),
             columns.WEIGHTS_VERSION: mask.int() * (published.version + 1) - 1,
         }
-        return Generated(request, published.version, prompts, made)
+        return UnjudgedBatch(request, published.version, prompts, made)
 
-    def judge(self, generated: Generated) -> JudgedBatch:
+    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         groups = generated.prompts[columns.GROUP]
         self._world.judge(groups[0].item())
         valid = torch.tensor([self._world.fate(p) != "unjudged" for p in groups.tolist()])

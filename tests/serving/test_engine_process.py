@@ -11,10 +11,9 @@ import threading
 import pytest
 import torch
 
-from rllib_llm.engines.engine_loop import Wanted
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise
+from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.serving.engine_host import Counts, ThreadHost
 from rllib_llm.serving.engine_process import EngineProcess, _without_keys
 from rllib_llm.serving.guides import GrammarError, grammar_of
@@ -67,17 +66,17 @@ def thread():
     host.close()
 
 
-def several() -> list[Wanted]:
+def several() -> list[Row]:
     """A group of two, and one by itself."""
     group, prompt = object(), [1, 40, 41]
     return [
-        Wanted(prompt, PARAMS, Noise(5, 0), 0, group),
-        Wanted(prompt, PARAMS, Noise(5, 1), 0, group),
-        Wanted([1, 90], PARAMS, Noise(6), version=0),
+        Row(None, prompt, PARAMS, 0, Noise(5, 0), group),
+        Row(None, prompt, PARAMS, 0, Noise(5, 1), group),
+        Row(None, [1, 90], PARAMS, noise=Noise(6), version=0),
     ]
 
 
-def sampled(host, wanted: list[Wanted], grammar: str | None = None) -> list[tuple]:
+def sampled(host, wanted: list[Row], grammar: str | None = None) -> list[tuple]:
     """What came of each, which is also what was streamed of it."""
     streamed: list[list[int]] = [[] for _ in wanted]
     futures = host.submit_all(
@@ -107,7 +106,8 @@ def test_it_samples_what_a_thread_does(process, thread):
     guided = []
     for host in (process, thread):
         assert host.compile(found[1], 0).result(DEADLINE_S) is None
-        guided.append(sampled(host, [Wanted([1, 40, 41], PARAMS, Noise(5, 2))] * 2, found[1]))
+        row = Row(None, [1, 40, 41], PARAMS, noise=Noise(5, 2))
+        guided.append(sampled(host, [row] * 2, found[1]))
         host.release(0)
     assert guided[0] == guided[1]
     assert [len(each[0]) for each in guided[0]] == [4, 4]  # three digits and the end
@@ -118,8 +118,8 @@ def test_it_samples_what_a_thread_does(process, thread):
 def test_a_row_that_nobody_waits_for_leaves_and_an_aborted_one_says_what_there_is(process):
     told: list[int] = []
     gone, aborted = process.submit_all(
-        [Wanted([1, 50], LONG, Noise(1), on_tokens=lambda new: told.extend(new.token_ids)),
-         Wanted([1, 51], LONG, Noise(2))]
+        [Row(None, [1, 50], LONG, noise=Noise(1), on_tokens=lambda new: told.extend(new.token_ids)),
+         Row(None, [1, 51], LONG, noise=Noise(2))]
     )  # fmt: skip
     until(lambda: len(told) > 2)
     assert process.count().result(DEADLINE_S) == Counts(2, 0, {0: 2})
@@ -138,7 +138,7 @@ def test_what_it_refuses_is_raised_here(process):
     other = torch.nn.Linear(2, 2).state_dict()
     with pytest.raises(ValueError, match="must name the model's parameters"):
         process.load(other, 1)
-    (refused,) = process.submit_all([Wanted([1, 2], PARAMS, version=99)])
+    (refused,) = process.submit_all([Row(None, [1, 2], PARAMS, version=99)])
     with pytest.raises(VersionGoneError, match="row.version=99 must be one of"):
         refused.result(DEADLINE_S)
     with pytest.raises(GrammarError):
@@ -146,7 +146,7 @@ def test_what_it_refuses_is_raised_here(process):
     process.release(1)
     with pytest.raises(VersionGoneError):
         process.score([[1, 2]], 0, 99).result(DEADLINE_S)
-    (long,) = process.submit_all([Wanted([1] * 1020, PARAMS)])
+    (long,) = process.submit_all([Row(None, [1] * 1020, PARAMS)])
     with pytest.raises(ValueError, match="1024"):
         long.result(DEADLINE_S)
 
@@ -161,8 +161,8 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events)
             loading = asyncio.to_thread(made.load, weights, epoch=0, version=1, source="test")
             assert (await loading).label == "0.1"
             thread.load(weights, 1)
-            expected = sampled(thread, [Wanted([1, 40, 41], PARAMS, Noise(1), version=1)])
-            same = [Wanted([1, 40, 41], PARAMS, Noise(1))]
+            expected = sampled(thread, [Row(None, [1, 40, 41], PARAMS, noise=Noise(1), version=1)])
+            same = [Row(None, [1, 40, 41], PARAMS, noise=Noise(1))]
             assert await asyncio.to_thread(sampled, made.host, same) == expected
             answer = await http.post("/v1/completions", json=asked)
             assert answer.json()["model"] == "tiny@0.1"

@@ -79,6 +79,16 @@ class LanguageModel(StartingPoint):
         choices=(*LIBRARIES, "auto"),
         acts=(COMPUTES_FLOAT32,),
     )
+    attn_implementation: Literal["sdpa", "flash_attention_2", "flex_attention"] = setting(
+        "sdpa",
+        "the kernel that computes attention in learners",
+        note='"sdpa": torch\'s own, the rows of a group share their prompt. "flash_attention_2": '
+        "flash attention for rows of different lengths, each row with its own prompt; for long "
+        'completions on GPUs, in bfloat16. "flex_attention": torch\'s flex attention, compiled, '
+        "which shares prompts. None of them computes anything for padding. Samplers decode with "
+        "kernels of their own.",
+        also=("attention_implementation", "use_flash_attention_2", "flash_attention"),
+    )
     gradient_checkpointing: bool = setting(
         False,
         "whether only the layers' inputs are kept for the backward pass",

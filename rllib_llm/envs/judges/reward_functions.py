@@ -16,9 +16,9 @@ from rllib_llm.shared.errors import SettingError
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
-_SPEC_KEYS = ("function", "weight", "name", "kwargs", "deadline_s")
-# A judge on a server may wait out an outage of 10 minutes, and still has its requests to send.
-DEADLINE_S = 1800.0
+_SPEC_KEYS = ("function", "weight", "name", "kwargs", "timeout_s")
+# Of a coroutine function that says nothing else.
+TIMEOUT_S = 600.0
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
 
@@ -98,6 +98,8 @@ class Judge(Protocol):
     wants_tokens: bool = False
     wants_texts: bool = False
     wants_transcripts: bool = False
+    timeout_s: float | None = None
+    """Of a batch; None: its requests have deadlines, and waits for outages, of their own."""
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """A number for each completion, `Invalid` where it could not be judged, None where it is
@@ -127,22 +129,13 @@ class RewardTerm:
     convention of trl.GRPOTrainer's reward functions, extended.) Function objects may have a method
     `metrics()`, numbers by name.
 
-    Args:
-        function, weight, name: the function, its share of the sum, and what it is called.
-        deadline_s: seconds that a coroutine function may take for a batch, and then for each row of
-            a batch that it was late with; a row that is late is not valid. None: `DEADLINE_S`.
-
-    Raises:
-        RewardError: it takes no completions, or the deadline is none, or of a plain function.
+    timeout_s: how long an answer that is awaited may take for a batch; later, none of its rows is
+    valid. By default what the function says in an attribute of that name, as a `Judge` does, and
+    `TIMEOUT_S` for other coroutine functions.
     """
 
     def __init__(
-        self,
-        function: RewardFunction,
-        weight: float,
-        name: str,
-        *,
-        deadline_s: float | None = None,
+        self, function: RewardFunction, weight: float, name: str, timeout_s: float | None = None
     ) -> None:
         self.function = function
         self.weight = float(weight)
@@ -152,7 +145,9 @@ class RewardTerm:
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
             getattr(inner, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
-        self.deadline_s = _checked_deadline(deadline_s, name, self.is_async)
+        if timeout_s is None and self.is_async:
+            timeout_s = _attribute(function, "timeout_s", TIMEOUT_S)
+        self.timeout_s: float | None = timeout_s
         self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
         names_chats = "messages" in self._names.named
         self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
@@ -160,8 +155,7 @@ class RewardTerm:
 
     @classmethod
     def from_spec(cls, spec: RewardFunction | str | Mapping[str, Any]) -> RewardTerm:
-        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs",
-        "deadline_s"}.
+        """From a callable, a dotted path, or {"function", "weight", "name", "kwargs", "timeout_s"}.
 
         A class is called with `kwargs` to make the function; a function gets `kwargs` each time.
         """
@@ -172,7 +166,7 @@ class RewardTerm:
             raise RewardError(
                 name="reward_functions",
                 value=dict(spec),
-                rule="have 'function' and may have 'weight', 'name', 'kwargs', 'deadline_s'",
+                rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
                 reason="unknown " + repr(unknown) if unknown else "no function",
                 remedy="Correct the keys",
             )
@@ -193,7 +187,17 @@ class RewardTerm:
             function = function(**kwargs)
         elif kwargs:
             function = functools.partial(function, **kwargs)
-        return cls(function, spec.get("weight", 1.0), name, deadline_s=spec.get("deadline_s"))
+        timeout_s = spec.get("timeout_s")
+        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
+            raise RewardError(
+                name=f"timeout_s of reward function {name!r}",
+                value=timeout_s,
+                rule="be a number of seconds above 0",
+                reason="an answer that comes later is not waited for",
+                remedy=f"Leave it out for {TIMEOUT_S:g}",
+            )
+        return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
         """What the function returns for `batch` (an awaitable where it is async)."""
@@ -295,23 +299,6 @@ def shown_message(message: Mapping[str, Any]) -> str:
 def _words(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else "" if content is None else str(content)
-
-
-def _checked_deadline(deadline_s: float | None, name: str, is_async: bool) -> float:
-    """Seconds; raises `RewardError` where they bound nothing."""
-    if deadline_s is None:
-        return DEADLINE_S
-    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if is_async and is_number and 0 < deadline_s < math.inf:
-        return float(deadline_s)
-    raise RewardError(
-        name=f"deadline_s of reward function {name!r}",
-        value=deadline_s,
-        rule="be a number of seconds above 0, of a coroutine function",
-        reason="a plain function cannot be interrupted",
-        remedy="Make the function async, or run it in a process: "
-        "rllib_llm.envs.judges.verifier.Verifier has a deadline",
-    )
 
 
 def _inner(function: Any) -> Any:

@@ -33,10 +33,6 @@ class UnjudgedError(RewardError):
     """No row of a batch could be judged."""
 
 
-class LateError(TimeoutError):
-    """A coroutine function gave no answer by its deadline."""
-
-
 @dataclass(frozen=True)
 class Rewards:
     """Scores of B completions, all tensors [B] on one device.
@@ -209,7 +205,9 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
         answer = term.call(batch)
         if inspect.isawaitable(answer):
-            answer = _loop().run(_within(answer, term.deadline_s))
+            answer = _loop().run(_in_time(term, answer))
+    except _LateError as error:
+        return failed_result(batch, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
@@ -219,7 +217,9 @@ def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
 
 async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     try:
-        answer = await _within(term.call(batch), term.deadline_s)
+        answer = await _in_time(term, term.call(batch))
+    except _LateError as error:
+        return failed_result(batch, error)
     except Exception as error:  # noqa: BLE001  (as above)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
@@ -228,33 +228,38 @@ async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
     return read_answer(term, answer, batch)
 
 
-async def _within(awaitable: Awaitable[Any], deadline_s: float) -> Any:
-    """What is awaited.
+class _LateError(TimeoutError):
+    """An answer took longer than it may."""
+
+
+async def _in_time(term: RewardTerm, awaitable: Awaitable[Any]) -> Any:
+    """The answer of a reward function.
 
     Raises:
-        LateError: it is late. It is cancelled, and not waited for if it goes on all the same.
+        _LateError: it did not come within `timeout_s`; it is cancelled.
     """
-    task = asyncio.ensure_future(harmless(awaitable))
+    asked = asyncio.ensure_future(harmless(awaitable))
     try:
-        done, _ = await asyncio.wait({task}, timeout=deadline_s)
-        if not done:
-            raise LateError(f"no answer within deadline_s={deadline_s:g}")
-        return task.result()
+        done, _ = await asyncio.wait({asked}, timeout=term.timeout_s)
     finally:
-        task.cancel()
+        if not asked.done():
+            asked.cancel()
+    if not done:
+        raise _LateError(f"no answer within timeout_s={term.timeout_s:g}")
+    return asked.result()
 
 
 def _waited_for(
     term: RewardTerm, batch: RewardBatch, judging: Future[RewardResult]
 ) -> RewardResult:
-    """What a coroutine function said. One that blocks the loop is not waited for, nor is the
-    loop."""
+    """What a coroutine function said. The loop of one that blocks it is left to itself."""
+    limit = None if term.timeout_s is None else 2 * term.timeout_s + _LOOP_SECONDS
     try:
-        return judging.result(2 * term.deadline_s + _LOOP_SECONDS)
+        return judging.result(limit)
     except concurrent.futures.TimeoutError:
         _loop.cache_clear()
         error = TimeoutError(
-            f"it blocks the event loop, for longer than deadline_s={term.deadline_s:g}: it waits "
+            f"it blocks the event loop for longer than timeout_s={term.timeout_s:g}: it waits "
             "without await"
         )
         return failed_result(batch, error)
@@ -262,8 +267,6 @@ def _waited_for(
 
 def _cause(error: BaseException) -> BaseException:
     """What the function itself raised."""
-    if isinstance(error, LateError):  # it did not
-        return TimeoutError(str(error))
     return error.__cause__ or error if isinstance(error, ExitedError) else error
 
 

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rllib_llm.modules.packing.packed_attention import AttentionBlock, AttentionLayout
+from rllib_llm.modules.packing.packed_attention import (
+    AttentionBlock,
+    AttentionLayout,
+    Kernel,
+    Layout,
+    MaskedLayout,
+    RowLayout,
+)
 from rllib_llm.modules.packing.packing import Rows, WantedTokens
 
 # 64 MiB; without sharing no mask is needed.
@@ -37,12 +44,15 @@ def recurring_size(number: int, least_step: int = 16) -> int:
 _WIDTH_STEP = 8  # of rows' lengths in attention, which are small and cost with their square
 
 
-def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) -> WantedTokens:
+def pack_dense(
+    rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False, kernel: Kernel = "sdpa"
+) -> WantedTokens:
     """`rows` as tokens [1, tokens] with positions and attention layout; see `packing.pack`.
 
     At least one token must be wanted. `max_mask`: numbers in the attention mask of shared prompts
     beyond which each row keeps its own. `recurring`: filled up until tokens, wanted tokens and,
-    where they differ, rows' lengths in attention are a `recurring_size`.
+    where they differ, rows' lengths in attention are a `recurring_size`. `kernel`: that attention
+    is laid out for; flash attention shares no prompts.
     """
     read = rows.attended & _before_last_wanted(rows.wanted)
     prompts, own = read[:, : rows.num_leading], read[:, rows.num_leading :]
@@ -50,7 +60,8 @@ def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) ->
     widths = [max(1, prompts.shape[1]), max(1, own.shape[1])]
     if recurring:
         widths = [recurring_size(width, _WIDTH_STEP) for width in widths]
-    if len(first) == len(read) or len(read) * widths[1] * sum(widths) > max_mask:
+    num_masked = len(read) * widths[1] * sum(widths) if kernel == "sdpa" else 0
+    if len(first) == len(read) or num_masked > max_mask or kernel == "flash_attention_2":
         first, group, own = first[:0], None, read
     prompt_mask = prompts[first]
     own_ids = rows.ids[:, rows.ids.shape[1] - own.shape[1] :]
@@ -84,7 +95,9 @@ def pack_dense(rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False) ->
         shape=(len(rows.ids), result_length),
         num_padding=int(filler.sum()) if recurring else 0,
         position_ids=torch.cat([prompt_positions[prompt_mask], own_positions[own]]).unsqueeze(0),
-        layout=_layout(prompt_starts, prompt_lengths, own_starts, own_lengths, group, recurring),
+        layout=_layout(
+            kernel, prompt_starts, prompt_lengths, own_starts, own_lengths, group, recurring
+        ),
     )
 
 
@@ -142,14 +155,24 @@ def _multipliers(content: Tensor) -> Tensor:
 
 
 def _layout(
+    kernel: Kernel,
     prompt_starts: Tensor,
     prompt_lengths: Tensor,
     own_starts: Tensor,
     own_lengths: Tensor,
     group: Tensor | None,
     recurring: bool,
-) -> AttentionLayout:
+) -> Layout:
     """Prompts attend to themselves, the tokens of a row to its prompt and to their own past."""
+    if kernel == "flash_attention_2":
+        starts = torch.cat([own_starts, own_starts[-1:] + own_lengths[-1:]])
+        return RowLayout(starts.to(torch.int32), int(own_lengths.max()))
+    if kernel == "flex_attention":
+        lengths = torch.cat([prompt_lengths, own_lengths])
+        sees = torch.full_like(own_lengths, -1) if group is None else group
+        sees = torch.cat([torch.full_like(prompt_lengths, -1), sees])
+        rows = torch.arange(len(lengths), device=lengths.device)
+        return MaskedLayout.of(rows.repeat_interleave(lengths), sees.repeat_interleave(lengths))
     own_tokens, own_exists = _token_table(own_starts, own_lengths, recurring)
     if group is None:
         in_order = bool(own_exists.all())  # rows of one length
@@ -168,7 +191,6 @@ def _layout(
             own_tokens,
             torch.cat([tokens[group], own_tokens], dim=1),
             mask.unsqueeze(1),
-            prompts=group,
         ),
     )
     places = torch.cat([_places(exists), exists.numel() + _places(own_exists)])

@@ -3,21 +3,29 @@
     tokens  [prompt a | prompt b | completion a1 | completion a2 | completion b1 ...]
 
 Everything in a transformer but attention treats tokens one by one, so it runs on the tokens alone.
-Attention gathers them into blocks of padded rows, runs there, and puts its results back.
+Attention is one of three kernels (setting `attn_implementation`):
+
+    sdpa               gathers the tokens into blocks of padded rows, runs there, puts results back
+    flash_attention_2  flash attention for rows of different lengths, each with its own prompt
+    flex_attention     torch's flex attention, with a mask that says who sees whom
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "rllib_llm_packed"
+Kernel = Literal["sdpa", "flash_attention_2", "flex_attention"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +35,13 @@ class AttentionBlock:
     queries [rows, q], keys [rows, k]: which of the tokens stand there, int64, any token in the
     padding. mask: float [rows, 1, q, k], 0 where attended and -inf elsewhere, or None where
     queries are keys, each attending to those up to itself. in_order: they are all tokens in their
-    order, so that nothing has to be gathered. prompts [rows] int64: which row of the first block
-    stands before each row's own keys, or None: nothing does.
+    order, so that nothing has to be gathered.
     """
 
     queries: Tensor
     keys: Tensor
     mask: Tensor | None
     in_order: bool = False
-    prompts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -47,19 +53,84 @@ class AttentionLayout:
     places: Tensor
 
 
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows one behind another, each attending to its own past.
+
+    starts [rows + 1] int32: where each begins, and where the last ends. longest: tokens of a row.
+    """
+
+    starts: Tensor
+    longest: int
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Flash attention on [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim]."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        attended = varlen_attn(
+            *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
+            self.starts, self.starts, self.longest, self.longest, scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return attended.unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class MaskedLayout:
+    """All tokens at once; `mask` says which of them each one sees."""
+
+    mask: BlockMask
+
+    @classmethod
+    def of(cls, owner: Tensor, prompt: Tensor) -> MaskedLayout:
+        """owner [tokens] int64: the row that each is of; it sees what of the row lies before it.
+        prompt [tokens] int64: a further row that each sees, -1: none."""
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            own = (owner[query] == owner[key]) & (key <= query)
+            return own | (prompt[query] == owner[key])
+
+        return cls(create_block_mask(sees, None, None, len(owner), len(owner), owner.device.type))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Flex attention on [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim]."""
+        attended = _flex(query.device.type)(
+            query, key, value, block_mask=self.mask, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return attended.transpose(1, 2)
+
+
+@functools.cache
+def _flex(device: str) -> Callable[..., Any]:
+    """Flex attention, compiled but on processors, where it is for tests and has no gradient."""
+    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
+
+
+Layout = AttentionLayout | RowLayout | MaskedLayout
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packed_layout: AttentionLayout | None = None,
+    packed_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention on [batch, heads, length, head_dim]; with a layout, where batch is 1,
     between the tokens that it brings together. Returns [batch, length, heads, head_dim]."""
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    scale = kwargs.get("scaling")
+    if isinstance(packed_layout, RowLayout):
+        return packed_layout.attend(query, key, value, scale, kwargs.get("sliding_window")), None
+    if isinstance(packed_layout, MaskedLayout):
+        return packed_layout.attend(query, key, value, scale), None
     # On a processor torch's bfloat16 kernel takes four times as long as float32's for the gradient.
     in_float32 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     dtype = torch.float32 if in_float32 else query.dtype

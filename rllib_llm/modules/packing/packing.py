@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rllib_llm.modules.packing.packed_attention import AttentionLayout
+from rllib_llm.modules.packing.packed_attention import Layout
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WantedTokens:
     shape: tuple[int, int]
     num_padding: int
     position_ids: Tensor | None = None
-    layout: AttentionLayout | None = None
+    layout: Layout | None = None
 
     def pick(self, per_position: Tensor) -> Tensor:
         """[batch, length, ...] -> [tokens, ...] at the positions that predict the wanted tokens,

@@ -14,13 +14,10 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from rllib_llm.modules.packing import packed_attention
 from rllib_llm.modules.packing.dense_packing import pack_dense
 from rllib_llm.modules.packing.llama_trunk import fused_hidden, is_fusible
-from rllib_llm.modules.packing.packing import (
-    Rows,
-    WantedTokens,
-    completion_rows,
-    pack,
-)
+from rllib_llm.modules.packing.packed_attention import AttentionLayout, Kernel
+from rllib_llm.modules.packing.packing import Rows, WantedTokens, completion_rows, pack
 from rllib_llm.modules.products import multiplies_by_onednn
+from rllib_llm.shared.errors import SettingError
 
 # Largest difference between our numbers and the model's own, as a share of the largest number: of
 # 16 bits eight units in the last place, since each layer rounds both; a wrong layout differs more.
@@ -38,12 +35,27 @@ def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
     can be laid out, else padded to the longest (as for None)."""
     if trunk is None or not reads_dense(trunk) or not bool(rows.wanted.any()):
         return pack(rows)
+    kernel = kernel_of(trunk)
     window = getattr(trunk.config.get_text_config(), "sliding_window", None)
-    if window is not None and int(rows.attended.sum(dim=1).max()) > window:
+    is_cut = window is not None and int(rows.attended.sum(dim=1).max()) > window
+    if is_cut and kernel != "flash_attention_2":
         return pack(rows)
     embedding = next(trunk.get_input_embeddings().parameters())
     recurring = wants_recurring_sizes(embedding) or multiplies_by_onednn(trunk)
-    return pack_dense(rows, recurring=recurring)
+    return pack_dense(rows, recurring=recurring, kernel=kernel)
+
+
+def use_kernel(model: nn.Module, kernel: Kernel) -> None:
+    """Has the trunks in `model` compute attention with `kernel` where their rows are laid out one
+    behind another: passes for log-probs, values, scores and gradients."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.packed_kernel = kernel
+
+
+def kernel_of(trunk: nn.Module) -> Kernel:
+    """What `use_kernel` chose."""
+    return getattr(trunk, "packed_kernel", "sdpa")
 
 
 def wants_recurring_sizes(weight: Tensor) -> bool:
@@ -72,7 +84,7 @@ def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
 def wanted_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
     """Last hidden state [tokens, hidden] at the positions that predict the wanted tokens and the
     surplus ones."""
-    if wanted.layout is not None and is_fusible(trunk):
+    if isinstance(wanted.layout, AttentionLayout) and is_fusible(trunk):
         return fused_hidden(trunk, wanted)
     return wanted.pick(trunk_hidden(trunk, wanted))
 
@@ -92,6 +104,9 @@ def reads_dense(trunk: nn.Module) -> bool:
     Tried once per instance (and kind of attention), on models that compute attention through
     transformers' interface by torch's SDPA; a trunk that passes is left with `packed_attention` in
     its place, which without a layout is the same.
+
+    Raises:
+        SettingError: it does not, but a kernel was chosen for it that needs such rows.
     """
     if not isinstance(trunk, PreTrainedModel):
         return False
@@ -99,6 +114,15 @@ def reads_dense(trunk: nn.Module) -> bool:
     if known is None or known[0] != trunk.config._attn_implementation:
         dense = _can_be_laid_out(trunk) and _same_states(trunk)
         known = _verdicts[trunk] = trunk.config._attn_implementation, dense
+    if not known[1] and kernel_of(trunk) != "sdpa":
+        raise SettingError(
+            name="attn_implementation",
+            value=kernel_of(trunk),
+            rule=f"be 'sdpa' for {type(trunk).__name__}",
+            reason="this model computes attention in a way of its own, or other numbers where rows "
+            "lie one behind another, as other kernels read them",
+            remedy="Leave it out",
+        )
     return known[1]
 
 
@@ -120,7 +144,7 @@ def _same_states(trunk: PreTrainedModel) -> bool:
     lengths = torch.tensor([[3], [2], [1]], device=device)
     mask = torch.arange(3, device=device) < lengths
     rows = completion_rows(prompts, everything[:, :2], completions, mask)
-    padded, dense = pack(rows), pack_dense(rows)
+    padded, dense = pack(rows), pack_dense(rows, kernel=kernel_of(trunk))
     with torch.no_grad(), eval_mode(trunk):
         expected = padded.pick(trunk_hidden(trunk, padded))
         trunk.set_attn_implementation(packed_attention.NAME)

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum, UnjudgedError
+from rllib_llm.envs.judges.reward_functions import Judge
+from rllib_llm.envs.judges.rewards import (
+    RewardBatch,
+    RewardError,
+    RewardSum,
+    RewardTerm,
+    UnjudgedError,
+)
 from rllib_llm.shared.dotted import DottedPathError
 
 NAN = float("nan")
@@ -250,45 +255,40 @@ def test_a_function_returning_an_awaitable_is_awaited():
     assert rewards(batch_of("a", "b")).scores.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("functions", "message"),
-    [
-        ([], "one or more functions .*there is none"),
-        (None, "there is none"),
-        ([length, length], r"the names \['length', 'length'\] repeat"),
-        ([{"function": length, "wieght": 2}], r"unknown \['wieght'\]"),
-        ([{"weight": 2}], "no function"),
-        ([{"function": f"{__name__}:NAN"}], "it is float"),
-        ([lambda texts: [0.0]], r"must take 'completions' .* it takes \['texts'\]"),
-    ],
-)
-def test_wrong_settings(functions, message):
-    with pytest.raises(RewardError, match=message):
-        RewardSum(functions)
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_an_answer_that_does_not_come_in_time_is_given_up_once(is_plain):
+    asked, cancelled = [], threading.Event()
 
-
-def test_an_answer_after_the_deadline_is_an_invalid_row():
-    async def judge(completions):
-        if "late" in completions:
+    async def hangs(completions):
+        asked.append(list(completions))
+        try:
             await asyncio.sleep(60)
-        return [3.0] * len(completions)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
-    async def stubborn(completions):
-        """Goes on although it was cancelled."""
-        for _ in range(60 if "late" in completions else 0):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(1)
-        return [3.0] * len(completions)
+    function = (lambda completions: hangs(completions)) if is_plain else hangs
+    rewards = RewardSum([{"function": function, "name": "hangs", "timeout_s": 0.05}])
+    with pytest.raises(UnjudgedError, match="no answer within timeout_s=0.05"):
+        rewards(batch_of("a", "b"))
+    assert asked == [["a", "b"]] and cancelled.wait(5)
 
-    for function in (judge, stubborn, functools.partial(judge)):
-        rewards = RewardSum({"function": function, "name": "judge", "deadline_s": 0.05})
-        with pytest.warns(UserWarning, match="failed on 1 of 3.*within deadline_s=0.05"):
-            out = rewards(batch_of("a", "late", "b"))
-        assert out.valid.tolist() == [True, False, True] and out.scores.tolist() == [3, 0, 3]
-        assert rewards.num_failed == {"judge": 1}
-        assert out.reasons[1] == "judge: TimeoutError: no answer within deadline_s=0.05"
-        with pytest.raises(UnjudgedError, match="failed on all 1.*within deadline_s=0.05"):
-            rewards(batch_of("late"))
+
+def test_functions_that_are_awaited_have_ten_minutes_and_judges_what_they_give_themselves():
+    async def function(completions):
+        return [0.0] * len(completions)
+
+    class OwnJudge:
+        async def __call__(self, prompts, completions, **columns):
+            return [0.0] * len(completions)
+
+    class ServerJudge(OwnJudge, Judge):
+        pass
+
+    bound = {"function": OwnJudge(), "name": "bound", "kwargs": {"a": 1}}
+    functions = (function, OwnJudge, bound, ServerJudge, length)
+    terms = [RewardTerm.from_spec(one) for one in functions]
+    assert [term.timeout_s for term in terms] == [600.0, 600.0, 600.0, None, None]
 
 
 def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
@@ -302,21 +302,30 @@ def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
     async def answers(completions):
         return [1.0] * len(completions)
 
-    with pytest.raises(UnjudgedError, match="it blocks the event loop, for longer than"):
-        RewardSum({"function": blocks, "deadline_s": 0.05})(batch_of("a", "b"))
+    with pytest.raises(UnjudgedError, match="it blocks the event loop for longer than timeout_s"):
+        RewardSum({"function": blocks, "timeout_s": 0.05})(batch_of("a", "b"))
     assert RewardSum(answers)(batch_of("a", "b")).scores.tolist() == [1.0, 1.0]
     held.set()
 
 
-@pytest.mark.parametrize("deadline_s", [0, -1, True, "1", NAN, float("inf")])
-def test_a_deadline_is_a_number_of_seconds(deadline_s):
-    async def judge(completions):
-        return [0.0]
-
-    with pytest.raises(RewardError, match="deadline_s of reward function 'judge'=.* above 0"):
-        RewardSum({"function": judge, "deadline_s": deadline_s})
-    with pytest.raises(RewardError, match="a plain function cannot be interrupted.*Verifier"):
-        RewardSum({"function": length, "deadline_s": 5.0})
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([{"function": length, "timeout_s": True}], "timeout_s of .*=True must be"),
+        ([{"function": length, "timeout_s": float("inf")}], "timeout_s of .*=inf must be"),
+        ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
+        ([], "one or more functions .*there is none"),
+        (None, "there is none"),
+        ([length, length], r"the names \['length', 'length'\] repeat"),
+        ([{"function": length, "wieght": 2}], r"unknown \['wieght'\]"),
+        ([{"weight": 2}], "no function"),
+        ([{"function": f"{__name__}:NAN"}], "it is float"),
+        ([lambda texts: [0.0]], r"must take 'completions' .* it takes \['texts'\]"),
+    ],
+)
+def test_wrong_settings(functions, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSum(functions)
 
 
 def test_a_dotted_path_that_names_nothing():
