@@ -14,6 +14,7 @@ import torch
 from rllib_llm.envs.adapters.trl import TRLEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.envs.tools.toolbox import ToolError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import add, roll, settings
@@ -288,18 +289,16 @@ def test_a_task_is_a_function_of_seed_and_position(gym):
     assert 120 <= names.count("gcd") <= 180  # three of four: 150 +- 5 standard deviations of 6
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scores(gym):
-    """What answers to tasks are worth."""
-    opened = []
+    """What answers to tasks are worth; all tests share the processes that score."""
+    shared = WorkerPool(gym.SCORE, isolated=True, deadline_s=5.0)
 
     def judge(tasks, answers, **settings):
-        opened.append(gym.Scorer(tasks, **settings))
-        return opened[-1](list(answers.values()), list(answers))
+        return gym.Scorer(tasks, pool=shared, **settings)(list(answers.values()), list(answers))
 
     yield judge
-    for scorer in opened:
-        scorer.close()
+    shared.close()
 
 
 def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
@@ -311,7 +310,7 @@ def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
     assert right == 1.0 and 0 < part < 0.01
     assert scores(tasks, answers, scoring="exact") == [1.0, 0.0]
     with pytest.raises(EnvConfigError, match="scoring='exakt' must be one of"):
-        gym.Scorer(tasks, scoring="exakt")
+        scores(tasks, answers, scoring="exakt")
 
 
 def test_what_a_model_writes_is_not_run_where_it_is_scored(gym, scores, tmp_path):
@@ -327,7 +326,7 @@ def test_what_a_model_writes_is_not_run_where_it_is_scored(gym, scores, tmp_path
         for name in evaluating:
             index = next(i for i in range(100) if tasks[i]["dataset"] == name)
             answers[index] = bad
-        found = scores(tasks, answers, deadline_s=5.0)
+        found = scores(tasks, answers)
         assert all(0 <= score < 0.1 for score in found), dict(zip(evaluating, found, strict=True))
     assert not made.exists()
 
@@ -347,7 +346,7 @@ NO_FORMULAS = [
 ]  # fmt: skip
 
 
-def test_sympy_reads_formulas_alone(gym):
+def test_sympy_reads_formulas_alone(gym, scores):
     """What it makes of a text is run as Python: an answer wrote its own score into a pipe."""
     tasks = gym.Tasks(READ_BY_SYMPY, num_tasks=40)
     index = {}
@@ -356,10 +355,10 @@ def test_sympy_reads_formulas_alone(gym):
     chosen = index["simple_integration"]
     own = {i: tasks[i]["answer"] for i in index.values()}
     other = f"sqrt(4)/2*({own[chosen]}) + exp(0)*Abs(-3) + 2!".replace("C", "7")
-    with contextlib.closing(gym.Scorer(tasks, num_workers=1)) as scorer:
-        for bad in NO_FORMULAS:
-            assert scorer([bad] * 5, list(own)) == [0.0] * 5, bad
-        assert scorer([*own.values(), other], [*own, chosen]) == [1.0] * 6
+    for bad in NO_FORMULAS:
+        assert scores(tasks, dict.fromkeys(own, bad)) == [0.0] * 5, bad
+    assert scores(tasks, own) == [1.0] * 5
+    assert scores(tasks, {chosen: other}) == [1.0]
 
 
 def test_no_answer_computes_its_own_score(gym, scores):

@@ -38,7 +38,7 @@ from rllib_llm.envs.rlhf import (
 from rllib_llm.envs.sandbox import WorkerPool
 
 SCORINGS = ("task", "exact")
-_SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
+SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
 _SHOWN = 200  # characters of an error
 _NONSENSE = "no answer"
 DEFAULTS: dict[str, Any] = {
@@ -76,10 +76,13 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     if settings["tasks_per_level"] is not None:
         settings["shuffle"] = False  # a curriculum is an order
     tokenizer = policy_tokenizer(settings)
-    correct = Scorer(
-        tasks, scoring=settings["scoring"], answer_tag=settings["answer_tag"],
-        num_workers=settings["score_workers"], deadline_s=settings["score_deadline_s"],
+    pool = WorkerPool(
+        SCORE, isolated=True, num_workers=settings["score_workers"],
+        deadline_s=settings["score_deadline_s"],
     )  # fmt: skip
+    correct = Scorer(
+        tasks, pool=pool, scoring=settings["scoring"], answer_tag=settings["answer_tag"]
+    )
     return build_bandit(
         settings,
         tokenizer=tokenizer,
@@ -272,7 +275,7 @@ class Scorer(Judge):
         tasks: of the data set's column `task`.
         scoring: one of `SCORINGS`.
         answer_tag: what stands in <answer_tag> is judged; None: all of the completion.
-        pool: further arguments of `WorkerPool`.
+        pool: of processes that call `SCORE`.
 
     An answer that its data set cannot score, in time or at all, is worth 0 where the data set can
     score its own answer, and is `Invalid` where it cannot.
@@ -281,15 +284,16 @@ class Scorer(Judge):
     wants_texts = True
 
     def __init__(
-        self, tasks: Tasks, *, scoring: str = "task", answer_tag: str | None = None, **pool: Any
-    ) -> None:
+        self, tasks: Tasks, *, pool: WorkerPool, scoring: str = "task",
+        answer_tag: str | None = None,
+    ) -> None:  # fmt: skip
         if scoring not in SCORINGS:
             raise EnvConfigError(
                 f"scoring={scoring!r} must be one of {SCORINGS}: the data set's own score, or 1 "
                 "where that is full and 0 elsewhere. Choose one."
             )
         self._tasks, self._scoring, self._answer_tag = tasks, scoring, answer_tag
-        self._pool = WorkerPool(_SCORE, isolated=True, **pool)
+        self._pool = pool
 
     def __call__(self, completions: Sequence[str], task: Sequence[int]) -> list[Any]:
         """A number from 0 to 1 for each completion, or `Invalid`."""
@@ -314,10 +318,6 @@ class Scorer(Judge):
         if self._scoring == "task":
             return scores
         return [s if isinstance(s, Invalid) else float(s >= 1.0) for s in scores]
-
-    def close(self) -> None:
-        """Ends the processes."""
-        self._pool.close()
 
 
 def _specs(datasets: Any) -> list[DatasetSpec]:

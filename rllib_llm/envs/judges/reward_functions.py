@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from rllib_llm.shared.errors import SettingError
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
 _SPEC_KEYS = ("function", "weight", "name", "kwargs", "timeout_s")
-# Of a coroutine function that says nothing else; judges have deadlines of their own.
+# Of a coroutine function that says nothing else.
 TIMEOUT_S = 600.0
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
@@ -97,6 +98,8 @@ class Judge(Protocol):
     wants_tokens: bool = False
     wants_texts: bool = False
     wants_transcripts: bool = False
+    timeout_s: float | None = None
+    """Of a batch; None: its requests have deadlines, and waits for outages, of their own."""
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """A number for each completion, `Invalid` where it could not be judged, None where it is
@@ -127,7 +130,8 @@ class RewardTerm:
     `metrics()`, numbers by name.
 
     timeout_s: how long an answer that is awaited may take for a batch; later, none of its rows is
-    valid. By default `TIMEOUT_S` for coroutine functions, and none for objects.
+    valid. By default what the function says in an attribute of that name, as a `Judge` does, and
+    `TIMEOUT_S` for other coroutine functions.
     """
 
     def __init__(
@@ -136,13 +140,14 @@ class RewardTerm:
         self.function = function
         self.weight = float(weight)
         self.name = name
-        if timeout_s is None and inspect.iscoroutinefunction(function):
-            timeout_s = TIMEOUT_S
-        self.timeout_s = timeout_s
         self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        inner = _inner(function)
+        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+            getattr(inner, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
+        if timeout_s is None and self.is_async:
+            timeout_s = _attribute(function, "timeout_s", TIMEOUT_S)
+        self.timeout_s: float | None = timeout_s
         self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
         names_chats = "messages" in self._names.named
         self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
@@ -183,7 +188,8 @@ class RewardTerm:
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
-        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
             raise RewardError(
                 name=f"timeout_s of reward function {name!r}",
                 value=timeout_s,
@@ -295,13 +301,17 @@ def _words(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "" if content is None else str(content)
 
 
+def _inner(function: Any) -> Any:
+    """The function behind one to which `kwargs` were bound."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _attribute(function: Any, name: str, default: Any) -> Any:
-    inner = function.func if isinstance(function, functools.partial) else function
-    return getattr(inner, name, default)
+    return getattr(_inner(function), name, default)
 
 
 def _default_name(function: Any) -> str:
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = _inner(function)
     return str(getattr(inner, "name", None) or getattr(inner, "__name__", type(inner).__name__))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import inspect
 import threading
 import warnings
 from collections.abc import Awaitable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,8 +153,10 @@ class RewardSum:
         }
         with self._lock:
             results = {t.name: _judge(t, batch) for t in self.terms if not t.is_async}
-        results.update({name: future.result() for name, future in waiting.items()})
-        return [results[term.name] for term in self.terms]
+        return [
+            _waited_for(term, batch, waiting[term.name]) if term.is_async else results[term.name]
+            for term in self.terms
+        ]
 
     def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
         """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
@@ -245,6 +249,22 @@ async def _in_time(term: RewardTerm, awaitable: Awaitable[Any]) -> Any:
     return asked.result()
 
 
+def _waited_for(
+    term: RewardTerm, batch: RewardBatch, judging: Future[RewardResult]
+) -> RewardResult:
+    """What a coroutine function said. The loop of one that blocks it is left to itself."""
+    limit = None if term.timeout_s is None else 2 * term.timeout_s + _LOOP_SECONDS
+    try:
+        return judging.result(limit)
+    except concurrent.futures.TimeoutError:
+        _loop.cache_clear()
+        error = TimeoutError(
+            f"it blocks the event loop for longer than timeout_s={term.timeout_s:g}: it waits "
+            "without await"
+        )
+        return failed_result(batch, error)
+
+
 def _cause(error: BaseException) -> BaseException:
     """What the function itself raised."""
     return error.__cause__ or error if isinstance(error, ExitedError) else error
@@ -256,6 +276,7 @@ def _loop() -> EventLoop:
     return EventLoop("async-rewards")
 
 
+_LOOP_SECONDS = 5.0  # that the loop may take beside what it waits for
 _SHOWN = 120  # characters of a text in a message
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.envs.judges.rewards import (
     RewardBatch,
     RewardError,
@@ -281,13 +282,37 @@ def test_functions_that_are_awaited_have_ten_minutes_and_judges_what_they_give_t
         async def __call__(self, prompts, completions, **columns):
             return [0.0] * len(completions)
 
-    terms = [RewardTerm.from_spec(one) for one in (function, OwnJudge, length)]
-    assert [term.timeout_s for term in terms] == [600.0, None, None]
+    class ServerJudge(OwnJudge, Judge):
+        pass
+
+    bound = {"function": OwnJudge(), "name": "bound", "kwargs": {"a": 1}}
+    functions = (function, OwnJudge, bound, ServerJudge, length)
+    terms = [RewardTerm.from_spec(one) for one in functions]
+    assert [term.timeout_s for term in terms] == [600.0, 600.0, 600.0, None, None]
+
+
+def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr("rllib_llm.envs.judges.rewards._LOOP_SECONDS", 0.0)
+    held = threading.Event()
+
+    async def blocks(completions):
+        held.wait(60)
+        return [1.0] * len(completions)
+
+    async def answers(completions):
+        return [1.0] * len(completions)
+
+    with pytest.raises(UnjudgedError, match="it blocks the event loop for longer than timeout_s"):
+        RewardSum({"function": blocks, "timeout_s": 0.05})(batch_of("a", "b"))
+    assert RewardSum(answers)(batch_of("a", "b")).scores.tolist() == [1.0, 1.0]
+    held.set()
 
 
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
+        ([{"function": length, "timeout_s": True}], "timeout_s of .*=True must be"),
+        ([{"function": length, "timeout_s": float("inf")}], "timeout_s of .*=inf must be"),
         ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
         ([], "one or more functions .*there is none"),
         (None, "there is none"),
