@@ -148,5 +148,8 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRoll
     folder, filesystem = str(trial_folder / ROLLOUTS), None
     if storage is not None and not isinstance(storage.storage_filesystem, LocalFileSystem):
         folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", storage.storage_filesystem
-    store = RolloutStore(folder, filesystem=filesystem, on_error=config.store_on_error)
+    store = RolloutStore(
+        folder, filesystem=filesystem, on_error=config.store_on_error,
+        keep_iterations=config.store_keep_iterations,
+    )  # fmt: skip
     return StoredRollouts(store, about)

@@ -81,12 +81,17 @@ def rollouts(
             for field in found.schema:
                 console.print(f"{field.name:16} {field.type}", markup=False)
             return
+        limit = None if export is not None else show
+        try:
+            table = query(found, where=where, sort=sort, limit=limit)
+        except FileNotFoundError:  # the run goes on, and has merged files meanwhile
+            found = open_rollouts(rollout_folders(run))
+            table = query(found, where=where, sort=sort, limit=limit)
         if export is not None:
-            table = query(found, where=where, sort=sort)
             console.print(_export(table, export), soft_wrap=True)
             return
         _print_summary(console, found)
-        rows = query(found, where=where, sort=sort, limit=show).to_pylist() if show else []
+        rows = table.to_pylist()
     if show and not rows:
         console.print(f"No completion matches --where {where!r}." if where else "There is none.")
     for row in rows:

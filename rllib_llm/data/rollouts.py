@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_store import (
-    FIRST_STORE_FILE,
-    SCHEMA,
-    STORE_FILE,
-    check_version,
-    other_version,
-)
+from rllib_llm.data.rollout_files import SCHEMA, STORE_FILE, check_version, not_contained
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.storage import Place, UrlPath, place
 
 IN_ORDER = ("iteration", "position", "sample", "row")
 # What a later stage learns from, unless its condition speaks of these itself.
+LEARNABLE_SQL = "status IN ('trained', 'rejected') AND valid"
 LEARNABLE = (pc.field("status").isin(["trained", "rejected"])) & pc.field("valid")
 _GROUP_COLUMNS = ("run", "iteration", "group")
 _LEARNT_COLUMNS = (
@@ -43,23 +38,21 @@ class NoRolloutsError(ValueError):
 
 
 def is_rollout_folder(folder: str | Path) -> bool:
-    """Whether `folder` is the `rollouts` folder of a run, of any schema version."""
-    return any((Path(folder) / name).is_file() for name in (STORE_FILE, FIRST_STORE_FILE))
+    """Whether `folder` is the `rollouts` folder of a run."""
+    return (Path(folder) / STORE_FILE).is_file()
 
 
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
     """The `rollouts` folders of a run, stage, trial, or the one that `run` is.
 
     Raises:
-        NoRolloutsError: there is none. RolloutSchemaError: of another version.
+        NoRolloutsError: there is none.
     """
     root = place(run)
     if (root / STORE_FILE).is_file():
         return [root]
     found = sorted((file.parent for file in root.glob(f"**/{STORE_FILE}")), key=str)
     if not found:
-        for old in root.glob(f"**/{FIRST_STORE_FILE}"):
-            raise other_version("1", str(old.parent))
         raise NoRolloutsError(
             f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
             f"no {STORE_FILE} lies in it. Check the path, and that store_rollouts is on."
@@ -75,9 +68,7 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
     """
     parts = []
     for folder in folders:
-        if (folder / FIRST_STORE_FILE).is_file():
-            raise other_version("1", str(folder))
-        files = sorted(_paths(folder))
+        files = _paths(folder)
         if not files:
             continue
         filesystem = folder.filesystem if isinstance(folder, UrlPath) else LocalFileSystem()
@@ -92,9 +83,12 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
     return parts[0] if len(parts) == 1 else ds.dataset(parts)
 
 
-def _paths(folder: Place) -> Iterator[str]:
-    for file in folder.glob("part-*.parquet"):
-        yield file.path if isinstance(file, UrlPath) else str(file)
+def _paths(folder: Place) -> list[str]:
+    paths = {
+        file.name: file.path if isinstance(file, UrlPath) else str(file)
+        for file in folder.glob("part-*.parquet")
+    }
+    return [paths[name] for name in not_contained(paths)]
 
 
 def query(
@@ -104,10 +98,12 @@ def query(
     sort: str | None = None,
     limit: int | None = None,
     columns: Sequence[str] | None = None,
+    learnable: bool = False,
 ) -> pa.Table:
     """The rows for which `where` holds, an SQL condition (read by DuckDB).
 
     Args:
+        learnable: only trained and rejected rows with a score, see `LEARNABLE`.
         sort: a column, numbers from the highest on, or "column asc"; None: as they were sampled.
         limit: the first rows only.
 
@@ -120,13 +116,55 @@ def query(
             f"sort={sort!r} must be a column, or one followed by asc or desc: there are "
             f"{', '.join(rollouts.schema.names)}. Choose one."
         )
-    found = rollouts.to_table() if where is None else _where(rollouts, where)
     keys = [(name, "ascending") for name in IN_ORDER]
     if column is not None:
         keys.insert(0, (column, "ascending" if ascending else "descending"))
-    found = found.sort_by(keys)
-    found = found if limit is None else found.slice(0, limit)
+    if where is not None:
+        found = _where(rollouts, where, keys, limit, learnable)
+        return found if columns is None else found.select(list(columns))
+    if learnable:
+        rollouts = rollouts.filter(LEARNABLE)
+    if limit is not None:
+        found = _first_rows(rollouts, keys, limit)
+    else:
+        found = rollouts.to_table().sort_by(keys)
     return found if columns is None else found.select(list(columns))
+
+
+def _first_rows(rollouts: ds.Dataset, keys: list[tuple[str, str]], limit: int) -> pa.Table:
+    """The first rows in the order of `keys`. Of other rows only these columns are read, one file at
+    a time, and none of files whose statistics say that they come later."""
+    names = [name for name, _ in keys]
+    fragments = list(rollouts.get_fragments())
+    best: pa.Table | None = None
+    for number, fragment in enumerate(fragments):
+        if best is not None and best.num_rows == limit and limit:
+            last = best.column(keys[0][0])[-1].as_py()
+            if last is not None and not _may_come_before(fragment, *keys[0], last):
+                continue
+        read = fragment.to_table(columns=list(dict.fromkeys(names)), schema=SCHEMA)
+        read = read.append_column("file", pa.repeat(pa.scalar(number), read.num_rows))
+        read = read.append_column("place", pa.array(range(read.num_rows), pa.int64()))
+        both = read if best is None else pa.concat_tables([best, read])
+        best = both.sort_by(keys).slice(0, limit)
+    assert best is not None, "there is a file"
+    files, places = best.column("file").to_pylist(), best.column("place").to_pylist()
+    rows = {
+        number: fragments[number].to_table(schema=SCHEMA).take(
+            [place for file, place in zip(files, places, strict=True) if file == number]
+        )
+        for number in dict.fromkeys(files)
+    }  # fmt: skip
+    return pa.concat_tables(rows.values()).sort_by(keys) if rows else SCHEMA.empty_table()
+
+
+def _may_come_before(fragment: ds.Fragment, name: str, order: str, last: Any) -> bool:
+    """Whether a file may hold a row that is not behind one with the value `last`."""
+    found = [group.statistics.get(name) for group in fragment.row_groups]
+    if None in found:
+        return True
+    is_ascending = order == "ascending"
+    return any(each["min"] <= last if is_ascending else each["max"] >= last for each in found)
 
 
 def _sort_key(sort: str | None) -> tuple[str | None, bool]:
@@ -138,7 +176,13 @@ def _sort_key(sort: str | None) -> tuple[str | None, bool]:
     return match[1], (match[2] or "desc").lower() == "asc"
 
 
-def _where(rollouts: ds.Dataset, where: str) -> pa.Table:
+def _where(
+    rollouts: ds.Dataset,
+    where: str,
+    keys: list[tuple[str, str]],
+    limit: int | None,
+    learnable: bool,
+) -> pa.Table:
     try:
         import duckdb
     except ImportError as error:
@@ -146,10 +190,20 @@ def _where(rollouts: ds.Dataset, where: str) -> pa.Table:
             f"where={where!r} must be read by DuckDB, which is not installed. Install it: "
             "pip install 'rllib-llm[rollouts]'."
         ) from error
+    files = list(rollouts.get_fragments())
     with duckdb.connect() as connection:
-        connection.register("rollouts", rollouts)
+        if all(isinstance(file.filesystem, LocalFileSystem) for file in files):
+            # DuckDB reads what it needs of its own files, of others all columns.
+            connection.read_parquet([file.path for file in files]).create_view("rollouts")
+        else:
+            connection.register("rollouts", rollouts)
         try:
-            return connection.sql(f"SELECT * FROM rollouts WHERE {where}").to_arrow_table()
+            words = {"ascending": "ASC", "descending": "DESC"}
+            order = ", ".join(f'"{name}" {words[how]} NULLS LAST' for name, how in keys)
+            most = "" if limit is None else f" LIMIT {limit}"
+            further = f" AND {LEARNABLE_SQL}" if learnable else ""
+            text = f"SELECT * FROM rollouts WHERE ({where}){further} ORDER BY {order}{most}"
+            return connection.sql(text).to_arrow_table()
         except duckdb.Error as error:
             first = str(error).splitlines()[0]
             raise ConditionError(
@@ -183,9 +237,8 @@ def load_rollouts(
         )
     try:
         rollouts = open_rollouts([Path(folder)])
-        if not re.search(r"\b(status|valid)\b", where or ""):
-            rollouts = rollouts.filter(LEARNABLE)
-        table = query(rollouts, where=where, columns=_LEARNT_COLUMNS)
+        learnable = not re.search(r"\b(status|valid)\b", where or "")
+        table = query(rollouts, where=where, columns=_LEARNT_COLUMNS, learnable=learnable)
     except ValueError as error:
         raise DataSourceError(f"{name}: {error}") from error
     if best_of_group is not None:

@@ -12,17 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rllib_llm.data.rollout_store import (
-    QUEUE_SIZE,
-    SCHEMA,
-    RolloutSchemaError,
-    RolloutStore,
-    RolloutStoreError,
-    conform,
-)
+from rllib_llm.data.rollout_files import SCHEMA, RolloutSchemaError, conform, not_contained
+from rllib_llm.data.rollout_store import QUEUE_SIZE, RolloutStore, RolloutStoreError
 from rllib_llm.data.rollouts import open_rollouts, rollout_folders
-from rllib_llm.data.rows import DataSourceError
-from rllib_llm.data.sources import load_rows
 from tests.data.tiny_rollouts import group, put, table
 
 
@@ -61,31 +53,12 @@ def test_the_schema_is_in_every_file_and_another_version_is_refused(tmp_path):
     store.stop()
     (file,) = tmp_path.glob("part-00000000.parquet")
     found = pq.read_schema(file)
-    assert found.names == SCHEMA.names and found.metadata[b"rllib_llm_rollouts"] == b"2"
+    assert found.names == SCHEMA.names and found.metadata[b"rllib_llm_rollouts"] == b"3"
     assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
     later = pq.read_table(file).replace_schema_metadata({b"rllib_llm_rollouts": b"9"})
     pq.write_table(later, file)
-    with pytest.raises(RolloutSchemaError, match="schema version 9, which must be 2"):
+    with pytest.raises(RolloutSchemaError, match="schema version 9, which must be 3"):
         open_rollouts(rollout_folders(tmp_path))
-
-
-def test_a_folder_of_the_first_version_is_refused_by_all_who_read_or_write(tmp_path):
-    folder = tmp_path / "trial" / "rollouts"
-    (folder / "iteration=1").mkdir(parents=True)
-    (folder / "_store.json").write_text('{"store": "a", "others": {}}')
-    old = pa.table({"prompt": ["1+1="]}).replace_schema_metadata({b"rllib_llm_rollouts": b"1"})
-    pq.write_table(old, folder / "iteration=1" / "part-00000000.parquet")
-    said = "schema version 1, which must be 2.*Sample the rollouts again, or read them with"
-    for read in (lambda: rollout_folders(tmp_path), lambda: open_rollouts([folder])):
-        with pytest.raises(RolloutSchemaError, match=said):
-            read()
-    with pytest.raises(DataSourceError, match=said):
-        load_rows(str(folder))
-    store = RolloutStore(folder, on_error="stop")
-    put(store, 1, *group(0, [1.0]))
-    with pytest.raises(RolloutStoreError, match="schema version 1, which must be 2"):
-        store.flush()
-    store.stop()
 
 
 def test_rows_of_an_iteration_become_one_file(tmp_path):
@@ -219,3 +192,82 @@ def test_absent_columns_are_null():
     made = conform(pa.table({"score": pa.array([1.0, 2.0])}), 3)
     assert made.schema == SCHEMA and made.column("iteration").to_pylist() == [3, 3]
     assert made.column("prompt_ids").null_count == 2
+
+
+# --- many files -----------------------------------------------------------------------------------
+
+
+def write_iterations(store, iterations):
+    for iteration in iterations:
+        put(store, iteration, *group(iteration, [1.0]))
+        store.flush()
+
+
+def names_in(folder) -> list[str]:
+    return sorted(file.name for file in folder.glob("*.parquet"))
+
+
+def test_files_are_merged_by_32_and_those_again_and_no_row_is_lost(tmp_path):
+    store = RolloutStore(tmp_path)
+    write_iterations(store, range(1, 1027))
+    store.stop()
+    assert names_in(tmp_path) == ["part-00000000-00001023.parquet", "part-00001024.parquet",
+                                  "part-00001025.parquet"]  # fmt: skip
+    assert rows_in(tmp_path) == [(i, i) for i in range(1, 1027)]
+    read = pd.read_parquet(tmp_path)
+    assert sorted(read["iteration"]) == list(range(1, 1027))
+
+
+@pytest.mark.parametrize("saved_at", [1, 31, 32, 33, 70])
+def test_a_run_that_goes_back_into_a_merged_file_cuts_it(tmp_path, saved_at):
+    store = RolloutStore(tmp_path)
+    write_iterations(store, range(1, saved_at + 1))
+    state = store.state()
+    write_iterations(store, range(saved_at + 1, 80))
+    store.stop()
+    restored = RolloutStore(tmp_path)
+    restored.set_state(state)
+    write_iterations(restored, range(saved_at + 1, saved_at + 40))
+    restored.stop()
+    assert rows_in(tmp_path) == [(i, i) for i in range(1, saved_at + 40)]
+    assert max(map(len, map(str.split, names_in(tmp_path)))) == 1 and len(names_in(tmp_path)) < 70
+
+
+def test_a_merged_file_beside_those_that_it_contains_is_read_once_and_they_go(tmp_path):
+    store = RolloutStore(tmp_path)
+    write_iterations(store, range(1, 32))
+    kept = {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)}
+    write_iterations(store, [32])
+    state = store.state()
+    store.stop()
+    for name, content in kept.items():  # as if the process had been killed before they were removed
+        (tmp_path / name).write_bytes(content)
+    assert rows_in(tmp_path) == [(i, i) for i in range(1, 33)]
+    restored = RolloutStore(tmp_path)
+    restored.set_state(state)
+    write_iterations(restored, [33])
+    restored.stop()
+    assert names_in(tmp_path) == ["part-00000000-00000031.parquet", "part-00000032.parquet"]
+
+
+def test_what_is_contained():
+    names = ["part-00000003.parquet", "part-00000000-00000031.parquet", "part-00000031.parquet",
+             "part-00000000-00001023.parquet", "part-00001024.parquet", "other.txt"]  # fmt: skip
+    assert not_contained(names) == [names[3], names[4]]
+
+
+def test_large_files_are_left_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("rllib_llm.data.rollout_files.MERGED_BYTES", 1000)
+    store = RolloutStore(tmp_path)
+    write_iterations(store, range(1, 41))
+    store.stop()
+    assert len(names_in(tmp_path)) == 40
+
+
+def test_rows_of_the_newest_iterations_alone_are_kept_where_it_is_so_set(tmp_path):
+    store = RolloutStore(tmp_path, keep_iterations=10)
+    write_iterations(store, range(1, 100))
+    store.stop()
+    found = [iteration for iteration, _ in rows_in(tmp_path)]
+    # Files are removed whole: at most those of one merged file are kept beyond.
+    assert found == list(range(found[0], 100)) and 100 - 10 - 32 < found[0] <= 90

@@ -6,7 +6,7 @@ import datetime
 
 import torch
 
-from rllib_llm.data.rollout_store import conform
+from rllib_llm.data.rollout_files import conform
 from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.store import AboutRun, rows_of
 from rllib_llm.shared import columns

@@ -291,6 +291,14 @@ class Rollouts(Settings):
         acts=(STORED,),
         short="on_error",
     )
+    store_keep_iterations: int | None = setting(
+        None,
+        "rollouts of so many iterations are kept, the newest; older files are removed",
+        note="None: of all iterations.",
+        least=1,
+        acts=(STORED,),
+        short="keep_iterations",
+    )
 
 
 ROLLOUTS = Section.of("rollouts", Rollouts)
