@@ -143,32 +143,19 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def cleaned(self, message: Message) -> dict[str, Any]:
-        """The message, its content as text. Texts of special tokens in what anybody but the system
-        says, in calls and names, too, are broken up, so that nobody ends a turn or opens one by
-        quoting a token."""
+        """The message, its content as text that UTF-8 can write. Texts of special tokens in what
+        anybody but the system says, in calls and names, too, are broken up, so that nobody ends a
+        turn or opens one by quoting a token."""
         cleaned = dict(message)
         content = cleaned.get("content")
         if content is not None and not isinstance(content, (str, list)):
             content = json.dumps(content, ensure_ascii=False, default=str)
         cleaned["content"] = content
-        if cleaned.get("role") == "system":
-            return cleaned
+        special = [] if cleaned.get("role") == "system" else self._special_texts
         return {
-            name: value if name == "role" else self._broken_up(value)
+            name: value if name == "role" else _broken_up(value, special)
             for name, value in cleaned.items()
         }
-
-    def _broken_up(self, value: Any) -> Any:
-        """The value, no text in it that of a special token."""
-        if isinstance(value, str):
-            for token in self._special_texts:
-                value = value.replace(token, f"{token[0]} {token[1:]}")
-            return value
-        if isinstance(value, Mapping):
-            return {self._broken_up(key): self._broken_up(part) for key, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._broken_up(part) for part in value]
-        return value
 
     @functools.cached_property
     def _special_texts(self) -> list[str]:
@@ -446,6 +433,20 @@ class ChatFormat:
             opens_thoughts=opens_thoughts, tools=self._schemas if self.tools else None,
             max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None,
         )  # fmt: skip
+
+
+def _broken_up(value: Any, special: Sequence[str]) -> Any:
+    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
+    if isinstance(value, str):
+        value = value.encode(errors="replace").decode()
+        for token in special:
+            value = value.replace(token, f"{token[0]} {token[1:]}")
+        return value
+    if isinstance(value, Mapping):
+        return {_broken_up(key, special): _broken_up(part, special) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_broken_up(part, special) for part in value]
+    return value
 
 
 def _behind(text: str, part: str) -> str:

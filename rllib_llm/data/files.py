@@ -192,7 +192,7 @@ def _json_values(path: Path, name: str) -> Iterator[Any]:
     if text.lstrip().startswith("["):
         try:
             yield from json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also a number of too many digits
             raise DataSourceError(
                 name=name,
                 value=str(path),
@@ -206,7 +206,7 @@ def _json_values(path: Path, name: str) -> Iterator[Any]:
             continue
         try:
             yield json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataSourceError(
                 name=name,
                 value=str(path),
@@ -222,8 +222,14 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
     Raises:
         DataSourceError: it is no iterable, or a row is neither.
     """
-    if hasattr(values, "column_names") and hasattr(values, "__getitem__"):
+    if hasattr(values, "column_names") and hasattr(values, "__len__"):
         return Rows(values, description)
+    if hasattr(values, "__arrow_c_stream__"):  # a data frame of pandas, polars or DuckDB
+        import pyarrow as pa
+
+        table = pa.table(values)
+        index = [name for name in table.column_names if name.startswith("__index_level_")]
+        return Rows(table.drop_columns(index), description)
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise DataSourceError(
             f"{name}={description} must give an iterable of dicts or strings: it gave "

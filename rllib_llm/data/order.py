@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+from rllib_llm.shared.errors import SettingError
 
 _NUM_ROUNDS = 8  # of the cipher; four suffice for large sets, small ones want more
 
@@ -15,6 +19,7 @@ class EpochOrder:
     """
 
     def __init__(self, num_rows: int, seed: int = 0, *, shuffle: bool = True):
+        check_seed(seed)
         self.num_rows = num_rows
         self.seed = seed
         self.shuffle = shuffle
@@ -29,6 +34,18 @@ class EpochOrder:
             here = epochs == epoch
             indices[here] = permuted(places[here], self.num_rows, self.seed, int(epoch))
         return indices
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
+    """Raises SettingError where it is no seed of a cipher."""
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
+        raise SettingError(
+            name=name,
+            value=seed,
+            rule="be a whole number from 0 to 2^64 - 1",
+            reason="the order of rows is a function of it",
+            remedy="Choose another",
+        )
 
 
 def permuted(places: np.ndarray, size: int, seed: int, stream: int) -> np.ndarray:

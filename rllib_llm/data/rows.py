@@ -61,6 +61,14 @@ class Rows(Sequence):
         """Columns {new name: old name}, the others as they are; one that already has a new name
         makes way."""
         require_columns(self, columns.values())
+        if len({*columns.values()}) < len(columns):
+            raise DataSourceError(
+                name="columns",
+                value=dict(columns),
+                rule="give each column one new name",
+                reason="a column has one name",
+                remedy="Write the column twice in the data set",
+            )
         old_to_new = {old: new for new, old in columns.items()}
         kept = [name for name in self.columns if name in old_to_new or name not in columns]
         names = [old_to_new.get(name, name) for name in kept]
@@ -150,7 +158,7 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
             rule=f"be a column of {rows.description}",
             reason=f"it has {rows.columns}",
             remedy=did_you_mean(
-                name, rows.columns, otherwise="Name another column, or rename this one"
+                str(name), rows.columns, otherwise="Name another column, or rename this one"
             ),
         )
 

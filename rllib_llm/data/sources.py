@@ -62,7 +62,7 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     if options.get("columns"):
         rows = rows.renamed(options["columns"])
     if options.get("limit") is not None:
-        rows = rows.first(int(options["limit"]))
+        rows = rows.first(options["limit"])
     if len(rows) == 0:
         raise DataSourceError(
             name=name,
@@ -120,6 +120,23 @@ def _source_options(source: Mapping[str, Any], name: str) -> dict[str, Any]:
             reason="nothing says where the rows are",
             remedy=f"Set it to {_ALLOWED}",
         )
+    limit, columns = source.get("limit"), source.get("columns")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise DataSourceError(
+            name=f"{name}['limit']",
+            value=limit,
+            rule="be an integer of at least 1",
+            reason="it counts the first rows, which alone are read",
+            remedy="Leave it out for all",
+        )
+    if columns is not None and not isinstance(columns, Mapping):
+        raise DataSourceError(
+            name=f"{name}['columns']",
+            value=columns,
+            rule="be {new name: old name}",
+            reason=f"it is {type(columns).__name__}",
+            remedy="Write {prompt: question}",
+        )
     return dict(source)
 
 
@@ -128,15 +145,14 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
         return source
     if isinstance(source, (str, Path)):
         return _read_named(str(source), options, name)
+    _refuse_choices(options, f"a {type(source).__name__}", name)
     if callable(source):
         described = getattr(source, "__qualname__", repr(source))
         make = _bound(source, options.get("kwargs") or {}, described, name)
         return rows_of(make(), f"{described}()", name)
     if isinstance(source, (list, tuple)) and source and all(_is_file(item) for item in source):
         return _read_files([Path(item).expanduser() for item in source], source, name)
-    if hasattr(source, "column_names") and hasattr(source, "__getitem__"):
-        return Rows(source, f"{type(source).__module__}.{type(source).__name__}")
-    if isinstance(source, Iterable):
+    if isinstance(source, Iterable) or hasattr(source, "column_names"):
         return rows_of(source, f"a {type(source).__name__} of rows", name)
     raise DataSourceError(
         name=name,
@@ -145,6 +161,19 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
         reason=f"{type(source).__name__} is none of these",
         remedy="Pass a path or a list of rows",
     )
+
+
+def _refuse_choices(options: Mapping[str, Any], what: str, name: str) -> None:
+    """Raises DataSourceError where rows are to be chosen that are no rollouts."""
+    for key in ("where", "best_of_group"):
+        if options.get(key) is not None:
+            raise DataSourceError(
+                name=f"{name}[{key!r}]",
+                value=options[key],
+                rule="be left out",
+                reason=f"{what} holds no rollouts of a run",
+                remedy="Choose its rows beforehand",
+            )
 
 
 def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
@@ -160,15 +189,7 @@ def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
     found = _locate(text, options, name)
     if isinstance(found, str) and is_rollout_folder(found):
         return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
-    for key in ("where", "best_of_group"):
-        if options.get(key) is not None:
-            raise DataSourceError(
-                name=f"{name}[{key!r}]",
-                value=options[key],
-                rule="be left out",
-                reason=f"{text!r} holds no rollouts of a run",
-                remedy="Choose its rows beforehand",
-            )
+    _refuse_choices(options, repr(text), name)
     if isinstance(found, list):
         return _read_files(found, text, name)
     if isinstance(found, str):

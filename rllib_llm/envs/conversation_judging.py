@@ -201,7 +201,7 @@ def _texts(attempts: Sequence[Attempt]) -> dict[str, list[str]]:
         for messages, start in _paths(attempt.conversation):
             for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
                 shown[name].append("\n".join(shown_message(message) for message in part))
-            shown["messages"].append(json.dumps(messages, ensure_ascii=False))
+            shown["messages"].append(json.dumps(messages, ensure_ascii=False, default=str))
     return shown
 
 

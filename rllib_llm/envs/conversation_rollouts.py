@@ -8,11 +8,12 @@ invalid: it counts in no statistic, and never as a score of 0.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
@@ -55,6 +56,7 @@ class Attempt:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
 
+_LARGEST = float(torch.finfo(torch.float32).max)
 _TOOL_FAILED = ("error", "timeout")  # of the tool; other failures are the policy's mistakes
 _COUNTED = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds", "sample_seconds")
 
@@ -170,7 +172,8 @@ class _Rollout:
             if response.reward is not None:
                 self.attempt.has_turn_rewards = True
                 conversation.add_reward(_finite("respond()", response.reward))
-            conversation.metrics.update(response.metrics)
+            for name, number in response.metrics.items():
+                conversation.metrics[name] = _number("respond()", f"metric {name!r}", number)
             messages = as_messages(response.messages)
             if response.invalid:
                 self.attempt.invalid = response.invalid
@@ -244,13 +247,22 @@ def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[M
 
 def _finite(source: str, reward: float) -> float:
     """The reward; raises ValueError where it is no number, which makes the rollout invalid."""
-    number = float(reward)
-    if not math.isfinite(number):
+    number = _number(source, "reward", reward)
+    if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"{source} gave the reward {number}, which must be a finite number: nothing can be "
-            "learnt from it. Return None where there is no reward."
+            f"{source} gave the reward {number}, which must be a finite number of float32: nothing "
+            "can be learnt from it. Return None where there is no reward."
         )
     return number
+
+
+def _number(source: str, what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{source} gave the {what} {str(value)[:80]!r}, which must be a number: {error}"
+        ) from error
 
 
 async def sample_turn(
@@ -281,7 +293,20 @@ async def sample_turn(
 
 
 def as_messages(given: Any) -> list[Message]:
-    """What an environment says: a user's words, or messages."""
+    """What an environment says: a user's words, or messages.
+
+    Raises:
+        TypeError: it is neither.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    return list(given or ())
+    messages = [] if given is None else given
+    if isinstance(messages, (list, tuple)) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for message in messages
+    ):
+        return list(messages)
+    raise TypeError(
+        f"start() and respond() must say a text or messages {{'role', 'content'}}, not "
+        f"{str(given)[:80]!r}. Return one of them."
+    )

@@ -23,7 +23,11 @@ class ExitedError(RuntimeError):
 
 def told(error: BaseException) -> str:
     """An exception in one line."""
-    return str(error) if isinstance(error, ExitedError) else f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (of a user's class)
+        text = "(its text cannot be read)"
+    return text if isinstance(error, ExitedError) else f"{type(error).__name__}: {text}"
 
 
 class EventLoop:

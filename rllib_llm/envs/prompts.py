@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.chats import render
 from rllib_llm.data.encoding import encode_text, keep_end
-from rllib_llm.data.order import EpochOrder, permuted
+from rllib_llm.data.order import EpochOrder, check_seed, permuted
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared.errors import SettingError
@@ -75,7 +75,7 @@ class PromptSource:
         from_eval_data = split == "eval" and eval_data is not None
         chosen, name = (eval_data, "eval_prompts") if from_eval_data else (data, "prompts")
         self._rows = load_rows(chosen, name=name)
-        self.seed = int(seed)
+        self.seed = seed
         self.shuffle = bool(shuffle)
         self.split = split
         self.prompt_column = _choose_column(self._rows, prompt_column)
@@ -226,12 +226,24 @@ class PromptEncoder:
         tokenizer = self.tokenizer
         if isinstance(row.prompt, str):
             text = row.prompt
-            ids = encode_text(tokenizer, text)
         else:
             try:
                 text = render(tokenizer, row.prompt, generation_prompt=True)
             except DataSourceError as error:
                 raise error.at(f"row {row.index}") from error.__cause__
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                where=f"row {row.index}",
+                name="prompt",
+                rule="be text that UTF-8 can write",
+                reason=f"{error.object[error.start]!r} is half of a character",
+                remedy="Remove it, or the row",
+            ) from error
+        if isinstance(row.prompt, str):
+            ids = encode_text(tokenizer, text)
+        else:
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
@@ -255,7 +267,8 @@ def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> 
             reason="prompts are for training or held out",
             remedy="Choose one",
         )
-    if not 0.0 <= eval_fraction < 1.0:
+    is_number = isinstance(eval_fraction, (int, float))
+    if not is_number or not 0.0 <= eval_fraction < 1.0:
         raise PromptError(
             name="eval_fraction",
             value=eval_fraction,
@@ -283,6 +296,7 @@ def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> 
 
 def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
     """Rows of the data set that are held out, int64, in its order."""
+    check_seed(split_seed, "split_seed")
     if eval_fraction == 0.0:
         return np.empty(0, dtype=np.int64)
     num_eval = max(1, round(size * eval_fraction))

@@ -273,6 +273,36 @@ def test_respond_must_say_whether_it_is_done(make):
         roll(make(Loose), "Yes.")
 
 
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (Response([{"content": "no role"}]), "must say a text or messages"),
+        (Response(3), "must say a text or messages"),
+        (Response(done=True, metrics={"steps": "x"}), r"respond\(\) gave the metric 'steps' 'x'"),
+        (Response(done=True, metrics={"steps": None}), "gave the metric 'steps' 'None'"),
+        (Response(done=True, reward=1e300), "must be a finite number of float32"),
+        (Response(done=True, reward=10**400), "which must be a number: int too large"),
+    ],
+)
+def test_what_respond_says_wrongly_costs_the_rollout_and_not_the_run(make, says, message):
+    class Wrong(ConversationEnv):
+        def respond(self, conversation):
+            return says if conversation.task["answer"] == "3" else Response(done=True, reward=1.0)
+
+    with pytest.warns(UserWarning, match=message):
+        attempts, judged, _ = roll(make(Wrong), "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [False, False, True, True]
+
+
+def test_last_words_may_hold_anything(make):
+    class Last(ConversationEnv):
+        def respond(self, conversation):
+            return Response([{"role": "user", "content": {1}}], done=True, reward=1.0)
+
+    _, judged, _ = roll(make(Last), "Yes.")
+    assert json.loads(judged.texts["messages"][0])[-1] == {"role": "user", "content": "{1}"}
+
+
 # --- tools that misbehave ------------------------------------------------------------------------
 
 
@@ -293,7 +323,18 @@ def raises():
     raise OSError("the disk is full")
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises_unspeakably():
+    raise Unspeakable
+
+
 FAULTS = {
+    "raises unspeakably": (raises_unspeakably, "Error: Unspeakable: (its text cannot be read)"),
+    "half a character": (lambda: "\ud83d 3", "? 3"),
     "hangs": (lambda: time.sleep(5), "Error: no result within 0.2 s."),
     "raises": (raises, "Error: OSError: the disk is full"),
     "exits": (lambda: exit(3), "Error: SystemExit: 3"),
@@ -316,7 +357,7 @@ def test_a_tool_that_misbehaves_is_told_of(make, fault):
     results = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
     assert told in results[0] and len(results[0]) < 200
     assert bool(judged.columns[columns.VALID].all())
-    is_failure = fault in ("hangs", "raises", "exits")
+    is_failure = fault in ("hangs", "raises", "raises unspeakably", "exits")
     assert by_name(judged, "tool_failures") == [float(is_failure)] * 4
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rllib_llm.data.order import EpochOrder, permuted
+from rllib_llm.shared.errors import SettingError
 
 
 def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
@@ -34,6 +35,12 @@ def test_seeds_differ_and_unshuffled_rows_come_as_they_are():
     one, other = (EpochOrder(50, seed=seed).indices(0, 50) for seed in (0, 1))
     assert not np.array_equal(one, other)
     assert EpochOrder(4, shuffle=False).indices(2, 4).tolist() == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, "1", None, 0.5])
+def test_what_is_no_seed_is_refused_at_once(seed):
+    with pytest.raises(SettingError, match="seed=.* must be a whole number from 0 to"):
+        EpochOrder(4, seed=seed)
 
 
 def by_the_definition(place: int, size: int, seed: int, stream: int) -> int:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -76,6 +78,15 @@ def test_functions_lists_and_strings():
     assert load_rows(rows) is rows
 
 
+def test_data_frames_and_streams_are_read_by_rows():
+    """The rows of a data frame were the names of its columns."""
+    frame = pandas.DataFrame({"prompt": ["a", "b", "c"], "label": [1, 2, 3]})
+    rows = load_rows(frame[frame.label > 1])
+    assert list(rows) == [{"prompt": "b", "label": 2}, {"prompt": "c", "label": 3}]
+    stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    assert list(load_rows(stream)) == ROWS
+
+
 def test_patterns_and_lists_of_files_follow_each_other(tmp_path):
     first = _write_json_lines(tmp_path / "a.jsonl", ROWS[:1])
     second = _write_json_lines(tmp_path / "b.jsonl", ROWS[1:])
@@ -103,6 +114,10 @@ def test_a_row_without_a_column_has_none_there():
         ([{"prompt": "a"}, 3], "row 1 is int '3'"),
         ({"pth": "x"}, "unknown key. Did you mean 'path'"),
         ({"split": "train"}, "must have a 'path'"),
+        ({"path": ["a"], "limit": -1}, r"prompts\['limit'\]=-1 must be an integer of at least 1"),
+        ({"path": ["a"], "columns": "text"}, r"prompts\['columns'\]='text' must be \{new name"),
+        ({"path": ["a"], "columns": {"a": "text", "b": "text"}}, "one new name"),
+        ({"path": ["a"], "where": "score > 0"}, "a list holds no rollouts of a run"),
         ("./nothing.jsonl", "must be a file or folder that exists"),
         ("/nothing/here/rows.parquet", "'/nothing/here' does not exist either"),
     ],
@@ -123,6 +138,11 @@ def test_broken_files_are_refused_with_their_line(tmp_path):
     broken.write_text('{"prompt": "fine"}\n{"prompt": oops}\n')
     with pytest.raises(DataSourceError, match=r"line 2 is '\{\"prompt\": oops\}'"):
         load_rows(broken)
+    for number, text in enumerate(("9" * 5000, "[" * 100_000)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(f'{{"prompt": {text}}}\n')
+        with pytest.raises(DataSourceError, match="line 1 is"):
+            load_rows(path)
     not_parquet = tmp_path / "rows.parquet"
     not_parquet.write_text("text")
     with pytest.raises(DataSourceError, match="must be a Parquet file"):

@@ -66,6 +66,7 @@ def test_eval_prompts_of_their_own_leave_the_training_prompts_whole():
     [
         ({"split": "test"}, "split='test' must be one of"),
         ({"eval_fraction": 1.0}, "eval_fraction=1.0 must be at least 0 and less than 1"),
+        ({"eval_fraction": "x"}, "eval_fraction='x' must be at least 0"),
         ({"split": "eval"}, "split='eval' must have prompts of its own"),
         ({"eval_fraction": 0.1, "eval_data": TEN}, "eval_fraction=0.1 must be 0: eval_prompts"),
         ({"eval_fraction": 0.99}, "of 10 rows 10 would be held out"),
@@ -94,6 +95,9 @@ def test_empty_data_and_wrong_rows():
         PromptSource([{"prompt": 3}]).rows(0, 1)
     with pytest.raises(PromptError, match="position=-1"):
         PromptSource(TEN).indices(-1, 2)
+    halves = PromptSource([{"prompt": "\ud83d"}])
+    with pytest.raises(PromptError, match="row 0: prompt must be text that UTF-8 can write"):
+        PromptEncoder(word_tokenizer(), 16).encode(halves.rows(0, 1))
 
 
 def _encode(tokenizer, *prompts, max_prompt_len=16, **settings):

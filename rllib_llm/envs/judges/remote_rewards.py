@@ -132,6 +132,8 @@ class RemoteReward(Judge):
             found = answer[self._reward_key] if isinstance(answer, Mapping) else answer
             return [_score(found, "")]
         scores = answer["rewards" if self._shape == "openrlhf" else "scores"]
+        if not isinstance(scores, list):
+            raise TypeError(f"scores must be a list, not {type(scores).__name__}")
         reasons = answer.get("reasons") or [""] * len(scores)
         return [_score(*row) for row in zip(scores, reasons, strict=True)]
 

@@ -137,6 +137,14 @@ class RewardTerm:
     def __init__(
         self, function: RewardFunction, weight: float, name: str, timeout_s: float | None = None
     ) -> None:
+        if not _is_finite(weight):
+            raise RewardError(
+                name=f"weight of reward function {name!r}",
+                value=weight,
+                rule="be a finite number",
+                reason="scores are multiplied by it",
+                remedy="Leave it out for 1",
+            )
         self.function = function
         self.weight = float(weight)
         self.name = name
@@ -181,15 +189,28 @@ class RewardTerm:
                 reason=f"it is {type(function).__name__}",
                 remedy="Point it at a function",
             )
-        name = spec.get("name") or _default_name(function)
-        kwargs = dict(spec.get("kwargs") or {})
+        name = str(spec.get("name") or _default_name(function))
+        kwargs = spec.get("kwargs") or {}
+        try:
+            signature = inspect.signature(function)
+            if inspect.isclass(function):
+                signature.bind(**kwargs)
+            else:
+                signature.bind_partial(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                name=f"kwargs of reward function {name!r}",
+                value=kwargs,
+                rule="be its arguments by name",
+                reason=error,
+                remedy="Correct them",
+            ) from error
         if inspect.isclass(function):
             function = function(**kwargs)
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
-        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-        if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
+        if timeout_s is not None and not (_is_finite(timeout_s) and timeout_s > 0):
             raise RewardError(
                 name=f"timeout_s of reward function {name!r}",
                 value=timeout_s,
@@ -299,6 +320,11 @@ def shown_message(message: Mapping[str, Any]) -> str:
 def _words(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _inner(function: Any) -> Any:

@@ -6,9 +6,10 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import math
 import threading
 import warnings
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -329,7 +330,8 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
         answer, metrics = answer
     unjudged = torch.zeros(len(batch), dtype=torch.bool, device=batch.completion_ids.device)
-    if isinstance(answer, Sequence) and len(answer) == len(batch):
+    answer = _listed(answer)
+    if isinstance(answer, list) and len(answer) == len(batch):
         unjudged = torch.tensor([one is None for one in answer], device=unjudged.device)
         reasons = {i: one.reason for i, one in enumerate(answer) if isinstance(one, Invalid)}
         answer = [
@@ -350,12 +352,22 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
     )
 
 
+def _listed(answer: Any) -> Any:
+    """As a list where it is an array, a series or a generator of something. Mappings, sets and
+    texts are no answer: what they iterate over is something else."""
+    if isinstance(answer, (torch.Tensor, Mapping, Set, str, bytes)):
+        return answer
+    return list(answer) if isinstance(answer, Iterable) else answer
+
+
 def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch.Tensor:
     """The answer as float32 [B]; raises `RewardError` naming the function where it is not."""
-    size = len(batch)
-    if not isinstance(answer, torch.Tensor):
+    size, answer = len(batch), _listed(answer)
+    if not isinstance(answer, torch.Tensor) or answer.is_complex():
         try:
-            values = [float(value) for value in answer]
+            if not isinstance(answer, list):
+                raise TypeError("no list of numbers")
+            values = [_number(value) for value in answer]
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"{what} of reward function {function!r} must be {size} numbers (a list or a "
@@ -371,6 +383,13 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
             f"{shown_row(batch, 0)}. Return {size} numbers; squeeze extra dimensions."
         )
     return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def shown_row(batch: RewardBatch, i: int) -> str:

@@ -67,6 +67,7 @@ def test_slimes_shape():
         ((503, {}, {"Retry-After": "0"}), "status 503"),
         ((200, {"rewards": [1.0]}, {}), "1 scores for 2 completions"),
         ((200, {"scores": [1.0, 2.0]}, {}), "KeyError"),
+        ((200, {"rewards": {"0": 1.0, "1": 2.0}}, {}), "scores must be a list, not dict"),
         ((200, b"{", {}), "malformed"),
     ],
 )

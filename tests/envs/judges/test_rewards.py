@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 
-from rllib_llm.envs.judges.reward_functions import Judge
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.envs.judges.rewards import (
     RewardBatch,
     RewardError,
@@ -255,6 +256,32 @@ def test_a_function_returning_an_awaitable_is_awaited():
     assert rewards(batch_of("a", "b")).scores.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [10**400, None, 0.5],
+        np.array([np.inf, None, 0.5], dtype=object),
+        np.array([Invalid("no"), None, 0.5]),
+        [float("nan"), None, Decimal("0.5")],
+    ],
+)
+def test_answers_of_any_list(answer):
+    other = {"function": lambda completions: [1, 1, 1], "name": "other"}
+    function = {"function": lambda completions: iter(answer), "name": "odd"}
+    with pytest.warns(UserWarning, match="'odd' failed on 1 of 3"):
+        out = RewardSum([function, other])(batch_of("a", "b", "c"))
+    assert out.valid.tolist() == [False, True, True] and out.scores.tolist() == [0, 1, 1.5]
+
+
+@pytest.mark.parametrize(
+    "answer", ["12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0}, torch.tensor([1 + 2j, 1]), 1.0]
+)
+def test_what_is_no_list_of_numbers_is_refused(answer):
+    """A mapping's keys, a set's order and a text's digits were taken for scores."""
+    with pytest.raises(RewardError, match="scores of reward function 'odd' must be 2 numbers"):
+        RewardSum({"function": lambda completions: answer, "name": "odd"})(batch_of("a", "b"))
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_an_answer_that_does_not_come_in_time_is_given_up_once(is_plain):
     asked, cancelled = [], threading.Event()
@@ -311,6 +338,11 @@ def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
+        ([{"function": length, "weight": NAN}], "weight of reward .*=nan must be"),
+        ([{"function": length, "weight": None}], "weight of reward .*=None must be"),
+        ([{"function": length, "kwargs": [1]}], r"kwargs of reward .*=\[1\] must be"),
+        ([{"function": Matches, "kwargs": {"bonsu": 1}}], "unexpected keyword argument 'bonsu'"),
+        ([max], "kwargs of reward function 'max'.*no signature"),
         ([{"function": length, "timeout_s": True}], "timeout_s of .*=True must be"),
         ([{"function": length, "timeout_s": float("inf")}], "timeout_s of .*=inf must be"),
         ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
