@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, check
 from rllib_llm.cli.main import app
 from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.shared.storage import CACHE, UrlPath, local_copy
 from tests.algorithms import resumed_runs as runs
 from tests.algorithms import tiny_runs as tiny
+from tests.s3_server import bucket
 
 ROOT = Path(__file__).parents[2]
 NUM_TUNE_ITERATIONS = 6
@@ -107,7 +109,15 @@ def test_the_runs_cover_what_they_are_meant_to(uninterrupted):
 
 
 @pytest.fixture
-def experiment(tmp_path):
+def storage(tmp_path, monkeypatch):
+    """Outside of any node: an S3 bucket."""
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache of the head"))
+    with bucket() as url:
+        yield UrlPath(url) / "runs"
+
+
+@pytest.fixture
+def experiment(tmp_path, storage):
     """A file with one GRPO stage, saved every second iteration."""
     settings = {
         "model": tiny.MODEL, "train_batch_size_per_learner": 12, "minibatch_size": 6,
@@ -124,12 +134,12 @@ def experiment(tmp_path):
     }  # fmt: skip
     file = tmp_path / "x.yaml"
     file.write_text(json.dumps({"a": stage}), encoding="utf-8")
-    return ["train", "file", str(file), "--storage-path", str(tmp_path), "--experiment-name", "run"]
+    return ["train", "file", str(file), "--storage-path", str(storage), "--experiment-name", "run"]
 
 
-def kill_after_a_noted_checkpoint(arguments: list[str], folder: Path) -> None:
+def kill_after_a_noted_checkpoint(arguments: list[str], folder: UrlPath) -> None:
     """Runs `rllib` in another process whose judge stops in iteration 5, and kills it once Tune has
-    noted a checkpoint. Its own Ray dies with it."""
+    noted a checkpoint. Its own Ray, of which it is the head, dies with it."""
     command = [sys.executable, "-m", "rllib_llm.cli.main", *arguments]
     environment = child_environment(**{runs.GATE: "4"})
     environment.pop("RAY_ADDRESS", None)
@@ -144,22 +154,25 @@ def kill_after_a_noted_checkpoint(arguments: list[str], folder: Path) -> None:
             process.kill()
 
 
-def has_noted(folder: Path, checkpoint: str) -> bool:
+def has_noted(folder: UrlPath, checkpoint: str) -> bool:
     """Whether Tune's record of an experiment names the checkpoint; parts of it are pickled."""
-    texts = [file.read_text(encoding="utf-8") for file in folder.glob("experiment_state-*.json")]
+    texts = [file.read_text() for file in folder.glob("experiment_state-*.json")]
     return any(name in text for text in texts for name in (checkpoint, checkpoint.encode().hex()))
 
 
 @pytest.mark.slow  # a run in a process of its own, killed and gone on with
-def test_a_killed_command_goes_on_with_resume(experiment, tmp_path, ray_session):
-    kill_after_a_noted_checkpoint(experiment, tmp_path / "run" / "a")
-    assert not (tmp_path / "run" / "a" / "stage.json").exists()
+def test_a_run_whose_head_is_lost_goes_on_from_external_storage(
+    experiment, storage, tmp_path, monkeypatch, ray_session
+):
+    kill_after_a_noted_checkpoint(experiment, storage / "run" / "a")
+    assert not (storage / "run" / "a" / "stage.json").is_file()
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache of another"))  # nothing of the head is left
 
     result = CliRunner().invoke(app, [*experiment, "--resume"])
 
     assert result.exit_code == 0, result.output
-    stage = StageResult.load(tmp_path / "run" / "a")
-    lines = (stage.best_trial_folder / "result.json").read_text(encoding="utf-8").splitlines()
+    stage = StageResult.load(storage / "run" / "a")
+    lines = (stage.best_trial_folder / "result.json").read_text().splitlines()
     last = json.loads(lines[-1])
     assert last["training_iteration"] == NUM_TUNE_ITERATIONS
     assert last["iterations_since_restore"] == 2  # it went on from the fourth
@@ -169,8 +182,9 @@ def test_a_killed_command_goes_on_with_resume(experiment, tmp_path, ray_session)
         whole = tiny.train(algorithm, NUM_TUNE_ITERATIONS)[-1]
         exported = algorithm.export_model(tmp_path / "whole")
     assert {name: last[name] for name in whole} == json.loads(json.dumps(whole, default=float))
-    check(stage.checkpoint)
+    checkpoint = local_copy(stage.checkpoint)
+    check(checkpoint)
     tiny.assert_same_weights(
-        load_file(stage.checkpoint / MODEL_IN_CHECKPOINT / "model.safetensors"),
+        load_file(checkpoint / MODEL_IN_CHECKPOINT / "model.safetensors"),
         load_file(exported / "model.safetensors"),
     )
