@@ -265,12 +265,19 @@ class ChatFormat:
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
     ) -> Suffix | None:
-        """What the family's renderer appends behind a sampled turn; None without one, or where it
-        leaves it to the template."""
+        """What the family's renderer appends behind a sampled turn, up to the next generation
+        prompt; None without one, where it leaves it to the template, or would change what was
+        sampled."""
         if self.renderer is None:
             return None
-        ids = bridged(self.renderer, prompt_ids, sampled_ids, new, self.tools)
-        return None if ids is None else Suffix("bridged", ids)
+        held = [*prompt_ids, *sampled_ids]
+        found = self.renderer.bridge_to_next_turn(
+            list(prompt_ids), list(sampled_ids), [dict(message) for message in new],
+            tools=[tool["function"] for tool in self.tools] or None,
+        )  # fmt: skip
+        if found is None or list(found.token_ids[: len(held)]) != held:
+            return None
+        return Suffix("bridged", [int(token) for token in found.token_ids[len(held) :]])
 
     def drop_renderer(self, why: str) -> None:
         """Leaves all to the template from now on."""
@@ -339,13 +346,9 @@ class ChatFormat:
         return _Ends(text, last, calls)
 
     def _end_of_calls(self, user: Message) -> str | None:
-        name = min(self.tool_names)
-        call = {"type": "function", "id": "call00000",
-                "function": {"name": name, "arguments": {"text": _MARKER}}}  # fmt: skip
-        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "y"}
+        calls, results = example_calls(min(self.tool_names), _MARKER, "y")
         alone = self.render([user, calls])
-        history = self.render([user, calls, result], generation_prompt=True)
+        history = self.render([user, calls, *results], generation_prompt=True)
         eos, start = str(self.tokenizer.eos_token), alone.rfind(_MARKER)
         place = alone.find(eos, start)
         if place >= 0 and history.startswith(alone[:place] + eos):
@@ -371,22 +374,11 @@ class ChatFormat:
         """Most calls of a turn that the template can write; None: any number."""
         if not self.tools:
             return None
-        name = min(self.tool_names)
-        calls = [
-            {
-                "type": "function",
-                "id": f"call0000{i}",
-                "function": {"name": name, "arguments": {"text": "x"}},
-            }
-            for i in range(2)
-        ]
-        results = [{"role": "tool", "name": name, "tool_call_id": call["id"], "content": "y"}
-                   for call in calls]  # fmt: skip
         user = {"role": "user", "content": "x"}
         try:
             for count in (1, 2):
-                turn = {"role": "assistant", "content": "", "tool_calls": calls[:count]}
-                self.render([user, turn, *results[:count]])
+                calls, results = example_calls(min(self.tool_names), "x", "y", count)
+                self.render([user, calls, *results])
         except ChatFormatError:
             return 1 if count == 2 else None
         return None
@@ -433,6 +425,20 @@ class ChatFormat:
             opens_thoughts=opens_thoughts, tools=self._schemas if self.tools else None,
             max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None,
         )  # fmt: skip
+
+
+def example_calls(
+    name: str, said: str, answer: str, count: int = 1
+) -> tuple[dict[str, Any], Messages]:
+    """A turn that calls a tool so often with `said`, and what the tool answers."""
+    function = {"name": name, "arguments": {"text": said}}
+    ids = [f"call0000{i}" for i in range(count)]
+    calls = [{"type": "function", "id": call_id, "function": function} for call_id in ids]
+    results = [
+        {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer}
+        for call_id in ids
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}, results
 
 
 def _broken_up(value: Any, special: Sequence[str]) -> Any:
@@ -497,22 +503,3 @@ def family_renderer(
             f"renderer={family!r} must suit the tokenizer and template_settings="
             f"{dict(settings)!r}: {error}. Name another family, or None."
         ) from error
-
-
-def bridged(
-    renderer: Any,
-    prompt_ids: Sequence[int],
-    sampled_ids: Sequence[int],
-    new: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-) -> list[int] | None:
-    """Ids to append behind a sampled turn, up to the next generation prompt; None where the
-    renderer does not know them, or would change what was sampled."""
-    specs = [tool["function"] for tool in tools] or None
-    found = renderer.bridge_to_next_turn(
-        list(prompt_ids), list(sampled_ids), [dict(message) for message in new], tools=specs
-    )
-    held = [*prompt_ids, *sampled_ids]
-    if found is None or list(found.token_ids[: len(held)]) != held:
-        return None
-    return [int(token) for token in found.token_ids[len(held) :]]

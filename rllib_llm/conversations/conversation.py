@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,16 +43,6 @@ class Node:
     versions: tuple[int, ...] = ()
     finish: str = ""
     reward: float = 0.0
-
-    @property
-    def role(self) -> str:
-        """Of its last message."""
-        return str(self.messages[-1]["role"]) if self.messages else ""
-
-    @property
-    def version_spans(self) -> list[tuple[int, int]]:
-        """(version of the weights, tokens in a row that they sampled)."""
-        return [(version, len(list(run))) for version, run in groupby(self.versions)]
 
 
 def path_to(nodes: Sequence[Node], leaf: int | None) -> list[Node]:
@@ -255,11 +244,6 @@ class Conversation:
         return sum(node.sampled for node in self.nodes)
 
     @property
-    def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled, over all its turns."""
-        return sum(len(node.token_ids) for node in self.nodes if node.sampled)
-
-    @property
     def total_reward(self) -> float:
         """The sum of what its turns earned."""
         return sum(node.reward for node in self.nodes)
@@ -374,13 +358,6 @@ class Conversation:
             )
         turns[-1].reward += float(reward)
 
-    def restore(self, node: Node) -> None:
-        """Appends a node as it was saved, with the parent that it had."""
-        self._append(node)
-        if node.sampled:
-            self.reply = self._read(node)
-            self._num_calls += len(self.reply.tool_calls)
-
     def adopt(self, other: Conversation) -> None:
         """Appends all that was said in another conversation of the same rollout, as paths of their
         own; its newest path is this one's, too."""
@@ -395,14 +372,13 @@ class Conversation:
     def branch(self, node: int) -> None:
         """Goes on from an earlier node; what came behind it stays, as a path of its own."""
         self._leaf = range(len(self.nodes))[node]
-        if self.nodes[self._leaf].sampled:
-            self.reply = self._read(self.nodes[self._leaf])
-
-    def _read(self, node: Node) -> ParsedReply:
-        asked = () if node.parent is None else self.nodes[node.parent].token_ids
-        return self.chat_format.parse(
-            node.token_ids, finish=node.finish, first_call=self._num_calls, prompt_ids=asked
-        )
+        newest = self.nodes[self._leaf]
+        if newest.sampled:
+            asked = () if newest.parent is None else self.nodes[newest.parent].token_ids
+            self.reply = self.chat_format.parse(
+                newest.token_ids, finish=newest.finish, first_call=self._num_calls,
+                prompt_ids=asked,
+            )  # fmt: skip
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages
+from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages, example_calls
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
 
@@ -121,10 +121,7 @@ def _bridge(
 def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
     """Those that are walked through, by name."""
     name = min(chat_format.tool_names, default="add")
-    function = {"name": name, "arguments": {"text": "1 + 1"}}
-    call = {"type": "function", "id": "call00000", "function": function}
-    calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "two: 2"}
+    calls, (result,) = example_calls(name, "1 + 1", "two: 2")
     thoughtful = {**calls, "reasoning_content": "One and one."}
     dialogues = {
         "turns": [USER, SAYS, MORE, ENDS],

@@ -81,11 +81,6 @@ class ParsedReply:
     text: str = ""
     """All of it as it was said, without the token that ends the turn."""
 
-    @property
-    def is_truncated(self) -> bool:
-        """Whether a call was cut off."""
-        return any(call.status == "truncated" for call in self.tool_calls)
-
     def as_message(self) -> dict[str, Any]:
         """The turn as chat templates take it; calls that could not be read stay in its content."""
         readable = [call for call in self.tool_calls if call.arguments is not None]

@@ -128,7 +128,7 @@ class PromptChecker:
             return False
         self.check_reset_infos(infos, batch_size)
         if self.check_groups(observation):
-            self.check_positions(observation, self.options)
+            self.check_positions(observation)
         return True
 
     def check_spaces(self) -> bool:
@@ -213,12 +213,10 @@ class PromptChecker:
                 return False
         return True
 
-    def check_positions(
-        self, observation: Mapping[str, torch.Tensor], options: Mapping[str, int]
-    ) -> None:
+    def check_positions(self, observation: Mapping[str, torch.Tensor]) -> None:
         """Prompts are a function of their position."""
         first = unpadded(observation)
-        again = unpadded(self.env.reset(options=options)[0])
+        again = unpadded(self.env.reset(options=self.options)[0])
         if first != again:
             self.findings.add(
                 "prompts of reset() at the same position twice",
@@ -227,7 +225,7 @@ class PromptChecker:
                 "Make prompts a function of (seed, position), as PromptSource does",
             )
             return
-        shifted = {**options, "position": 2, "num_prompts": self.num_prompts - 1}
+        shifted = {**self.options, "position": 2, "num_prompts": self.num_prompts - 1}
         tail = unpadded(self.env.reset(options=shifted)[0])
         if tail != first[self.num_completions :]:
             self.findings.add(
@@ -356,18 +354,19 @@ class JudgingChecker:
 
     def run(self) -> None:
         """Every check below."""
-        self.check_step(self.options, self.batch_size)
-        self.check_padding(self.options, self.batch_size)
-        self.check_refusals(self.options, self.batch_size)
-        self.check_rewards(self.options, self.batch_size)
+        self.check_step()
+        self.check_padding()
+        self.check_refusals()
+        self.check_rewards()
 
-    def random_actions(self, batch_size: int, extra: int = 0) -> dict[str, torch.Tensor]:
+    def random_actions(self, extra: int = 0) -> dict[str, torch.Tensor]:
         """Completions of every length from 1, right-padded with `extra` further columns of 0."""
         space = self.env.single_action_space
         length = min(space.max_len - extra, 6)
         vocab_size = int(space.child_space.n)
-        ids = torch.randint(vocab_size, (batch_size, length), generator=self.generator)
-        mask = torch.arange(length)[None, :] < 1 + torch.arange(batch_size)[:, None] % length
+        ids = torch.randint(vocab_size, (self.batch_size, length), generator=self.generator)
+        rows = torch.arange(self.batch_size)
+        mask = torch.arange(length)[None, :] < 1 + rows[:, None] % length
         ids = widen(torch.where(mask, ids, 0), length + extra)
         mask = widen(mask, length + extra)
         logprobs = torch.where(mask, -1.0, 0.0)
@@ -379,10 +378,10 @@ class JudgingChecker:
         }
         return {name: value.to(device) for name, value in actions.items()}
 
-    def check_step(self, options: Mapping[str, int], batch_size: int) -> None:
+    def check_step(self) -> None:
         """What `step` returns, and that it leaves the actions alone."""
-        self.env.reset(options=options)
-        actions = self.random_actions(batch_size)
+        self.env.reset(options=self.options)
+        actions = self.random_actions()
         before = {name: value.clone() for name, value in actions.items()}
         result = self.env.step(dict(actions))
         if not isinstance(result, tuple) or len(result) != 5:
@@ -402,15 +401,15 @@ class JudgingChecker:
                 "Do not write into them; clone first",
             )
         self.findings.check_observation("step()", observation, self.env.num_envs)
-        if self.findings.check_tensor("step() rewards", rewards, torch.float32, (batch_size,)):
+        size = (self.batch_size,)
+        if self.findings.check_tensor("step() rewards", rewards, torch.float32, size):
             self.findings.check_finite("step() rewards", rewards)
         for name, flags, wanted in (
             ("terminations", terminations, True),
             ("truncations", truncations, False),
         ):
-            if self.findings.check_tensor(
-                f"step() {name}", flags, torch.bool, (batch_size,)
-            ) and not bool((flags == wanted).all()):
+            fits = self.findings.check_tensor(f"step() {name}", flags, torch.bool, size)
+            if fits and not bool((flags == wanted).all()):
                 self.findings.add(
                     f"step() {name}={flags.tolist()!r}",
                     f"all {wanted}",
@@ -418,9 +417,9 @@ class JudgingChecker:
                     "Return torch.ones or torch.zeros of bool",
                 )
         if not isinstance(infos, Mapping) or columns.SCORES in infos:
-            self.check_infos(infos, actions, batch_size)
+            self.check_infos(infos, actions)
 
-    def check_infos(self, infos: Any, actions: Mapping[str, torch.Tensor], batch_size: int) -> None:
+    def check_infos(self, infos: Any, actions: Mapping[str, torch.Tensor]) -> None:
         """The infos of judged completions: there, of the right type and shape, and true."""
         missing = [k for k in _REQUIRED_INFOS if not isinstance(infos, Mapping) or k not in infos]
         if missing:
@@ -437,25 +436,20 @@ class JudgingChecker:
         except BanditEnvError as error:
             self.findings.problems.append(f"step() {error}")
         scores, valid = infos[columns.SCORES], infos[columns.VALID]
-        fits = self.findings.check_tensor(
-            "step() infos['scores']", scores, torch.float32, (batch_size,)
-        )
+        size = (self.batch_size,)
+        fits = self.findings.check_tensor("step() infos['scores']", scores, torch.float32, size)
         if fits:
             self.findings.check_finite("step() infos['scores']", scores)
-        if (
-            self.findings.check_tensor("step() infos['valid']", valid, torch.bool, (batch_size,))
-            and fits
-        ):
+        if self.findings.check_tensor("step() infos['valid']", valid, torch.bool, size) and fits:
             self.check_invalid_scores(scores, valid)
         for group in ("components", "metrics"):
             for name, values in dict(infos[group]).items():
                 where = f"step() infos[{group!r}][{name!r}]"
-                self.findings.check_tensor(where, values, torch.float32, (batch_size,))
+                self.findings.check_tensor(where, values, torch.float32, size)
         counts, right = infos["num_completion_tokens"], mask.sum(-1)
         where = "step() infos['num_completion_tokens']"
-        if self.findings.check_tensor(where, counts, torch.int64, (batch_size,)) and not bool(
-            (counts == right).all()
-        ):
+        fits = self.findings.check_tensor(where, counts, torch.int64, size)
+        if fits and not bool((counts == right).all()):
             self.findings.add(
                 f"{where}={counts.tolist()!r}",
                 f"{right.tolist()}",
@@ -500,15 +494,15 @@ class JudgingChecker:
                 "Multiply by the mask; subtract the log-sum-exp",
             )
 
-    def check_padding(self, options: Mapping[str, int], batch_size: int) -> None:
+    def check_padding(self) -> None:
         """Scores must not see padding; a score that differs from call to call tells nothing."""
         if self.findings.problems or self.env.single_action_space.max_len < 4:
             return
-        actions = self.random_actions(batch_size, extra=2)
+        actions = self.random_actions(extra=2)
         short = {name: value[:, :-2] for name, value in actions.items()}
         scores = []
         for given in (short, short, actions):
-            self.env.reset(options=options)
+            self.env.reset(options=self.options)
             _, rewards, _, _, infos = self.env.step(dict(given))
             scores.append(infos.get(columns.SCORES, rewards))
         random_scores = not torch.allclose(scores[0], scores[1], atol=1e-4)
@@ -520,13 +514,13 @@ class JudgingChecker:
                 "Cut completions to completion_mask before judging them",
             )
 
-    def check_rewards(self, options: Mapping[str, int], batch_size: int) -> None:
+    def check_rewards(self) -> None:
         """Scores are learnt from where there are any: rewards that say something else are a
         mistake, unless they are less a KL."""
         if self.findings.problems:
             return
-        self.env.reset(options=options)
-        _, rewards, _, _, infos = self.env.step(self.random_actions(batch_size))
+        self.env.reset(options=self.options)
+        _, rewards, _, _, infos = self.env.step(self.random_actions())
         scores = infos.get(columns.SCORES, rewards)
         if "kl" in infos or torch.allclose(rewards, scores):
             return
@@ -537,9 +531,9 @@ class JudgingChecker:
             "Return the scores as rewards, or leave them out of infos to have rewards learnt from",
         )
 
-    def check_refusals(self, options: Mapping[str, int], batch_size: int) -> None:
+    def check_refusals(self) -> None:
         """Wrong actions must raise an error, not be judged."""
-        good = self.random_actions(batch_size)
+        good = self.random_actions()
         ids, mask = good[columns.COMPLETION_IDS], good[columns.COMPLETION_MASK]
         outside = ids.clone()
         outside[0, 0] = int(self.env.single_action_space.child_space.n)
@@ -551,7 +545,7 @@ class JudgingChecker:
         if mask.shape[1] > 1:
             wrong["a mask with a hole"] = {**good, columns.COMPLETION_MASK: _with_hole(mask)}
         for what, actions in wrong.items():
-            self.env.reset(options=options)
+            self.env.reset(options=self.options)
             try:
                 self.env.step(actions)
             except (ValueError, LookupError, TypeError, RuntimeError):

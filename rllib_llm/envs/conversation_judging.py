@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,6 +22,7 @@ from rllib_llm.shared import columns
 TURNS = "turns"  # component: what was earned at turns
 SCORE = "score"  # component: what `ConversationEnv.score` says
 ROLLOUT = "rollout"
+ByRollout = Callable[[Sequence[Attempt], Sequence[float]], torch.Tensor]
 _SHOWN = 300  # characters of a reason
 
 
@@ -65,8 +67,10 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
         batch[columns.REF_LOGPROBS] = env.reference.logprobs(
             *(batch[name].to(env.device) for name in names), env.settings["temperature"]
         ).cpu()
-    table = _Table(batch[columns.ROW_ID])
-    earned = {name: table.rows(sound, column) for name, column in components.items()}
+    row_ids = batch[columns.ROW_ID].tolist()
+    firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
+    by_rollout = functools.partial(_by_rollout, firsts, len(row_ids))
+    earned = {name: by_rollout(sound, column) for name, column in components.items()}
 
     def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: column.to(env.device) for name, column in held.items()}
@@ -75,26 +79,23 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
         batch[columns.SCORES].to(env.device),
         on_device(batch),
         on_device(earned),
-        on_device(_metrics(table, attempts, sound, judged)),
+        on_device(_metrics(by_rollout, attempts, sound, judged)),
         _texts(attempts),
     )
 
 
-class _Table:
-    """Numbers by rollout, laid out by row."""
-
-    def __init__(self, row_ids: torch.Tensor) -> None:
-        self._places: dict[int, int] = {}
-        for place, row_id in enumerate(row_ids.tolist()):
-            self._places.setdefault(row_id, place)
-        self.num_rows = len(row_ids)
-
-    def rows(self, attempts: Sequence[Attempt], numbers: Sequence[float]) -> torch.Tensor:
-        """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere."""
-        column = torch.full((self.num_rows,), torch.nan)
-        for attempt, number in zip(attempts, numbers, strict=True):
-            column[self._places[attempt.row_id]] = number
-        return column
+def _by_rollout(
+    firsts: Mapping[int, int],
+    num_rows: int,
+    attempts: Sequence[Attempt],
+    numbers: Sequence[float],
+) -> torch.Tensor:
+    """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere. `firsts`: the
+    place of each rollout's first row."""
+    column = torch.full((num_rows,), torch.nan)
+    for attempt, number in zip(attempts, numbers, strict=True):
+        column[firsts[attempt.row_id]] = number
+    return column
 
 
 def _components(
@@ -169,11 +170,14 @@ def _last_words(attempt: Attempt) -> str:
 
 
 def _metrics(
-    table: _Table, attempts: Sequence[Attempt], sound: Sequence[Attempt], judged: Rewards | None
+    by_rollout: ByRollout,
+    attempts: Sequence[Attempt],
+    sound: Sequence[Attempt],
+    judged: Rewards | None,
 ) -> dict[str, torch.Tensor]:
     metrics: dict[str, torch.Tensor] = {}
     failed = [float(bool(attempt.invalid)) for attempt in attempts]
-    metrics[f"{ROLLOUT}{columns.FAILED}"] = table.rows(attempts, failed).nan_to_num()
+    metrics[f"{ROLLOUT}{columns.FAILED}"] = by_rollout(attempts, failed).nan_to_num()
     counted: dict[str, list[float]] = {
         "num_turns": [a.conversation.num_turns for a in sound],
         "num_forks": [a.conversation.suffixes["fork"] for a in sound],
@@ -183,12 +187,12 @@ def _metrics(
         counted[name] = [attempt.counts.get(name, float("nan")) for attempt in sound]
     for name in sorted({name for attempt in sound for name in attempt.conversation.metrics}):
         counted[name] = [a.conversation.metrics.get(name, float("nan")) for a in sound]
-    metrics.update({name: table.rows(sound, numbers) for name, numbers in counted.items()})
+    metrics.update({name: by_rollout(sound, numbers) for name, numbers in counted.items()})
     if judged is not None:
         for name, column in judged.metrics.items():
-            metrics[name] = table.rows(sound, column.tolist())
+            metrics[name] = by_rollout(sound, column.tolist())
         for name, column in judged.failed.items():
-            shown = table.rows(sound, column.float().tolist())
+            shown = by_rollout(sound, column.float().tolist())
             metrics[f"{name}{columns.FAILED}"] = shown.nan_to_num()
     return metrics
 

@@ -140,6 +140,7 @@ def build_bandit(
     prompt_column: str | None = None,
 ) -> BanditEnv:
     """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
+    model = settings["model"]
     return BanditEnv(
         tokenizer=tokenizer,
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
@@ -153,7 +154,8 @@ def build_bandit(
         prompt_overflow=settings["prompt_overflow"],
         return_texts=settings["return_texts"],
         device=settings["device"],
-        vocab_size=settings["vocab_size"] or _model_vocab_size(settings["model"]),
+        # All rows of the policy's embedding may be sampled; often they are more than its tokens.
+        vocab_size=settings["vocab_size"] or (model and num_embeddings(model)),
     )
 
 
@@ -217,11 +219,6 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 def _is_eval(settings: Mapping[str, Any]) -> bool:
     return settings["split"] == "eval"
-
-
-def _model_vocab_size(model: str | None) -> int | None:
-    """Rows of the policy's embedding, all of which it may sample; often more than tokens."""
-    return None if model is None else num_embeddings(model)
 
 
 def _as_model_settings(given: Any, key: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from rllib_llm.conversations import trajectories
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import (
     Conversation,
@@ -165,14 +164,6 @@ def test_branches_share_what_came_before_and_learn_it_once():
     )
 
 
-def test_nodes_know_their_role_and_version_spans():
-    conversation = chatml("one")
-    node = conversation.nodes[1]
-    assert (conversation.nodes[0].role, node.role) == ("user", "assistant")
-    node.versions = (3, 3, 4)
-    assert node.version_spans == [(3, 2), (4, 1)]
-
-
 def rollout(conversation, **changes):
     settings = {"score": 1.0, "valid": True, "reason": "", "group": 0, "row_id": 0,
                 "prompt_index": 0, **changes}  # fmt: skip
@@ -205,46 +196,6 @@ def test_columns_of_rollouts():
     assert batch[columns.WEIGHTS_VERSION][~sampled].eq(-1).all()
     assert batch[columns.SAMPLER_LOGPROBS][~sampled].eq(0).all()
     assert batch[columns.PROMPT_IDS].dtype == torch.int64
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
-def test_trajectories_come_back_bit_for_bit(tmp_path, name):
-    pytest.importorskip("datasets")
-    made = [random_dialogue("qwen3", seed)[0] for seed in range(4)]
-    records = [trajectories.to_record(c, score=0.5, group=i) for i, c in enumerate(made)]
-    path = trajectories.save(records, tmp_path / name)
-    read = list(trajectories.load(path))
-    assert [(r["score"], r["group"]) for r in read] == [(0.5, i) for i in range(4)]
-    for record, conversation in zip(read, made, strict=True):
-        again = trajectories.from_record(record, conversation.chat_format)
-        assert again.rows() == conversation.rows()
-        assert again.messages == conversation.messages
-
-
-def test_a_record_that_was_cut_is_refused():
-    record = trajectories.to_record(chatml("one"))
-    record["nodes"][1]["logprobs"].pop()
-    with pytest.raises(trajectories.TrajectoryError, match="must be as many as the"):
-        trajectories.from_record(record, chatml("one").chat_format)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": [USER, {"role": "assistant", "content": "yo"}]},
-        {
-            "conversations": [
-                {"from": "human", "value": "Good day."},
-                {"from": "gpt", "value": "yo"},
-            ]
-        },
-        {"prompt": [USER], "completion": [{"role": "assistant", "content": "yo"}]},
-    ],
-)
-def test_messages_of_others_are_read(record):
-    assert trajectories.messages_of(record) == [USER, {"role": "assistant", "content": "yo"}]
-    with pytest.raises(trajectories.TrajectoryError, match="must have chat messages"):
-        trajectories.messages_of({"text": "x"})
 
 
 def test_tokens_that_a_policy_spells_stay_text_in_a_fork():

@@ -93,7 +93,8 @@ def test_a_shared_toolset_has_a_state_of_each_rollout(make):
     for attempt, outputs, total in zip(
         attempts, judged.metrics["output_tokens"], judged.metrics["total_tokens"], strict=True
     ):
-        assert outputs == attempt.conversation.num_sampled_tokens
+        turns = [node for node in attempt.conversation.nodes if node.sampled]
+        assert outputs == sum(len(turn.token_ids) for turn in turns)
         assert total == len(attempt.conversation.token_ids)
 
 

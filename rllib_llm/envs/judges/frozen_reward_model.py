@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rllib_llm.data.chats import encode_judged_chat
 from rllib_llm.data.encoding import encode_text, keep_end
 from rllib_llm.envs.judges.reward_functions import Judge
-from rllib_llm.envs.reference import check_measure_drift, log_drift
+from rllib_llm.envs.reference import DEFAULT_BATCH_TOKENS, check_measure_drift, log_drift
 from rllib_llm.modules.packing.packing import pack_right, token_batches
 from rllib_llm.modules.packing.sequence_scores import (
     check_normalization,
@@ -162,11 +161,6 @@ def _check_template(template: str) -> None:
             "{prompt} where the prompt goes: the completion is what is judged. Write e.g. "
             "'Question: {prompt}\\nAnswer: {completion}'."
         )
-
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_BATCH_TOKENS = 16_384
 
 
 class RewardModelScorer(Judge):
