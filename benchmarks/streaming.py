@@ -2,12 +2,13 @@
 
     python -m benchmarks.streaming [--iterations 24] [--seeds 3] [--step-ms 4] [--mean-steps 40]
                                    [--modes sync lockstep-1 free-1 free-2-oversampled]
+                                   [--judge-ms 0]
 
 GRPO on one-digit sums with two samplers, after supervised training. Decode time is emulated, so
 that two cores can show it: a step of a sampler takes `--step-ms`, however many rows are in its
 batch, and a completion is over after a number of steps drawn from a log-normal distribution (sigma
 1) by its prompt and its place, which stands for long answers and for pauses of tools; the tokens
-themselves are sampled by the real model within that time. The learner's update takes as long as a
+themselves are sampled by the real model within that time. A judge is awaited for `--judge-ms`. The learner's update takes as long as a
 synchronous batch takes to sample. JSON, one line for each mode: seconds of an iteration (median
 over seeds), what the trial waited for in it and how long it learnt, how many times faster than
 synchronous it is, the share of right answers of 800 completions of the final model (mean and
@@ -18,6 +19,7 @@ iteration's batch.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -35,11 +37,13 @@ import torch
 
 from benchmarks.stale_data import supervised
 from rllib_llm import GRPOConfig
+from rllib_llm.examples.arithmetic import correct
 from rllib_llm.learners.critic_free_learners import GRPOLearner
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 
 STEP_SECONDS, MEAN_STEPS, LEARN_STEPS = "BENCH_STEP_S", "BENCH_MEAN_STEPS", "BENCH_LEARN_STEPS"
+JUDGE_SECONDS = "BENCH_JUDGE_S"
 MODES = {
     "sync": {},
     "lockstep-1": {"max_staleness": 1},
@@ -148,6 +152,12 @@ class SlowLearner(GRPOLearner):
         return results
 
 
+async def judged(completions: list[str], answer: list[int]) -> list[float]:
+    """Whether they are right, after a while."""
+    await asyncio.sleep(float(os.environ[JUDGE_SECONDS]))
+    return correct(completions, answer)
+
+
 def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
     config = (
         GRPOConfig()
@@ -155,7 +165,7 @@ def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
         .environment(
             "rllib_llm/RLHF-v0",
             env_config={"prompts": SUMS, "eval_prompts": SUMS, "max_prompt_len": 8,
-                        "reward_functions": "rllib_llm.examples.arithmetic.correct"},
+                        "reward_functions": "benchmarks.streaming.judged"},
         )
         .sampling(max_new_tokens=4, num_completions=NUM_COMPLETIONS, log_samples_every=0)
         .training(
@@ -225,12 +235,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--mean-steps", type=float, default=40.0)
+    parser.add_argument("--judge-ms", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=2.5e-4)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     args = parser.parse_args()
     # Ray's processes inherit them.
     os.environ[STEP_SECONDS] = str(args.step_ms / 1000)
     os.environ[MEAN_STEPS] = str(args.mean_steps)
+    os.environ[JUDGE_SECONDS] = str(args.judge_ms / 1000)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     steps = num_steps(range(20 * NUM_PROMPTS * NUM_COMPLETIONS)).reshape(20, -1).max(axis=1)
