@@ -8,8 +8,9 @@ GRPO on one-digit sums with two samplers, after supervised training. Decode time
 that two cores can show it: a step of a sampler takes `--step-ms`, however many rows are in its
 batch, and a completion is over after a number of steps drawn from a log-normal distribution (sigma
 1) by its prompt and its place, which stands for long answers and for pauses of tools; the tokens
-themselves are sampled by the real model within that time. A judge is awaited for `--judge-ms`. The learner's update takes as long as a
-synchronous batch takes to sample. JSON, one line for each mode: seconds of an iteration (median
+themselves are sampled by the real model within that time. Groups are judged by a coroutine that
+waits for `--judge-ms`. The learner's update takes as long as a synchronous batch takes to sample.
+JSON, one line for each mode: seconds of an iteration (median
 over seeds), what the trial waited for in it and how long it learnt, how many times faster than
 synchronous it is, the share of right answers of 800 completions of the final model (mean and
 standard deviation over seeds: all modes learn from equally many samples), and that of each
