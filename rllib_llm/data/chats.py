@@ -35,6 +35,8 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
             hold the prompt.
     """
     turns = list(answer) if isinstance(answer, list) else [_turn("assistant", answer)]
+    for part in (turns, prompt if isinstance(prompt, list) else ()):
+        check_messages(part)
     if prompt is None:
         return turns, _num_before_answer(turns)
     before = list(prompt) if isinstance(prompt, list) else [_turn("user", prompt)]
@@ -51,6 +53,18 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
         reason=f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
         remedy="Drop the prompt, or let the answer begin with the assistant's turn",
     )
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raises DataSourceError where one is no message with a role."""
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise DataSourceError(
+                name=f"the message {str(message)[:60]!r}",
+                rule="have 'role' and 'content'",
+                reason="chat templates read these",
+                remedy="Rename its keys (ShareGPT's 'from' and 'value', for example)",
+            )
 
 
 def _turn(role: str, content: Any) -> dict[str, Any]:
@@ -111,6 +125,7 @@ def encode_chat(
     Raises:
         DataSourceError: no assistant turn, or a template that does not show where one is.
     """
+    check_messages(messages)
     own = [
         i for i, message in enumerate(messages)
         if i >= num_prompt_turns and message["role"] == "assistant"

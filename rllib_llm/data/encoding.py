@@ -10,11 +10,33 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from rllib_llm.data.rows import DataSourceError
+
 Span = tuple[int, int]  # of characters, the end excluded
+
+
+def check_text(text: Any) -> None:
+    """Raises DataSourceError where it is no text that UTF-8 can write."""
+    reason = ""
+    if not isinstance(text, str):
+        reason = f"it is {type(text).__name__}"
+    else:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            reason = f"{text[error.start]!r} in it is half of a character"
+    if reason:
+        raise DataSourceError(
+            name=f"what is to be read, {str(text)[:60]!r},",
+            rule="be text that UTF-8 can write",
+            reason=reason,
+            remedy="Correct the row, or drop it",
+        )
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that begins a sequence: a BOS where the tokenizer adds one, never an EOS."""
+    check_text(text)
     return _without_added_eos(tokenizer, text, list(tokenizer(text)["input_ids"]))
 
 
@@ -23,6 +45,8 @@ def encode_ended(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int
 
     A token that holds characters of both is the completion's: the model has to write it.
     """
+    check_text(prompt)
+    check_text(completion)
     text = prompt + completion
     ids, targets = encode_spans(
         tokenizer, text, [(len(prompt), len(text))], add_special_tokens=True
@@ -41,6 +65,7 @@ def encode_spans(
     Tokenizers without offsets (those not made with the `tokenizers` library) tell where a span
     begins by the tokens that the text has in common with its beginning alone.
     """
+    check_text(text)
     if tokenizer.is_fast:
         encoded = tokenizer(
             text, add_special_tokens=add_special_tokens, return_offsets_mapping=True

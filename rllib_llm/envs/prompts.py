@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.chats import render
-from rllib_llm.data.encoding import encode_text, keep_end
+from rllib_llm.data.encoding import check_text, encode_text, keep_end
 from rllib_llm.data.order import EpochOrder, check_seed, permuted
 from rllib_llm.data.rows import DataSourceError, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
@@ -223,27 +223,19 @@ class PromptEncoder:
 
     def _tokenize(self, row: PromptRow) -> tuple[list[int], str]:
         """Token ids and text of the whole prompt."""
+        try:
+            return self._tokenized(row)
+        except DataSourceError as error:
+            raise error.at(f"row {row.index}") from error.__cause__
+
+    def _tokenized(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
         if isinstance(row.prompt, str):
             text = row.prompt
-        else:
-            try:
-                text = render(tokenizer, row.prompt, generation_prompt=True)
-            except DataSourceError as error:
-                raise error.at(f"row {row.index}") from error.__cause__
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                where=f"row {row.index}",
-                name="prompt",
-                rule="be text that UTF-8 can write",
-                reason=f"{error.object[error.start]!r} is half of a character",
-                remedy="Remove it, or the row",
-            ) from error
-        if isinstance(row.prompt, str):
             ids = encode_text(tokenizer, text)
         else:
+            text = render(tokenizer, row.prompt, generation_prompt=True)
+            check_text(text)
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]

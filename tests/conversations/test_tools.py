@@ -149,6 +149,7 @@ def test_search_ranks_passages_by_rare_words():
 def test_search_reads_a_folder(tmp_path):
     (tmp_path / "a.md").write_text("Apples are red.")
     (tmp_path / "b.bin").write_bytes(b"\x00")
+    (tmp_path / "folder.md").mkdir()
     assert SearchTool(tmp_path).search("apples") == [("a", "Apples are red.")]
 
 

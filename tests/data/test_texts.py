@@ -182,3 +182,19 @@ def test_a_row_that_is_no_text_is_refused(tokenizer):
 def test_an_unknown_loss_on_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"loss_on='prompt' must be one of"):
         TextSource([{"text": "1"}], tokenizer=tokenizer, max_length=8, loss_on="prompt")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 3}, "it is int"),
+        ({"text": "half \ud83d"}, "is half of a character"),
+        ({"prompt": 1, "completion": "2"}, "it is int"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "must have 'role' and 'content'"),
+        ({"messages": "hello"}, "must have 'role' and 'content'"),
+    ],
+)
+def test_rows_that_are_no_text_are_named(row, message):
+    source = TextSource([row], tokenizer=byte_tokenizer(), max_length=8)
+    with pytest.raises(DataSourceError, match=f"row 0 of a list of rows: .*{message}"):
+        source.batch(0, 1)

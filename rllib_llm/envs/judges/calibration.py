@@ -84,7 +84,7 @@ def calibrate(
         num_bins: of the table, each with as many rows.
 
     Raises:
-        ValueError: no rows, or rows without the columns.
+        ValueError: no rows, rows without the columns, or a label that is no finite number.
         RewardError: the judge failed on all rows.
     """
     missing = {label_column, *_RESERVED} - set(rows[0] if rows else ())
@@ -93,6 +93,13 @@ def calibrate(
             f"rows must have the columns {sorted({label_column, *_RESERVED})}: there is no "
             f"{sorted(missing)}. Rename the columns, or say label_column."
         )
+    for number, row in enumerate(rows):
+        label = row.get(label_column)
+        if not isinstance(label, (int, float)) or not math.isfinite(label):
+            raise ValueError(
+                f"{label_column}={label!r} in row {number} must be a finite number: scores are "
+                "compared with it. Correct the row, or drop it."
+            )
     sums = RewardSum(judge)
     if not sums.wants_texts:
         raise RewardError(

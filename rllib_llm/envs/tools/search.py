@@ -90,7 +90,9 @@ def _words(text: str) -> list[str]:
 
 def _read(folder: Path) -> list[tuple[str, str]]:
     """(title, text) of the files in a folder and in those within it."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file()
+    )
     return [(path.relative_to(folder).with_suffix("").as_posix(), _text(path)) for path in files]
 
 

@@ -80,3 +80,10 @@ def test_a_reward_server_wants_a_token(monkeypatch):
     monkeypatch.delenv("RLLIB_REWARD_TOKEN", raising=False)
     result = CliRunner().invoke(app, ["reward-server", "-f", f"{__name__}.length"])
     assert result.exit_code == 2 and "RLLIB_REWARD_TOKEN must hold the token" in result.output
+
+
+@pytest.mark.parametrize("label", [None, "1", float("nan")])
+def test_labels_that_are_no_numbers_are_named(label):
+    rows = [{"prompt": "p", "completion": "c", "label": one} for one in (1, label)]
+    with pytest.raises(ValueError, match="label=.* in row 1 must be a finite number"):
+        calibrate(lambda completions: [1.0, 2.0], rows)
