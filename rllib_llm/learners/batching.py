@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 
 import torch
@@ -93,6 +94,24 @@ def minibatch_indices_by_tokens(
             total += size
         for part in parts:
             yield torch.tensor(part)
+
+
+def balanced_shares(lengths: Tensor, num_shares: int) -> list[Tensor]:
+    """Row indices of each share, int64 in ascending order; the shares have about as many tokens.
+
+    `lengths` [batch]: tokens of each row. Rows are dealt from the longest on, each to the share
+    with the fewest tokens so far (Graham 1969: at most 4/3 of the best that can be had).
+    """
+    if num_shares == 1:
+        return [torch.arange(len(lengths))]
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    loads = [(0, number) for number in range(num_shares)]
+    order = lengths.argsort(descending=True, stable=True).tolist()
+    for row, length in zip(order, lengths[order].tolist(), strict=True):
+        tokens, number = heapq.heappop(loads)
+        shares[number].append(row)
+        heapq.heappush(loads, (tokens + max(1, length), number))
+    return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
 def micro_batch_indices(

@@ -352,7 +352,7 @@ class RLHFLearner(LanguageModelLearner):
             "train/output_length": whole.total(mask.sum(dim=1)).float(),
         }
         mine = torch.zeros_like(valid)
-        mine[self.share(torch.arange(len(valid)))] = True
+        mine[self.rank :: self.world_size] = True
         mine &= whole.is_first
         totals = torch.stack(list(per_row.values())).where(valid & mine, 0.0).sum(dim=1)
         num_valid = valid.sum()

@@ -18,6 +18,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 
 from rllib_llm.learners.batching import (
+    balanced_shares,
     micro_batch_indices,
     restore_rows,
     row_lengths,
@@ -52,10 +53,6 @@ class SharedPasses(TorchLearner):
     @property
     def world_size(self) -> int:
         return torch.distributed.get_world_size() if self.distributed else 1
-
-    def share(self, rows: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """This learner's (or another's) part of row indices [n]: every world_size-th."""
-        return rows[self.rank if rank is None else rank :: self.world_size]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over all learners, in place."""
@@ -104,12 +101,13 @@ class SharedPasses(TorchLearner):
 
     def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
         """Row indices of each micro-batch of this learner, or of another."""
-        lengths = row_lengths(batch)
-        mine = self.share(torch.arange(len(lengths)), rank)
+        lengths = row_lengths(batch).cpu()  # cuts are made on the host: a GPU is waited for once
+        shares = balanced_shares(lengths, self.world_size)
+        mine = shares[self.rank if rank is None else rank]
         if len(mine) == 0:
             return []
         indices = micro_batch_indices(
-            lengths.cpu()[mine],  # cuts are made on the host: a GPU is waited for once
+            lengths[mine],
             micro_batch_size=self.config.micro_batch_size,
             token_budget=self.config.micro_batch_tokens,
         )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rllib_llm.learners.batching import (
+    balanced_shares,
     micro_batch_indices,
     minibatch_indices,
     minibatch_indices_by_tokens,
@@ -208,3 +209,35 @@ def test_minibatches_by_tokens_fill_the_budget():
 def test_minibatches_by_tokens_need_a_budget():
     with pytest.raises(ValueError, match="token_budget=0 must be at least 1"):
         list(minibatch_indices_by_tokens(torch.ones(4), 0))
+
+
+# --- rows of several learners ---------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 8))
+def test_every_row_is_of_one_share_and_the_largest_is_within_graham_s_bound(lengths, num_shares):
+    shares = balanced_shares(torch.tensor(lengths), num_shares)
+    assert len(shares) == num_shares
+    assert sorted(torch.cat(shares).tolist()) == list(range(len(lengths)))
+    loads = [sum(lengths[row] for row in share.tolist()) for share in shares]
+    # Bounds for Certain Multiprocessing Anomalies (Graham 1966): whoever gets the last row had no
+    # more than the mean of the others before.
+    bound = sum(lengths) / num_shares + (1 - 1 / num_shares) * max(lengths)
+    assert max(loads) <= bound + 1e-9
+
+
+@pytest.mark.parametrize("num_learners", [2, 4, 8])
+def test_learners_have_equally_many_tokens_within_five_percent(num_learners):
+    """256 rows whose lengths are log-normal, as those of completions that think are."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (200 * torch.randn(256, generator=generator).exp()).clamp(1, 4096).long()
+    loads = [int(lengths[share].sum()) for share in balanced_shares(lengths, num_learners)]
+    assert max(loads) <= 1.05 * sum(loads) / num_learners
+    by_turns = [int(lengths[rank::num_learners].sum()) for rank in range(num_learners)]
+    assert max(by_turns) > 1.05 * sum(loads) / num_learners  # as rows come
+
+
+def test_one_learner_has_the_rows_as_they_are():
+    (share,) = balanced_shares(torch.tensor([5, 9, 1]), 1)
+    assert share.tolist() == [0, 1, 2]
