@@ -224,7 +224,7 @@ class _Asked:
     lease: Lease
     sampler: str
     call: Any  # the reference that becomes the answer
-    sent: float  # monotonic seconds
+    began: float  # monotonic seconds, before the lease's own limit began
     is_wanted: bool = True
 
 
@@ -268,6 +268,7 @@ class AskedWorkers(RemoteWorkers):
         idle = [worker for worker in healthy if worker not in self._asked]
         if not idle and not any(asked.is_wanted for asked in self._asked.values()):
             idle = healthy
+        began = time.monotonic()
         dealt: dict[int, Lease] = {}
         for worker in idle:
             leases = self._ledger.call("lease", str(self._actors.number(worker)), 1, [])
@@ -281,7 +282,7 @@ class AskedWorkers(RemoteWorkers):
             request = request_of(lease, self._settings)
             call = self._actors.call(worker, "serve", request, weights)
             sampler = str(self._actors.number(worker))
-            self._asked[worker] = _Asked(lease, sampler, call, time.monotonic())
+            self._asked[worker] = _Asked(lease, sampler, call, began)
 
     def _receive(self) -> None:
         if not self._asked:
@@ -304,7 +305,7 @@ class AskedWorkers(RemoteWorkers):
         if isinstance(answer, SampleFailure):
             if asked.is_wanted:
                 self._pool.faults.requests_retried += answer.may_pass
-                self._pool.faults.seconds_lost += time.monotonic() - asked.sent
+                self._pool.faults.seconds_lost += time.monotonic() - asked.began
             self._ledger.call("fail", asked.lease.id, answer)
             return
         self._nodes[worker] = answer.node
@@ -324,7 +325,7 @@ class AskedWorkers(RemoteWorkers):
         asked = self._asked.pop(worker, None)
         if asked is not None and asked.is_wanted:
             super()._lose(worker)
-            self._pool.faults.seconds_lost += time.monotonic() - asked.sent
+            self._pool.faults.seconds_lost += time.monotonic() - asked.began
 
 
 class LeasingWorkers(RemoteWorkers):
