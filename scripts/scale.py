@@ -162,7 +162,7 @@ def best_plan(model: Model, job: Job, gpu: Gpu, num: int) -> Plan | None:
 def tables(job: Job = Job(), gpu: Gpu = H100) -> str:
     """The computed part of the pages."""
     lines = [
-        "| model | GPUs | samplers + learners | seconds of an update | tokens/s | held up by |",
+        "| model | GPUs | samplers + learners | seconds of an update | tokens/s | limited by |",
         "|---|---|---|---|---|---|",
     ]
     for model in MODELS:
