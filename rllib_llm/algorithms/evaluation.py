@@ -167,8 +167,8 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_by_request(algorithm) -> dict[str, Any]:
-    """`Algorithm.evaluate` without what the samplers here do not need: RLlib's would send them the
-    whole state of the model first, twice, into memory of their own.
+    """`Algorithm.evaluate` without RLlib's state broadcast: samplers receive weights with the
+    request, so the whole state of the model need not be copied to them twice.
 
     Raises:
         ValueError: the algorithm was built without evaluation samplers.
@@ -251,7 +251,7 @@ def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
 
 
 def _results(batch: JudgedBatch, config) -> dict[str, float]:
-    """What is reported of a batch, under `eval/` or the name of its environment."""
+    """Metrics of one evaluation batch, under `eval/` or its environment's name."""
     results = held_out_metrics(batch)
     if config.pass_at:
         asked = (config.pass_at, config.pass_on, config.answer_pattern)
@@ -270,8 +270,8 @@ def _skip(algorithm, error: SamplingError) -> None:
 
 
 def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
-    """What is reported under `eval/`: scores, components and diagnostics of the rollouts that were
-    judged, length and finished share of all."""
+    """Metrics under `eval/`: scores, components and diagnostics of the rollouts that were judged;
+    length and finished share of all."""
     whole = batch.rollouts
     first, lengths = whole.is_first, whole.total(batch.sampled_mask.sum(dim=1))
     finished = whole.at_end(batch.columns[columns.FINISHED])

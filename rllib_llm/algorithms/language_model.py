@@ -1,4 +1,4 @@
-"""The algorithm that those of all stages share: learners, results, checkpoints, what it tells.
+"""The base Algorithm of all stages: learners, results, checkpoints, messages to the driver.
 
 A trial that takes too long to be set up is killed. Tune counts a trial as running once it is set
 up, and waits for that for ever; `RestartHungTrials` can kill only what is running. So a process of
@@ -89,15 +89,15 @@ TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial'
 
 
 def _processes(config: LanguageModelConfig) -> str:
-    """The processes that an algorithm starts beside its own."""
+    """The resources of the processes that an algorithm starts."""
     counts = {"sampler": config.num_env_runners or 0, "learner": config.num_learners or 0}
     parts = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
     return f", starting {' and '.join(parts)}" if parts else ""
 
 
 class LanguageModelAlgorithm(WholeCheckpoints):
-    """An algorithm whose checkpoints hold its model as a Hugging Face folder, and whose results
-    carry the field's known metric names at the top."""
+    """An Algorithm whose checkpoints contain the model as a Hugging Face folder, and whose results
+    have the field's usual metric names at top level."""
 
     _progress_metrics = (*HEADLINE,)  # what Tune shows of a trial's last result
     config: LanguageModelConfig
@@ -128,8 +128,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Notes what this process says while a block runs, if it is a trial's: in a script or a
-        notebook it is seen anyway."""
+        """Records warnings and log lines of this process while a block runs, inside a trial only: a
+        script or notebook shows them anyway."""
         if self._listener is None:
             yield
             return
@@ -145,15 +145,15 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self._message_log.write(messages, self.iteration + 1)
 
     def _tell_of_learners(self) -> None:
-        """Writes what learners in processes of their own have said."""
+        """Writes the messages of remote learners to the trial's log."""
         if not self.learner_group.is_local:
             answers = self.learner_group.foreach_learner(lambda learner: learner.take_messages())
             for messages in (answer.get() for answer in answers if answer.ok):
                 self.tell(messages)
 
     def doing(self, activity: str, phase: str | None = None) -> None:
-        """Notes what a trial does from now on, for those who wait for it. `phase`: of the clock
-        that says what the time goes into, see `overseer/diagnosis.py`."""
+        """Publishes the trial's current activity. `phase`: the clock to which its time is
+        attributed, see `overseer/diagnosis.py`."""
         self.oversight.doing(activity, phase)
         if self._listener is not None and self._message_log is not None:
             self._message_log.doing(activity)
@@ -179,8 +179,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self._tell_of_learners()
 
     def _fetch_logs(self) -> None:
-        """Goes on with what an earlier process of this trial wrote, where that lies at a URL: what
-        is uploaded takes its place."""
+        """Downloads the logs of an earlier process of this trial from a URL, so that uploads extend
+        them instead of replacing them."""
         storage = getattr(self, "_storage", None)
         if storage is None or isinstance(storage.storage_filesystem, LocalFileSystem):
             return
@@ -222,7 +222,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return metrics
 
     def scale_samplers(self, num_samplers: int) -> str:
-        """Has so many samplers from the next request on, and says how.
+        """Sets the number of samplers from the next request on; returns a description of the
+        change.
 
         Raises:
             ValueError: that cannot be; stages without samplers refuse all numbers.
@@ -233,11 +234,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         )
 
     def read_data(self) -> None:
-        """Called before learners are built: what is wrong with data is known before they are."""
+        """Reads the data. Called before learners are built, so that faults in data show first."""
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Starts anew under `new_config` in the same process, as a new trial would (Tune's
-        `reuse_actors`, which spares starting a process and importing what it needs)."""
+        """Restarts with `new_config` in the same process (Tune's `reuse_actors`, which saves the
+        start of a process and its imports)."""
         self._begin_again(new_config)
         return True
 
@@ -299,8 +300,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return groups
 
     def update_learners(self, columns: dict[str, Any], num_rows: int) -> dict[str, Any]:
-        """Gives every learner the whole batch; each takes its share of every mini-batch. Returns
-        what learners tell beside their metrics, see `LanguageModelLearner.told`."""
+        """Updates all learners with a batch, which they share row by row. Returns the learners'
+        messages, see `LanguageModelLearner.told`."""
         self.has_begun_to_learn = True
         self._learner_means = {}  # RLlib may ask for several steps for one result: the last counts
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
@@ -312,7 +313,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return self._take(results)
 
     def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Has every learner make a call whose results are those of an update; what they tell."""
+        """Calls a method on every learner whose results are those of an update; returns the
+        learners' messages."""
         self.has_begun_to_learn = True
         results = [answer.get() for answer in self.learner_group.foreach_learner(call)]
         for result in results:
@@ -327,8 +329,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return groups
 
     def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Takes what learners tell out of their results, of which RLlib's metrics are left. Their
-        shares of the means are added up, what they said is written down."""
+        """Removes the learners' messages from their results, so that RLlib's metrics remain. Shares
+        of means are summed, warnings are logged."""
         told: dict[str, Any] = {}
         for result in results:
             told |= (mine := result.pop(TOLD))
@@ -341,8 +343,9 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return told
 
     def train(self) -> dict[str, Any]:
-        """As RLlib's. Between iterations it does what the run was told: `overseer/`. A run that is
-        stopped while it is paused gives its last result once more, marked, and computes nothing."""
+        """One iteration, as RLlib's. Commands of the overseer are carried out between iterations. A
+        run that is stopped while paused returns its last result again, marked, without computing
+        anything."""
         marks = self.oversight.before_iteration()
         if not marks:
             self._newest_result = super().train()

@@ -1,4 +1,4 @@
-"""The config that those of all stages share: the model, the optimiser, mini-batches.
+"""The base AlgorithmConfig of all stages: model, optimiser, mini-batches.
 
 Some settings are left to the hardware, and decided where a run begins: `mixed_precision: "auto"` is
 bf16 where learners have it; `float32_products: "auto"` is the library that is faster on this kind
@@ -61,7 +61,8 @@ def decided(config: Any, on_processor: Callable[[], bool] = multiplies_bfloat16)
 
 
 def with_decided_precision(config: Any) -> Any:
-    """The AlgorithmConfig `config`, frozen, "auto" replaced by what it is here, which is said."""
+    """A frozen copy of `config` with "auto" precision resolved for this machine; logs the
+    choice."""
     if config.float32_products == AUTO:
         config = config.copy(copy_frozen=False)
         config.float32_products = faster_library()

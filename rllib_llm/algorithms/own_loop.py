@@ -1,4 +1,4 @@
-"""An algorithm's steps as calls that can be awaited, for those who write their own loop.
+"""The steps of an algorithm as awaitable calls, for custom training loops.
 
     async def loop(algorithm, num_updates):
         for _ in range(num_updates):
@@ -40,7 +40,7 @@ class UnderWay(Generic[Result]):
         return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """What the call gave; waits for it.
+        """Waits for the call and returns its result.
 
         Raises:
             TimeoutError: it is not there after `timeout_s`; else whatever the call raised.
@@ -136,7 +136,8 @@ class OwnLoop:
         raise NotImplementedError
 
     def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Has every learner make a call whose results are an update's; what they tell."""
+        """Calls a method on every learner whose results are those of an update; returns the
+        learners' messages."""
         raise NotImplementedError
 
     def pop_learner_metrics(self) -> Metrics:

@@ -41,7 +41,7 @@ class PPOPtxConfig(RLHFConfig):
 
 
 class PPOPtx(RLHF):
-    """RLlib Algorithm; see `PPOPtxConfig`. Results beside those of `RLHF`: loss/ptx_avg, and
+    """RLlib Algorithm; see `PPOPtxConfig`. Adds to the results of `RLHF`: loss/ptx_avg, and
     eval/ptx_loss with `ptx_eval_data`."""
 
     @classmethod

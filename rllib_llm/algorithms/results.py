@@ -113,7 +113,7 @@ HEADLINE: Mapping[str, tuple[str, str]] = {
 
 
 def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result with what a person looks for first before everything else."""
+    """The result, with the most important metrics first."""
     head = {}
     for name, (group, key) in HEADLINE.items():
         values = result.get(group) if group else result
@@ -123,7 +123,7 @@ def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRollouts:
-    """The recorder of a run whose rollouts are kept.
+    """The recorder of rollouts, for a run that stores them.
 
     Args:
         config: of the run, an `RLHFConfig`.

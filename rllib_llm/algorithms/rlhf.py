@@ -264,8 +264,8 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         return {worker: names for worker, names in found if names}
 
     def serve(self, **settings: Any) -> Any:
-        """Starts a server of the policy on this cluster, which follows its weights from now on:
-        `serving.deployment.serve`, whose `settings` these are. Close what is returned.
+        """Starts a server of the policy on this cluster that follows the run's weights. `settings`
+        are those of `serving.deployment.serve`. Close the returned object to stop it.
 
         Raises:
             ValueError: the run has no name for its weights.
@@ -288,7 +288,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         return serve(config.given_model(), **{**given, **settings})
 
     def held_out_losses(self) -> dict[str, float]:
-        """What an evaluation reports beside the judged completions, for the weights as they are."""
+        """Held-out losses of the current weights, reported with an evaluation."""
         return {}
 
     # --- results -----------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         }
 
     def scale_samplers(self, num_samplers: int) -> str:
-        """Between two iterations, and what is learnt stays the same."""
+        """Sets the number of samplers between two iterations; does not change what is learnt."""
         pool = self._pools[self.env_runner_group]
         # Where groups stream, each is leased by whoever has nothing to do.
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)

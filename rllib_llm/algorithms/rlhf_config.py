@@ -117,7 +117,7 @@ class RLHFConfig(LanguageModelConfig):
 
     @property
     def reference_place(self) -> str:
-        """Who computes the reference's log-probs: "environment", "policy" or "learner"."""
+        """Where the reference's log-probs are computed: "environment", "policy" or "learner"."""
         return self.reference_in or ("environment" if self.lora is None else "policy")
 
     @property
@@ -177,8 +177,8 @@ class RLHFConfig(LanguageModelConfig):
         )
 
     def server_engine_settings(self) -> dict[str, Any]:
-        """`engine_settings` of engine='openai'; a server of tokens follows the run that says under
-        which name, or pushes."""
+        """The `engine_settings` of engine='openai', completed so that a token server follows or
+        receives the run's weights."""
         given = dict(self.engine_settings or {})
         if given.get("endpoint") == "tokens":
             given.setdefault("follows_run", self.gives_weights_away)

@@ -1,4 +1,4 @@
-"""Where a run's weights go: to its samplers, to those who follow the run, to servers of others.
+"""The receivers of a run's weights: its samplers, followers, and external servers.
 
 learners ── `WeightsPublisher` ──▶ samplers
                   └── coordinator ──▶ followers, by the run's name
@@ -67,8 +67,8 @@ class RunWeights:
         return self.published
 
     def in_store(self) -> PublishedWeights:
-        """The newest in the object store, for remote evaluation samplers of a run whose training
-        samples with the learner's own module; they go with the request."""
+        """The newest weights in the object store, sent with each request to remote evaluation
+        samplers when training samples with the learner's own module."""
         if self.published.ref:
             return self.published
         publisher = WeightsPublisher(

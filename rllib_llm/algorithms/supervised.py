@@ -27,7 +27,7 @@ EVALUATION_BATCH = 64  # rows scored at once
 
 
 class SupervisedConfig(LanguageModelConfig):
-    """Settings of a data set beside those of the optimiser."""
+    """Settings of the data set of supervised stages."""
 
     sections: tuple[Section, ...] = (*LanguageModelConfig.sections, SUPERVISED)
 
@@ -49,7 +49,7 @@ class SupervisedConfig(LanguageModelConfig):
         raise NotImplementedError(f"{type(self).__name__} must define make_source.")
 
     def longest_text(self) -> int:
-        """Tokens kept of each text: no text is longer than what the model reads."""
+        """The number of tokens kept of each text: at most the model's context length."""
         from rllib_llm.modules.model_limits import num_positions
 
         positions = num_positions(self.given_model())

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: each is there as a whole or not at all, and says so itself.
+"""Checkpoint folders on disk, complete or absent, with a manifest.
 
 A folder is a checkpoint once its manifest is in it, which is written last: format version, and
 size and checksum of every file. A folder that is new is written beside its place and renamed into
@@ -44,7 +44,8 @@ class CheckpointError(ValueError):
 
 
 def write_manifest(folder: Path, about: dict[str, Any]) -> None:
-    """Makes `folder`, all its files written, a checkpoint. `about`: what a reader may want."""
+    """Turns `folder`, whose files are all written, into a checkpoint. `about`: information for
+    readers."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
         for path in sorted(folder.rglob("*"))
@@ -57,7 +58,7 @@ def write_manifest(folder: Path, about: dict[str, Any]) -> None:
 
 
 def make_readable(folder: Path) -> None:
-    """Gives the files in `folder` the mode of any new file: safetensors makes its own private."""
+    """Gives the files in `folder` the usual mode of new files; safetensors creates private ones."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -200,7 +201,7 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint `folder`, whose other files nobody looks at.
+    """The manifest of the checkpoint `folder`; its other files are not read.
 
     Raises:
         CheckpointError: it has none, or one of an unknown format.

@@ -88,7 +88,8 @@ class WholeCheckpoints(Algorithm):
         self._saved_iteration = self.iteration
 
     def complete_checkpoint(self, folder: Path) -> None:
-        """Adds to a checkpoint what an algorithm has beside RLlib's state, before the manifest."""
+        """Adds an algorithm's own files to RLlib's state in a checkpoint, before the manifest is
+        written."""
 
     def go_on_from(self, about: dict[str, Any]) -> None:
         """Called with a checkpoint's manifest before its state is read."""
@@ -96,9 +97,9 @@ class WholeCheckpoints(Algorithm):
     def save_to_path(
         self, path=None, *, state=None, filesystem=None, use_msgpack: bool = False
     ) -> str:
-        """As RLlib's; a checkpoint in a local folder is replaced only once the new one is whole.
-        At a URL, where nothing can be exchanged at once, the manifest goes first and comes last:
-        until then there is no checkpoint at `path`.
+        """As RLlib's. In a local folder a checkpoint is replaced only when the new one is complete.
+        At a URL, which has no atomic rename, the old manifest is deleted first and the new one
+        written last; in between there is no checkpoint at `path`.
 
         Raises:
             OSError: no room, say; a checkpoint that was in the local folder `path` is as it was.
@@ -160,8 +161,8 @@ class WholeCheckpoints(Algorithm):
         return algorithm
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Tune's: where the machine died while the checkpoint was written, the trial goes on from
-        the newest usable one before it."""
+        """As Tune's. If the machine died while the checkpoint was written, the newest usable one
+        before it is restored."""
         given = Path(checkpoint_dir)
         of_trial = checkpoints_in(given.parent)
         older = of_trial[of_trial.index(given) + 1 :] if given in of_trial else []
@@ -189,7 +190,7 @@ class WholeCheckpoints(Algorithm):
         return [part for part in parts if part[0] == COMPONENT_LEARNER_GROUP]
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says beside its files."""
+        """Information in a checkpoint's manifest besides its files."""
         import rllib_llm
 
         return {
@@ -212,7 +213,8 @@ class WholeCheckpoints(Algorithm):
 
 
 def upload_checkpoint(folder: Path, path: str, filesystem: pyarrow.fs.FileSystem) -> None:
-    """Moves a checkpoint to `path`, the manifest last; what was there is none then."""
+    """Moves a checkpoint to `path`, the manifest last; an older checkpoint there is invalidated
+    first."""
     manifest = f"{path}/{MANIFEST}"
     if filesystem.get_file_info(manifest).type == pyarrow.fs.FileType.File:
         filesystem.delete_file(manifest)

@@ -118,7 +118,7 @@ def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
 
 
 def _show(found: list[Finding], console: Console) -> None:
-    """One paragraph for each finding, what is wrong first."""
+    """One paragraph for each finding, the value found first."""
     for finding in found:
         head = Text.assemble((finding.severity, COLOURS[finding.severity]), f"  {finding.id}")
         if finding.where:

@@ -62,7 +62,7 @@ def check(
     num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 2,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
-    """Try an environment with random completions and say what it gets wrong.
+    """Run an environment with random completions and report violations of its contract.
 
     Exits with 1 where it breaks the contract.
     """

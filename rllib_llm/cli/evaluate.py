@@ -152,8 +152,8 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
 
 
 def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> LanguageModelConfig:
-    """Return the config, held-out rows in place of those that are only learnt from, and the
-    checkpoint's own model in place of what a supervised stage began with: neither is needed."""
+    """Return the config without training data: held-out rows take its place, and the checkpoint's
+    own model that of a supervised stage's starting model."""
     from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
     from rllib_llm.algorithms.reward_model import RewardModelConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig

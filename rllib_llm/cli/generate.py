@@ -181,7 +181,7 @@ class Completer:
         return self._encoder.encode(rows)[0]
 
     def _noise(self, num_prompts: int, params: SamplingParams) -> torch.Tensor | None:
-        """Of the next prompts, by their number: the seed decides what is sampled."""
+        """Sampling noise of the next prompts, from the seed and their numbers."""
         import numpy as np
 
         from rllib_llm.engines.noise import uniform_noise
@@ -354,8 +354,8 @@ def _json_lines(completer: Completer, prompts: list[Any]) -> Iterator[str]:
 
 
 def converse(completer: Completer, console: Console) -> None:
-    """Read prompts from the terminal until an empty line or the end of input, and show what the
-    model answers as it comes. A chat goes on from turn to turn until `/new`."""
+    """Read prompts from the terminal until an empty line or the end of input, and stream the
+    model's answers. A chat continues from turn to turn until `/new`."""
     if completer.chats:
         told = f"A chat: the model remembers it. {NEW_CHAT} begins another, an empty line ends."
     else:

@@ -22,7 +22,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What the command line says about Ray; None leaves the choice to Ray."""
+    """Ray options of the command line; None leaves the choice to Ray."""
 
     ray_address: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""`rllib report | rollouts | verify RUN`: what a run left behind."""
+"""`rllib report | rollouts | verify RUN`: results of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a run's report page, also while the run goes on: one HTML file, for any browser."""
+    """Write a run's report page, during or after the run: one HTML file for any browser."""
     with user_errors():
         from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 
@@ -174,7 +174,7 @@ def verify(
     ] = 16,
     seed: Annotated[int, typer.Option(help="Which completions are drawn.")] = 0,
 ) -> None:
-    """Sample stored completions anew from the weights of the checkpoints, and compare.
+    """Sample stored completions again from the checkpoints' weights, and compare.
 
     Exits with 1 where more than round-off differs, or nothing can be compared.
     """

@@ -1,4 +1,4 @@
-"""The length of a command: Ray, quiet and bounded, and what is said on stderr of mistakes."""
+"""The session of a command: starts Ray quietly with bounded memory, prints errors on stderr."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ stderr = Console(stderr=True)
 
 
 def show(message: str, title: str = "error") -> None:
-    """Print `message` between two red rules on stderr, its words whole: a path can be copied, and
-    so can what is indented, a command, which stays on one line."""
+    """Print `message` between two red rules on stderr. Words are not broken, so that paths can be
+    copied; an indented line (a command) stays on one line."""
     width = max(20, stderr.width)
     lines = [
         line
@@ -237,9 +237,9 @@ def log_level(verbosity: int) -> int:
 
 
 def _object_store_bytes(weights_bytes: float, available: int | None = None) -> int:
-    """Return the size of a local object store: what is needed, but never more than a share of the
-    `available` memory. What does not fit then goes to disk and back, which is slow: it is said,
-    where it is known. Memory is taken only when something is put there."""
+    """Return the size of a local object store: as much as needed, at most a share of the
+    `available` memory. What exceeds it is spilled to disk, which is slow and is warned of where it
+    can be foreseen. Memory is allocated only when used."""
     import psutil
 
     available = psutil.virtual_memory().available if available is None else available
@@ -255,8 +255,8 @@ def _object_store_bytes(weights_bytes: float, available: int | None = None) -> i
 
 
 def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> float:
-    """Return the bytes of published weights that a local object store holds at once, of the
-    experiment with the most: `weights_keep` versions and the next, for each trial that runs.
+    """Return the bytes of published weights that a local object store must hold at once:
+    `weights_keep` + 1 versions for each concurrent trial, of the largest experiment.
 
     Infinite where a model's size is not known: of a hub id it is not before the model is loaded.
     Adapters, which are small, count as nothing, and so do models that a function makes.

@@ -1,4 +1,5 @@
-"""`rllib status | top | pause | resume | scale | checkpoint | stop RUN`: a run that goes on."""
+"""`rllib status | top | pause | resume | scale | checkpoint | stop RUN`: commands for a running
+run."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def status(
     run: Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show what every process of a run does, and what the run waits for."""
+    """Show the state of every process of a run, and what limits its speed."""
     with user_errors():
         found = find_run(run).status()
     if as_json:
@@ -133,7 +134,7 @@ def scale(
     samplers: Annotated[int, typer.Option("--samplers", help="Samplers from now on.")],
     wait: Wait = DEFAULT_WAIT_S,
 ) -> None:
-    """Start or end samplers while a run goes on; what is learnt stays the same."""
+    """Change the number of samplers of a running run; does not change what is learnt."""
     _tell(run, "scale", wait, samplers=samplers)
 
 
@@ -143,7 +144,7 @@ def checkpoint(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
 
 
 def stop(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a run save a checkpoint and end, as Ctrl-C once does; --resume goes on."""
+    """Save a checkpoint and end the run, like one Ctrl-C; continue with --resume."""
     _tell(run, "stop", wait)
 
 

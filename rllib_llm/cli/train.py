@@ -117,7 +117,7 @@ def train(
 
 
 def _no_algorithm(algo: str | None, env: str | None, config: str) -> None:
-    """Refuse what a file says itself."""
+    """Refuse an algorithm on the command line if the file names one."""
     for name, value in (("--algo", algo), ("--env", env), ("--config", config)):
         if value not in (None, "{}"):
             raise UserError(
@@ -245,8 +245,8 @@ def _explained(error: BaseException, folder: Place) -> str:
 
 
 def resume_command(folder: Place, options: RunOptions) -> str:
-    """Return the command line that goes on with the run in `folder`, without secrets: W&B's key
-    is looked for in the environment and in its login, too."""
+    """Return the command line that resumes the run in `folder`, without secrets: W&B's key is read
+    from the environment or its login."""
     words = without_option(sys.argv[1:], "--wandb-key")
     words = [word for word in words if word != "--resume"]
     if options.experiment_name is None:

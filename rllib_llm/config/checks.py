@@ -95,8 +95,8 @@ def check_cuts(config: Any) -> None:
 
 
 def check_precision(config: Any) -> None:
-    """Raises ValueError for mixed precision of weights that are in half precision already, and for
-    attention whose kernel does not run where learners are."""
+    """Raises ValueError for mixed precision of half-precision weights, and for an attention kernel
+    that the learners' devices do not support."""
     require(
         config.mixed_precision is None or config.dtype == "float32", "mixed_precision",
         config.mixed_precision, f"None with dtype={config.dtype!r}",
@@ -190,7 +190,7 @@ def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _unsuited(config: Any) -> Iterator[SettingWarning]:
-    """Clip ranges of PPO under losses whose papers have others."""
+    """Clip ranges of PPO used with losses whose papers give others."""
     loss, low = getattr(config, "policy_loss", None), getattr(config, "clip_param", 0.0)
     if loss == "gspo" and low >= 0.1:
         yield SettingWarning(

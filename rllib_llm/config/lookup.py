@@ -1,4 +1,4 @@
-"""What is in the table for a config class: its rows, their defaults, and the names it knows."""
+"""Lookup of settings by config class: rows of the tables, defaults, known names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def cached(function: Function) -> Function:
-    """`functools.cache` with the function's own annotations: mypy takes the class of an object
-    with a hash of its own for one that has none."""
+    """`functools.cache` with the wrapped function's annotations, which mypy would otherwise
+    lose."""
     return cast(Function, functools.cache(function))
 
 

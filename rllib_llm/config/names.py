@@ -1,4 +1,4 @@
-"""What to say about a name that is no setting: what it is called here, or what it resembles."""
+"""Suggestions for unknown settings: our name for it, or a similar one."""
 
 from __future__ import annotations
 

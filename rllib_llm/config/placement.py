@@ -49,7 +49,7 @@ def require_places(config: Any) -> None:
 
 
 def processes(config: Any) -> list[dict[str, float]]:
-    """Resources of each process that is started beside the driver's."""
+    """Resources of each process that is started besides the driver's."""
     sampler = {
         "CPU": config.num_cpus_per_env_runner,
         "GPU": config.num_gpus_per_env_runner,
@@ -100,7 +100,7 @@ def _ask(bundles: Sequence[Mapping[str, float]]) -> str:
 
 
 def _sum(parts: Sequence[Mapping[str, float]]) -> str:
-    """ "3 CPU, 1 GPU": totals of what a person counts."""
+    """Totals as text, such as "3 CPU, 1 GPU"."""
     names = sorted({name for part in parts for name in part if _is_counted(name)})
     totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
     return ", ".join(f"{total:g} {name}" for name, total in totals.items() if total) or "nothing"

@@ -1,4 +1,4 @@
-"""What the settings of `RLHFConfig` may be: sampling, losses, engines, older data, streams."""
+"""Checks of `RLHFConfig`'s settings: sampling, losses, engines, off-policy data, streaming."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def check_evaluation(config: Any) -> None:
 
 
 def _held_out(config: Any) -> dict[str, Any]:
-    """What decides how often an evaluation completes each prompt, and what is made of it."""
+    """Checks how many completions an evaluation samples per prompt, and the metrics made of
+    them."""
     overlay = config.evaluation_config if not config.in_evaluation else None
     settings = {
         "explore": config.explore if config.in_evaluation else False,
@@ -90,7 +91,7 @@ def _check_pass_at(held_out: Mapping[str, Any], pass_at: Any, name: str) -> None
 
 
 def check_transport(config: Any) -> None:
-    """Raises ValueError where weights cannot go the way they are told to."""
+    """Raises ValueError if the chosen `weights_transport` cannot work here."""
     name = config.weights_transport
     if name == "store" or config.in_evaluation:
         return
@@ -138,8 +139,8 @@ def check_others(config: Any) -> None:
 
 
 def _where_weights_stay(config: Any) -> dict[str, tuple[bool, str, str, str]]:
-    """(whether it holds, rule, reason, remedy) by setting, where the weights stay in the learner's
-    memory and are read there."""
+    """(condition, rule, reason, remedy) by setting, for runs whose samplers read the weights in the
+    learner's memory."""
     share = "Give learner and samplers fractions of one GPU"
     sharded = config.num_learners > 1 and config.learner_strategy == "fsdp"
     on_gpu = {
@@ -272,7 +273,8 @@ def check_off_policy(config: Any) -> None:
 
 
 def check_replay(config: Any) -> None:
-    """Raises ValueError for replayed groups without a correction, or more than the buffer holds."""
+    """Raises ValueError for replayed groups without a correction, or more of them than the buffer
+    holds."""
     groups, capacity = config.replay_groups, config.replay_capacity
     if not groups:
         return
@@ -294,7 +296,8 @@ def check_replay(config: Any) -> None:
 
 
 def check_streaming(config: Any) -> None:
-    """Raises ValueError for a stream that cannot be, or whose data is not corrected for."""
+    """Raises ValueError for impossible streaming settings, or off-policy data without a
+    correction."""
     Filters(config.filters or ())
     require(
         config.window == 1 or config.schedule == "free" or not config.streams,

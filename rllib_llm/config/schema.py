@@ -1,4 +1,4 @@
-"""From a dictionary, as YAML holds it, to a validated `AlgorithmConfig`.
+"""Builds a validated `AlgorithmConfig` from a dictionary, as YAML gives it.
 
 RLlib's `AlgorithmConfig.update_from_dict` takes any key in silence and drops values equal to -1,
 its mark for "deprecated". Here both are errors, before Ray starts. So are RLlib's own names that
@@ -73,7 +73,7 @@ def build_config(
 
 @runtime_checkable
 class Tabled(Protocol):
-    """A config whose settings stand in a table (`config/tabled_config.py`)."""
+    """A config whose settings are declared in a table (`config/tabled_config.py`)."""
 
     def known_settings(self) -> frozenset[str]:
         """The keys that may be set."""

@@ -26,8 +26,8 @@ WIDTH = 96
 
 
 class SectionMethod:
-    """A method of the class's section of the same name; its signature and its documentation are
-    those of the class that it is asked of, with that class's defaults."""
+    """A config method that sets one section; signature and documentation show the defaults of the
+    class on which it is looked up."""
 
     def __init__(self, section: str = ""):
         self.section = section
@@ -107,7 +107,7 @@ def rllib_parameters(section: str) -> dict[str, inspect.Parameter]:
 
 
 def documentation(config_class: ConfigClass, section: str) -> str:
-    """The method's docstring: what the section is about, and a paragraph for each setting."""
+    """The method's docstring: the section's description and a paragraph for each setting."""
     sections = (*config_class.sections, *config_class.rllib_sections)
     meanings = dict.fromkeys(part.meaning for part in sections if part.name == section)
     rows = shown_rows(config_class, section)

@@ -1,5 +1,5 @@
-"""The settings of a section: a pydantic model whose fields say what a setting is called, may be and
-means, and when it acts.
+"""Sections of settings: pydantic models whose fields declare name, type, range, meaning and when a
+setting takes effect.
 
     class Rollouts(Settings):
         store_rollouts: bool = setting(True, "whether every completion is kept", short="store")
@@ -142,7 +142,7 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """What a value must be, in words."""
+        """The rule for a value, in words."""
         if self.choices:
             if len(self.choices) == 1:
                 return f"{'None or ' if self.is_optional else ''}{self.choices[0]!r}"
@@ -216,7 +216,7 @@ class Setting:
 
     @property
     def sentence(self) -> str:
-        """What it is, in which range, when it acts, and its name elsewhere."""
+        """One sentence: meaning, range, when it takes effect, and the peers' names."""
         parts = [f"{self.headline}{f' ({self.range})' if self.range else ''}.", self.note]
         if self.effect:
             parts.append(f"Acts where {self.effect}.")
@@ -284,7 +284,7 @@ def _adapter(
     kind: Any, choices: tuple[Any, ...], least: float | None, above: float | None,
     most: float | None,
 ) -> TypeAdapter[Any]:  # fmt: skip
-    """What checks a value: strictly, so that no text is a number and no number a truth."""
+    """The strict validator of a value: no text is a number, no number a bool."""
     if choices:
         members: list[Any] = [Literal[choices]]
         members += [None] if type(None) in _alternatives(kind) else []

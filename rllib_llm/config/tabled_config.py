@@ -1,4 +1,4 @@
-"""An `AlgorithmConfig` whose settings stand in a table: see `setting.py`."""
+"""An `AlgorithmConfig` whose settings are declared in tables: see `setting.py`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TabledConfig(AlgorithmConfig):
                 setattr(self, row.attribute or row.name, row.default)
 
     def set_section(self, section: str, args: tuple[Any, ...], given: Mapping[str, Any]):
-        """What the method of a section does: sets `given`, RLlib's own through RLlib's method.
+        """Sets the settings of a section, RLlib's own through RLlib's method.
 
         Raises:
             UnknownSettingError: names that are no settings of the section, all at once.
@@ -149,8 +149,8 @@ class TabledConfig(AlgorithmConfig):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """As RLlib's, without what is so by default: Tune, which takes a config as this dict,
-        prints, logs and stores what was set, as it does with the settings of a YAML file."""
+        """As RLlib's, without defaults, so that Tune, which takes a config as this dict, prints,
+        logs and stores only what was set, as for YAML files."""
         settings = super().to_dict()
         untouched = AlgorithmConfig.to_dict(type(self)())
         return {
@@ -212,7 +212,7 @@ class TabledConfig(AlgorithmConfig):
                     complain(unknown_settings(type(self), unknown, where))
 
     def _check_env_rows(self, env_config: Any, env: Any = None) -> None:
-        """Checks what the table says of an environment of this package; others have their own."""
+        """Checks `env_config` against the tables, for environments of this package."""
         env = self.env if env is None else env
         if not isinstance(env_config, Mapping) or not str(env).startswith(OWN_ENVS):
             return

@@ -139,13 +139,13 @@ class ChatFormat:
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
-        """Ids of rendered text, whose special tokens are already in it."""
+        """Token ids of rendered text, which already contains its special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def cleaned(self, message: Message) -> dict[str, Any]:
-        """The message, its content as text that UTF-8 can write. Texts of special tokens in what
-        anybody but the system says, in calls and names, too, are broken up, so that nobody ends a
-        turn or opens one by quoting a token."""
+        """The message with its content as valid UTF-8 text. Special tokens quoted in any message
+        but the system's, in calls and names too, are broken up, so that no quote can end or begin a
+        turn."""
         cleaned = dict(message)
         content = cleaned.get("content")
         if content is not None and not isinstance(content, (str, list)):
@@ -179,7 +179,7 @@ class ChatFormat:
         *,
         last_id: int | None,
     ) -> Suffix:
-        """What to append behind a sampled turn, or that a path of its own begins.
+        """The tokens to append after a sampled turn, or None if a new path must begin.
 
         Args:
             before: messages that the turn answered.
@@ -206,8 +206,8 @@ class ChatFormat:
         return Suffix("kept", self.written_behind(before, turn, new, last_id=last_id))
 
     def said(self, before: Sequence[Message], turn: Message) -> str | None:
-        """What the assistant samples of a turn as the template writes it: from the generation
-        prompt to the turn's end. None where the turn does not begin with the generation prompt."""
+        """The sampled part of a turn as the template writes it: from the generation prompt to the
+        end of the turn. None if the turn does not begin with the generation prompt."""
         asked = self.render(before, generation_prompt=True)
         rendered = self.render([*before, turn])
         if not rendered.startswith(asked):
@@ -231,7 +231,7 @@ class ChatFormat:
         return rendered.rstrip(), ""
 
     def _end_at(self, rendered: str, said: str) -> tuple[str, str] | None:
-        """The end of a turn that follows `said`, and the text behind that end."""
+        """The turn's end after `said`, and the text after that end."""
         if not rendered.startswith(said):
             return None
         rest = rendered[len(said) :]
@@ -265,9 +265,9 @@ class ChatFormat:
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
     ) -> Suffix | None:
-        """What the family's renderer appends behind a sampled turn, up to the next generation
-        prompt; None without one, where it leaves it to the template, or would change what was
-        sampled."""
+        """The tokens that the family's renderer appends after a sampled turn, up to the next
+        generation prompt. None without a renderer, where it defers to the template, or where it
+        would change the sampled tokens."""
         if self.renderer is None:
             return None
         held = [*prompt_ids, *sampled_ids]
@@ -394,8 +394,8 @@ class ChatFormat:
         prompt_ids: Sequence[int] = (),
         syntax: str | None = None,
     ) -> ParsedReply:
-        """A sampled turn, read. `prompt_ids`: what it answers, whose end may open its thoughts;
-        `syntax`: of its calls, where it is another than the template's."""
+        """Parses a sampled turn. `prompt_ids`: its prompt, which may open the thoughts; `syntax`:
+        of tool calls, if not the template's."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -430,7 +430,7 @@ class ChatFormat:
 def example_calls(
     name: str, said: str, answer: str, count: int = 1
 ) -> tuple[dict[str, Any], Messages]:
-    """A turn that calls a tool so often with `said`, and what the tool answers."""
+    """A turn with `said` and so many calls of one tool, followed by the tool's answers."""
     function = {"name": name, "arguments": {"text": said}}
     ids = [f"call0000{i}" for i in range(count)]
     calls = [{"type": "function", "id": call_id, "function": function} for call_id in ids]

@@ -87,7 +87,7 @@ class TrainingRow:
 
 
 def rows_of(nodes: Sequence[Node]) -> list[TrainingRow]:
-    """One row per path; each sampled token is learnt from in the first that holds it."""
+    """One row per path; each sampled token is trained in the first row that contains it."""
     learnt: set[int] = set()
     parents = {node.parent for node in nodes}
     paths = (path_to(nodes, leaf) for leaf in range(len(nodes)) if leaf not in parents)
@@ -95,8 +95,7 @@ def rows_of(nodes: Sequence[Node]) -> list[TrainingRow]:
 
 
 def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
-    """The row of a path. `learnt`: ids of nodes that other rows learn from, to which its own are
-    added."""
+    """The row of a path. `learnt`: ids of nodes trained by other rows; this row's are added."""
     row = TrainingRow([])
     for node in path:
         row.messages.extend(node.messages)
@@ -137,7 +136,7 @@ class Rollout:
 
 
 def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """The columns of all rows of these rollouts, one after the other.
+    """The columns of all rows of these rollouts, concatenated.
 
     A rollout from which nothing can be learnt has one row all the same, which is not valid: its
     group has lost a member, and that is seen.
@@ -186,7 +185,7 @@ def _nothing(conversation: Conversation, pad_token_id: int) -> TrainingRow:
 
 
 class ConversationError(ValueError):
-    """Something appended that does not fit what is there."""
+    """Appended messages that do not fit the conversation."""
 
 
 class Conversation:
@@ -218,18 +217,17 @@ class Conversation:
 
     @property
     def token_ids(self) -> list[int]:
-        """What the engine is to read: the newest path's tokens."""
+        """The engine's prompt: the tokens of the newest path."""
         return [token for node in self.path() for token in node.token_ids]
 
     @property
     def messages(self) -> Messages:
-        """All that was said, in order."""
+        """All messages, in order."""
         return [dict(message) for node in self.path() for message in node.messages]
 
     @property
     def opening(self) -> Messages:
-        """What the newest path began with, before anybody answered; a path that a fork began
-        repeats it."""
+        """The messages of the newest path before the first answer; a fork repeats them."""
         newest = self.path()
         if not newest:
             return []
@@ -257,7 +255,7 @@ class Conversation:
     # --- what is appended --------------------------------------------------------------------
 
     def append_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Appends what the environment says, and the prompt of the assistant's next turn.
+        """Appends messages of the environment, and the prompt of the assistant's next turn.
 
         Raises:
             ConversationError: there are none, or the assistant has not answered the last ones.
@@ -295,7 +293,8 @@ class Conversation:
         self._append(Node(None, history, tuple(self.chat_format.prompt_ids(history))))
 
     def append_last_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps what was said behind the assistant's last turn; nobody reads or learns it."""
+        """Stores messages after the assistant's last turn, for the record only: they are neither
+        read nor trained."""
         if messages:
             self._append(Node(self._leaf, tuple(dict(m) for m in messages), ()))
 
@@ -307,7 +306,7 @@ class Conversation:
         *,
         finish: str = "stop",
     ) -> ParsedReply:
-        """Appends what the policy sampled, token for token, and returns it read.
+        """Appends the policy's sampled tokens unchanged and returns the parsed turn.
 
         Args:
             token_ids: the stop token among them.
@@ -359,8 +358,8 @@ class Conversation:
         turns[-1].reward += float(reward)
 
     def adopt(self, other: Conversation) -> None:
-        """Appends all that was said in another conversation of the same rollout, as paths of their
-        own; its newest path is this one's, too."""
+        """Appends another conversation of the same rollout as paths of this one, and makes its
+        newest path the newest here."""
         shift = len(self.nodes)
         for node in other.nodes:
             parent = None if node.parent is None else node.parent + shift
@@ -370,7 +369,7 @@ class Conversation:
             self._leaf, self.reply = other._leaf + shift, other.reply
 
     def branch(self, node: int) -> None:
-        """Goes on from an earlier node; what came behind it stays, as a path of its own."""
+        """Continues from an earlier node; the turns after it remain as a path of their own."""
         self._leaf = range(len(self.nodes))[node]
         newest = self.nodes[self._leaf]
         if newest.sampled:
@@ -387,5 +386,5 @@ class Conversation:
     # --- what is learnt from -----------------------------------------------------------------
 
     def rows(self) -> list[TrainingRow]:
-        """One row per path; each sampled token is learnt from in the first that holds it."""
+        """One row per path; each sampled token is trained in the first row that contains it."""
         return rows_of(self.nodes)

@@ -1,4 +1,4 @@
-"""What a chat format can do, proven on dialogues of our own before anything is sampled.
+"""Proofs of what a chat format supports, on built-in dialogues, before sampling begins.
 
 Each dialogue is walked through as a rollout would: prompt, the assistant's turn as the template
 writes it, suffix, and so on. At its end the tokens must be those of the whole dialogue rendered and
@@ -23,7 +23,7 @@ Outcome = Literal[
 
 @dataclass(frozen=True)
 class Proof:
-    """What a template does with one kind of dialogue.
+    """The result for one kind of dialogue.
 
     appends: each turn is a suffix of the one before; forks: a further turn changes earlier ones, so
     that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
@@ -49,7 +49,7 @@ THINKS: dict[str, Any] = {**SAYS, "reasoning_content": "One and one."}
 
 
 def prove(chat_format: ChatFormat) -> list[Proof]:
-    """What the format does with each kind of dialogue.
+    """Proves the format on each kind of dialogue.
 
     A renderer that would append other tokens than the template writes is dropped, which is said.
 
@@ -65,7 +65,7 @@ def prove(chat_format: ChatFormat) -> list[Proof]:
 
 
 def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Proof:
-    """Whether the renderer appends what the template writes behind a turn, however it is ended.
+    """Whether the renderer appends the same as the template after a turn, however the turn ended.
 
     The turns themselves may differ: that it keeps them where the template drops their thoughts is
     what a renderer is for.
@@ -96,8 +96,8 @@ def _answered(turns: Messages) -> list[int]:
 def _bridge(
     chat_format: ChatFormat, turns: Messages, place: int
 ) -> Literal["same", "differs", "left"]:
-    """What the renderer appends behind a turn, beside what the template writes there; "left" where
-    it leaves that to the template."""
+    """The renderer's text after a turn compared with the template's; "left" if it defers to the
+    template."""
     before, turn = turns[:place], turns[place]
     following = [i for i in range(place + 1, len(turns)) if turns[i]["role"] == "assistant"]
     new = turns[place + 1 : min(following, default=len(turns))]
@@ -172,7 +172,8 @@ def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
 
 
 def _texts(turns: Messages) -> Iterator[str]:
-    """What a template must write of a dialogue: all but the thoughts of turns that are over."""
+    """The texts that a template must render of a dialogue: all but the thoughts of earlier
+    turns."""
     for turn in turns:
         yield turn["content"].strip()
         for call in turn.get("tool_calls", ()):
@@ -206,14 +207,14 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
 
 
 def _sampled_ids(chat_format: ChatFormat, before: Messages, said: str) -> list[int]:
-    """Ids of what is sampled behind a prompt: some tokenizers begin every text with a space."""
+    """Ids as sampled after a prompt: some tokenizers add a space at the start of every text."""
     asked = chat_format.render(before, generation_prompt=True)
     prompt, whole = chat_format.encode(asked), chat_format.encode(asked + said)
     return whole[len(prompt) :] if whole[: len(prompt)] == prompt else chat_format.encode(said)
 
 
 def _misread(turn: Mapping[str, Any], reply: ParsedReply) -> str:
-    """How what was read of a turn's calls differs from the turn; "" where it does not."""
+    """The difference between parsed calls and the turn's; "" if there is none."""
     written = [call["function"] for call in turn.get("tool_calls", ())]
     read = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
     if written == read:

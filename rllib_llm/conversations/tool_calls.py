@@ -1,4 +1,4 @@
-"""What an assistant said, taken apart: its thoughts, its words, the tools that it calls.
+"""Parses an assistant's turn into thoughts, text and tool calls.
 
 A call counts as complete only where its text is closed and its JSON whole. What was cut off by the
 length limit is `truncated`, and never run.
@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """An assistant's turn: what it thought, what it said beside its calls, and the calls."""
+    """A parsed assistant turn: thoughts, text outside calls, and calls."""
 
     content: str
     reasoning: str = ""
@@ -168,7 +168,7 @@ def parse_reply(
 def _split_thoughts(
     text: str, opens_thoughts: bool, marks: tuple[str, str] = _THINK_DEFAULT
 ) -> tuple[str, str]:
-    """Thoughts, and what comes behind them. Thoughts that do not end are all there is."""
+    """Thoughts, and the text after them. Without an end marker everything is thought."""
     start, end = marks
     begins = text.lstrip().startswith(start)
     if not begins and not opens_thoughts:
@@ -245,7 +245,7 @@ def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, st
 
 
 def _named(name: str, arguments: str, raw: str) -> ToolCall:
-    """A call whose arguments are JSON beside its name."""
+    """A call with its name and its arguments as JSON."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -323,7 +323,7 @@ def _from_glm(body: str, raw: str, schemas: Schemas) -> ToolCall:
 
 
 def _of_texts(name: str, texts: list[tuple[str, str]], raw: str, schemas: Schemas) -> ToolCall:
-    """A call whose values are written as text, whatever they are."""
+    """A call whose argument values are all written as text."""
     kinds = schemas.get(name, {}).get("properties", {})
     arguments = {key: _value(text, kinds.get(key)) for key, text in texts}
     return ToolCall(name, arguments, raw, "ok")
@@ -333,7 +333,8 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """A value written as text: what the schema says that it is; without one JSON where it is."""
+    """A value written as text, converted by its schema; without a schema, parsed as JSON if
+    possible."""
     if schema is not None and _is_text(schema):
         return text
     try:
@@ -365,7 +366,7 @@ def _from_gemma(body: str, raw: str) -> ToolCall:
 
 
 def _from_python(body: str, raw: str) -> list[ToolCall]:
-    """Calls as a Python list of them, whose arguments are literals."""
+    """Calls written as a Python list, with literals as arguments."""
     if len(body) > _MOST_PYTHON:
         return [ToolCall("", None, raw, "invalid_json")]
     try:

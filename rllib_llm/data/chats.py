@@ -1,4 +1,5 @@
-"""Conversations: put together from a row's columns, rendered, and what of them the assistant says.
+"""Conversations in data sets: built from a row's columns, rendered, with the assistant's tokens
+marked.
 
 A chat template is a program, and only running it tells what it writes. So the text of an
 assistant's turn is found by rendering the conversation up to it, with the generation prompt, and
@@ -116,9 +117,9 @@ def encode_chat(
     *,
     tools: Sequence[Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation, and whether each is the assistant's: of the turns from
-    `num_prompt_turns` on, what it says and the token that ends the turn, which are the tokens that
-    it samples in a rollout; without such a token, what the template ends the turn with.
+    """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
+    its text and its end-of-turn token, which are the tokens that a rollout samples; without such a
+    token, the template's text after the turn.
 
     A template's own `{% generation %}` marks are believed.
 
@@ -181,8 +182,8 @@ def _span(
 
 
 def sampled_end(tokenizer: Any, upto: str, start: int) -> int:
-    """Where sampling a turn ends that `upto` ends with: behind its last special token, since what a
-    template writes behind that (a line break, mostly) is not the assistant's."""
+    """Where sampling of the last turn of `upto` ends: after its last special token. Text that the
+    template writes after it (usually a line break) is not the assistant's."""
     ends = [upto.rfind(token, start) + len(token) for token in tokenizer.all_special_tokens
             if upto.rfind(token, start) >= 0]  # fmt: skip
     return max((end for end in ends if not upto[end:].strip()), default=len(upto))
@@ -243,7 +244,7 @@ class Part(NamedTuple):
 
 
 def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
-    """The training rows of a data set; None where they are its own.
+    """The training rows of a data set of forked rollouts; None if its rows are used as they are.
 
     Many templates write the thoughts of the newest turn alone:
 
@@ -278,8 +279,8 @@ def borders_of_parts(
 
 
 def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[Any] | None) -> int:
-    """The most messages whose rendering has a turn with thoughts as it was said; all of them for
-    one without."""
+    """The longest prefix of messages whose rendering still shows a turn's thoughts; all messages
+    for a turn without."""
     thoughts = str(messages[turn].get(_REASONING) or "").strip()
     if not thoughts:
         return len(messages)

@@ -138,8 +138,8 @@ def _read_table(path: Path, name: str) -> Rows:
 
 
 def _as_typed(values: list[str], column: str) -> list[Any]:
-    """A column's values: numbers, truth values or texts, whichever all of them are; None where
-    there is none. What a number would lose (the zeros of "007") stays text."""
+    """A column's values as numbers or bools if all can be converted without loss ("007" stays
+    text); None for empty cells."""
     given = {value for value in values if value}
     if column in _ALWAYS_TEXT:
         return list(values)
@@ -174,8 +174,8 @@ def _read_parquet(path: Path, name: str) -> Rows:
 
 
 def _mapped(path: Path) -> Any:
-    """The rows of a large Parquet file as a `datasets.Dataset`: unpacked once into its cache on
-    disk (`HF_DATASETS_CACHE`) and mapped from there, so that they take no memory of any process."""
+    """A large Parquet file as a `datasets.Dataset`: converted once into the cache on disk
+    (`HF_DATASETS_CACHE`) and memory-mapped, so that it uses no memory of a process."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()

@@ -12,7 +12,7 @@ _NUM_ROUNDS = 8  # of the cipher; four suffice for large sets, small ones want m
 
 
 class EpochOrder:
-    """Row indices by position: epoch after epoch, each shuffled anew by (seed, epoch).
+    """Row indices by position, shuffled in each epoch by (seed, epoch).
 
     Nothing is stored but the position, so nothing is skipped or repeated across a restart, and a
     hundred million rows take no more memory than ten.

@@ -123,7 +123,7 @@ _SINGLE = [
 
 @dataclass(frozen=True)
 class Part:
-    """One file, which holds what was written under the numbers `first` to `last`.
+    """One file, with the rows written under the numbers `first` to `last`.
 
     pieces: (rows, iteration) under each number.
     """
@@ -185,7 +185,7 @@ class RolloutFiles:
         self._num_whole = 0  # of the first of them, which are not merged any more
 
     def begin(self, state: dict[str, Any] | None) -> None:
-        """Makes the folder that of a run which goes on from `state`, None: from nothing."""
+        """Prepares the folder for a run that resumes from `state`; None: for a new run."""
         self.filesystem.create_dir(self.folder, recursive=True)
         about = self._read_about() or {"store": uuid.uuid4().hex, "others": {}}
         names = self._names()
@@ -206,7 +206,7 @@ class RolloutFiles:
         self._put(STORE_FILE, json.dumps(about).encode())
 
     def write(self, table: pa.Table, iteration: int) -> int:
-        """Writes one file, there as a whole or not at all, and returns its bytes."""
+        """Writes one file atomically and returns its size in bytes."""
         number = self.next_file
         part = self._write(number, number, table, ((table.num_rows, iteration),))
         self.next_file += 1
@@ -235,7 +235,7 @@ class RolloutFiles:
                 self._delete(part.name)
 
     def _cut(self, part: Part, first: int) -> Part | None:
-        """The file without what was written under the numbers from `first` on."""
+        """Removes the rows written under the numbers from `first` on."""
         if part.last < first:
             return part
         cut = None

@@ -1,4 +1,4 @@
-"""Rollouts as Parquet, written in the background while the run goes on.
+"""Rollouts as Parquet, written in the background during the run.
 
     put ─▶ bounded queue ─▶ writer thread: table ─▶ temporary file, fsync, rename
 
@@ -50,7 +50,7 @@ class _Item:
 
 
 class _Flush:
-    """Asks the writer to write what it has, and to say when it did."""
+    """Asks the writer to write its buffer and to signal when that is done."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -118,8 +118,8 @@ class RolloutStore:
         self._raise_if_stopped()
 
     def stop(self) -> None:
-        """Writes what is still to be written, and ends the writer's thread; storage that does not
-        answer is not waited for without end."""
+        """Writes the rest and ends the writer's thread; waits only a limited time for storage that
+        does not answer."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(MAX_SECONDS_TO_STOP)
@@ -136,7 +136,7 @@ class RolloutStore:
         return {"store": self._files.name, "next_file": self._files.next_file}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on after the files that `state` knows; later ones are removed with the first row."""
+        """Continues after the files in `state`; later files are removed with the first new row."""
         self.stop()
         self._begin = dict(state)
         self._files = self._open_files()
@@ -175,7 +175,7 @@ class RolloutStore:
             self._guarded(self._write)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Whatever goes wrong here belongs to the run's thread, or is said once."""
+        """Runs the writer; an exception is raised in the run's thread, or logged once."""
         if self._error is None:
             try:
                 act()

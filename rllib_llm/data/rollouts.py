@@ -100,7 +100,7 @@ def query(
     columns: Sequence[str] | None = None,
     learnable: bool = False,
 ) -> pa.Table:
-    """The rows for which `where` holds, an SQL condition (read by DuckDB).
+    """The rows that meet the SQL condition `where` (run by DuckDB).
 
     Args:
         learnable: only trained and rejected rows with a score, see `LEARNABLE`.
@@ -132,8 +132,8 @@ def query(
 
 
 def _first_rows(rollouts: ds.Dataset, keys: list[tuple[str, str]], limit: int) -> pa.Table:
-    """The first rows in the order of `keys`. Of other rows only these columns are read, one file at
-    a time, and none of files whose statistics say that they come later."""
+    """The first rows in the order of `keys`. Only these columns are read of other rows, one file at
+    a time; files that the statistics place later are skipped."""
     names = [name for name, _ in keys]
     fragments = list(rollouts.get_fragments())
     best: pa.Table | None = None
@@ -277,8 +277,8 @@ def _best_rows(rows: Rows, num_rollouts: int) -> list[int]:
 
 
 def pairs_of_rollouts(rows: Rows) -> Rows:
-    """Rows {"prompt", "chosen", "rejected"} of rollouts: the best and the worst completion of each
-    group whose scores differ. Other rows are given back as they are.
+    """Rows {"prompt", "chosen", "rejected"} from rollouts: the best and the worst completion of
+    each group whose scores differ. Other rows are returned unchanged.
 
     Raises:
         DataSourceError: no group has two scores.
@@ -319,8 +319,8 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
-    """Of each status: completions, tokens and mean score. All rows of a rollout are one completion,
-    whose tokens are theirs together."""
+    """Completions, tokens and mean score by status. All rows of a rollout count as one completion,
+    with the sum of their tokens."""
     table = rollouts.to_table(columns=["status", "tokens", "score", "row"])
     first = pc.fill_null(pc.equal(table.column("row"), 0), True)
     scores = pc.if_else(first, table.column("score"), pa.scalar(None, pa.float32()))

@@ -127,9 +127,9 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_chat(value: Any) -> Any:
-    """A value from an Arrow table: of chats and schemas of tools without the nulls that stand for
-    keys of other rows. Arrow gives each struct the fields of all, so that a call would have the
-    arguments of every other call; what was null in the data is lost with them."""
+    """A value from an Arrow table. In chats and tool schemas, nulls are removed: Arrow gives every
+    struct the fields of all, so a call would get the arguments of every other call. Nulls in the
+    original data are lost, too."""
     is_list = isinstance(value, list) and bool(value)
     if is_list and all(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value):
         return _without_nulls(value)

@@ -87,8 +87,8 @@ def check_source(source: Source | None, *, name: str = "data") -> None:
 
 
 def is_quick_to_read(source: Source | None) -> bool:
-    """True for rows at hand: what a function gives, a list, and files of at most 64 MiB; not for
-    data sets of the hub, nor for data set folders."""
+    """True for data that is fast to read: functions' results, lists, and files of at most 64 MiB;
+    false for hub data sets and data set folders."""
     options: dict[str, Any] = {}
     if isinstance(source, Mapping):
         options, source = dict(source), source.get("path")

@@ -1,4 +1,4 @@
-"""The rows of a decoder's batch: what is known of them on the host, and what on the device."""
+"""The rows of a decoder's batch: state on the host and on the device."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class PromptQueue:
         self._groups = deque(replace(group, prefix=None) for group in self._groups)
 
     def are_turns(self) -> bool:
-        """Whether all of them are further turns of conversations, whose prefixes are kept."""
+        """Whether all rows are later turns of conversations with cached prefixes."""
         return all(group.prefix is not None for group in self._groups)
 
     def fitting(self, free: float, whatever: bool) -> int:

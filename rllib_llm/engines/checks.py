@@ -1,4 +1,4 @@
-"""What a generation is given, checked before compute is spent."""
+"""Checks of a generation's inputs before any compute is spent."""
 
 from __future__ import annotations
 

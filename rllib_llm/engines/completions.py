@@ -180,7 +180,7 @@ class CompletionBuffers:
     # --- completions that come and go --------------------------------------------------------
 
     def reserve(self, steps: int, batch: int) -> None:
-        """Has room for so many completions, so long; what is written stays."""
+        """Makes room for so many completions of such a length; keeps what is written."""
         if steps <= self.steps and batch <= self.batch:
             return
         steps, batch = max(steps, self.steps), max(batch, self.batch)
@@ -209,7 +209,7 @@ class CompletionBuffers:
         ends: list[int] | None = None,
         num_likeliest: list[int] | None = None,
     ) -> list[Tokens]:
-        """What was written of some completions.
+        """The tokens and log-probs of some completions.
 
         Args:
             rows: their columns.
@@ -254,7 +254,7 @@ class CompletionBuffers:
         return [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
     def completions(self, stop_token_ids: torch.Tensor) -> Completions:
-        """What was written, cut to the longest row, as tensors of their own.
+        """All completions, cut to the longest row, as new tensors.
 
         Args:
             stop_token_ids: [k] int64.

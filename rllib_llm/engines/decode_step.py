@@ -27,8 +27,8 @@ from rllib_llm.modules.packing.trunk import wants_recurring_sizes
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How a model is decoded, decided once by whoever loads it: its layers are what they are then,
-    and it stays on its device, in its dtype.
+    """How a model is decoded, decided once when it is loaded. Its layers, device and dtype must not
+    change afterwards.
 
     num_layers: attention layers of a `SharedPromptCache`; None: it wants transformers' own cache.
     is_llama: whether `LlamaStep` computes what the model computes. is_recordable: whether its step
@@ -168,8 +168,8 @@ def prefill(
     start: int = 0,
     piece_tokens: int = PIECE_TOKENS,
 ) -> torch.Tensor:
-    """Logits [prompts, vocab] behind the prompts' last tokens; the cache holds the prompts
-    afterwards. With a value head as `last_logits`.
+    """Logits [prompts, vocab] after the prompts' last tokens; fills the cache with the prompts.
+    With a value head as `last_logits`.
 
     Args:
         model: causal LM of transformers.
@@ -212,9 +212,8 @@ def prefill(
 
 
 class CudaGraph:
-    """A recorded function. What it read and wrote, at which addresses and in which shapes, is what
-    each replay reads and writes: its inputs are changed in place, and it may not wait for the
-    device.
+    """A recorded CUDA graph. Each replay reads and writes the same addresses and shapes, so inputs
+    are changed in place, and the function must not synchronise with the device.
 
     Args:
         function: called twice, once to warm up (libraries make their workspaces, kernels are
@@ -308,8 +307,8 @@ class StaticLlamaStep:
         cache: SharedPromptCache,
         padding_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `LlamaStep.__call__`. Rows are left-padded, so that their positions say what counts
-        and the mask is not read. The logits are overwritten by the next step."""
+        """See `LlamaStep.__call__`. Rows are left-padded, so positions tell which tokens count and
+        the mask is not read. The logits are overwritten by the next step."""
         rows, length = len(tokens), cache.length
         known = self.keys is cache.layers[0].keys
         fits = known and rows <= self.num_rows and length < self.num_positions

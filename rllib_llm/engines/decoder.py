@@ -111,8 +111,9 @@ class Decoder:
         return len(self.rows) + self.queue.num_rows
 
     def step(self, admits: bool = True) -> list[int]:
-        """Samples a token for each row in the batch, then, if it `admits`, lets waiting prompts in
-        where there is room and samples their first; the columns of rows that have left."""
+        """Samples a token for each row in the batch. If `admits`, then prefills waiting prompts
+        where there is room and samples their first tokens. Returns the columns of rows that have
+        left."""
         self.clock += 1
         left: list[int] = []
         if len(self.rows):
@@ -133,7 +134,7 @@ class Decoder:
             self._opened_step()
 
     def close(self) -> None:
-        """Frees the decode step and its copies of the weights. It is made anew if needed."""
+        """Frees the decode step and its copies of the weights, which are rebuilt on demand."""
         self._decode_step = None
         self._held.close()
 
@@ -274,7 +275,7 @@ class Decoder:
         return recurring_length(num_prompts, length) if self.plan.has_recurring_sizes else length
 
     def _prefill(self, groups: Sequence[Group]) -> None:
-        """Lets prompts of like length in."""
+        """Prefills prompts of similar length."""
         copies = [len(group.columns) for group in groups]
         ids, mask = padded(groups)
         longest = ids.shape[1]
@@ -300,7 +301,8 @@ class Decoder:
         self._take(logits, before)
 
     def _prefill_rest(self, groups: Sequence[Group]) -> None:
-        """Lets prompts of like length in that begin with a kept prefix; see `KeptPrefixes`."""
+        """Prefills prompts of similar length that begin with a cached prefix; see
+        `KeptPrefixes`."""
         prefixes = [group.prefix for group in groups if group.prefix is not None]
         lengths = [group.length for group in groups]
         held = [len(prefix.token_ids) for prefix in prefixes]
@@ -340,7 +342,7 @@ class Decoder:
         self.blocks.find_order(self.rows.columns)
 
     def _count_tokens(self, groups: Sequence[Group]) -> None:
-        """Has the tokens of rows with penalties counted, what was sampled before among them."""
+        """Counts the tokens of rows with penalties, including those sampled earlier."""
         for group in groups:
             for column, params, num in zip(
                 group.columns, group.params, group.num_sampled, strict=True
@@ -351,8 +353,8 @@ class Decoder:
                     self.counts.begin(column, text[:prompt_len], text[prompt_len:])
 
     def _room_for(self, block: RowBlock, groups: Sequence[Group], longest: int) -> tuple[int, int]:
-        """Rows and positions that a block has room for when prompts of `longest` positions come.
-        Beside rows that are in it the positions stay as they are: `make_room` gets more."""
+        """Rows and positions to reserve in a block for prompts of `longest` positions. With rows in
+        the block the positions stay unchanged: `make_room` adds more."""
         rows = len(block) + sum(len(group.columns) for group in groups)
         if len(block) and not self.room[1]:
             return rows, block.cache.capacity

@@ -153,8 +153,8 @@ def _places(
 
 
 def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) -> int:
-    """Positions of the cache where prompts wait: room for the longest row, and for the padding
-    before rows that come while it is decoded, so that the cache is moved to the front seldom."""
+    """Positions of the cache in which prompts are prefilled: enough for the longest row and for
+    padding, so that the cache is rarely shifted."""
     return prompt_len + 2 * params.max_new_tokens + steps_between_looks
 
 

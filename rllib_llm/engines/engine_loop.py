@@ -52,7 +52,7 @@ class _Request:
 
 
 class EngineLoop:
-    """Client of an engine that runs in a thread of its own. All methods are thread-safe.
+    """Thread-safe client of an engine that runs in its own thread.
 
     Args:
         engine: is used by nobody else from now on, and closed with this.
@@ -119,7 +119,7 @@ class EngineLoop:
         return futures
 
     def do(self, task: Callable[[], Result]) -> Future[Result]:
-        """Has the engine's thread call `task` between two steps: what it gives, or raises."""
+        """Runs `task` in the engine's thread between two steps; returns or raises what it does."""
         done: Future[Result] = Future()
 
         def call() -> None:
@@ -197,11 +197,11 @@ class EngineLoop:
             raise RuntimeError(_CLOSED) from self._error
 
     def pause(self) -> None:
-        """Samples nothing from now on; what is asked for waits."""
+        """Pauses sampling; requests are queued."""
         self._set_paused(True)
 
     def resume(self) -> None:
-        """Goes on."""
+        """Resumes sampling."""
         self._set_paused(False)
 
     def _set_paused(self, is_paused: bool) -> None:
@@ -258,7 +258,7 @@ class EngineLoop:
         self._engine.close()
 
     def _handed_over(self) -> bool:
-        """Does what was asked for, waiting for it while there are no rows; False at the end."""
+        """Processes the queue, waiting for requests if there are no rows; False when closed."""
         while True:
             with self._turn:
                 self._turn.wait_for(lambda: self._is_closing or self._todo or self._may_step())
@@ -274,8 +274,8 @@ class EngineLoop:
             self._after_step()
 
     def _gathers(self) -> bool:
-        """Waits for further prompts, so that they are prefilled together and end together; whether
-        there is something to hand over. Late requests do not extend the wait."""
+        """Waits briefly for more prompts, so that they are prefilled together; returns whether the
+        queue has entries. Late requests do not extend the wait."""
         self._num_left = 0
         deadline = time.monotonic() + _GATHERED_FOR
         with self._turn:

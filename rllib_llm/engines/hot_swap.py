@@ -193,13 +193,13 @@ class LaneEngine:
         self._lanes[0].load(weights, version, in_flight)
 
     def load_first(self, version: int) -> None:
-        """Loads the newest lane, as it says itself; there are no rows yet."""
+        """Loads the first weights into the newest lane, before there are rows."""
         assert not self.num_running, "rows would change their weights"
         self._lanes[0].load({}, version)
 
     def empty_lane(self) -> Future[TorchEngine]:
-        """The older lane, once it has no rows; it takes none from now until `switch` or `keep`, and
-        belongs to the caller, who may use it in any thread."""
+        """The older lane, once it has no rows. It then accepts none until `switch` or `keep`, and
+        the caller may use it in any thread."""
         self._takes_older = False
         self._waiting = Future()
         waiting = self._waiting

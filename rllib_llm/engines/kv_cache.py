@@ -128,7 +128,7 @@ class SharedPromptLayer(CacheLayerMixin):
         self.num_rows = end
 
     def _grow(self, like: torch.Tensor, rows: int, positions: int) -> None:
-        """Has buffers of at least so many rows and positions; what is in use stays."""
+        """Grows the buffers to at least so many rows and positions, keeping their contents."""
         held = len(self.keys) if self.is_initialized else 0
         if rows <= held and positions <= self.capacity:
             return
@@ -263,7 +263,7 @@ class SharedPromptCache(Cache):
             layer.num_rows = 0
 
     def look_from(self, first: int) -> None:
-        """Says that the positions before `first` are padding in every row."""
+        """Marks the positions before `first` as padding in every row."""
         for layer in self.layers:
             layer.first = first
 
@@ -295,7 +295,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens, and what the model computed of them."""
+    """Tokens with their cached keys and values."""
 
     token_ids: list[int]
     layers: Layers

@@ -95,7 +95,7 @@ def transposed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def decode_layout(model: nn.Module, steps: int) -> Iterator[None]:
-    """Holds the model's plain linear weights in transposed copies while the context is open.
+    """Keeps transposed copies of the model's plain linear weights while the context is open.
 
     Shapes and values are unchanged, and the model's own parameters come back on leaving, also after
     an error. Quantised layers and weights for which it does not pay are left alone. Memory: one
@@ -133,7 +133,7 @@ _Seen = tuple[SharedPromptLayer | StaticLayer, torch.Tensor | None]
 
 
 def is_llama_shaped(model: nn.Module) -> bool:
-    """Whether `LlamaStep` computes what the model computes.
+    """Whether `LlamaStep` can compute this model.
 
     Exact classes only, with plain float layers: quantised layers, adapters, hooks and replaced
     forwards are the model's own business.
@@ -272,8 +272,8 @@ class _Layer:
         cache: SharedPromptLayer | StaticLayer,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the queries of a block of rows find in its cache, which gets their keys and values,
-        [rows, heads * head_dim]."""
+        """Attention of a block's queries to its cache, after adding their keys and values, [rows,
+        heads * head_dim]."""
         keys, values = cache.update(keys, values)
         start = cache.first_in_window(self.window)
         attended = F.scaled_dot_product_attention(
@@ -356,8 +356,8 @@ class LlamaStep:
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
     ) -> torch.Tensor:
-        """As `__call__`; of each layer what the rows look at, those of several blocks one block
-        after the other."""
+        """As `__call__`, with one attention function per layer; rows of several blocks are
+        concatenated."""
         return self.head.apply(self.norm(self._states(tokens, positions, seen)))
 
     def _states(

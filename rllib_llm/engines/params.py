@@ -66,8 +66,8 @@ class SamplingParams:
 
     @property
     def drawn_by(self) -> dict[str, Any]:
-        """What other engines are asked for, by vLLM's names: a temperature of 0 is greedy. What is
-        beyond OpenAI's and vLLM's oldest fields is named only where it acts."""
+        """The same settings in vLLM's request fields; a temperature of 0 is greedy. Fields beyond
+        OpenAI's and vLLM's oldest are sent only if they have an effect."""
         if self.greedy:
             drawn: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         else:
@@ -90,7 +90,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was sampled before changes the logits."""
+        """Whether earlier tokens change the logits."""
         return any(getattr(self, name) != off for name, off in _PENALTIES.items())
 
     def __post_init__(self) -> None:

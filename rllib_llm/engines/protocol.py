@@ -26,8 +26,8 @@ class GuideError(ValueError):
 
 
 class Guide(Protocol):
-    """What a row's next token may be, where a grammar or a schema decides it; goes along with one
-    row, token by token, used by the engine's thread alone."""
+    """The tokens allowed next in a row that follows a grammar or schema. Advanced token by token,
+    in the engine's thread only."""
 
     @property
     def problem(self) -> str:
@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """What was sampled of a row since it was added; what it came with is not repeated."""
+    """The tokens of a finished row since it was added, without those it was added with."""
 
     id: Hashable
     token_ids: list[int]
@@ -179,8 +179,8 @@ class Engine(Protocol):
         at once or, on a device that is better not asked at each step, a few steps later."""
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
-        """What was sampled so far of rows that are in it, since they were added, from the token
-        `starts` of each on. A row that has ended and was not handed out yet has a `finish`."""
+        """The tokens of unfinished rows since they were added, of each from the index in `starts`
+        on. A row that has finished but was not returned yet has a `finish`."""
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         """Takes rows out, and returns their partial output; those that have ended already have the
@@ -200,4 +200,4 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Frees what it holds; rows in it are gone."""
+        """Frees all memory; its rows are lost."""

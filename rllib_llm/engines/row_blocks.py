@@ -119,8 +119,8 @@ class RowBlock:
         return self.length - self.first if len(self) else 0
 
     def seen(self) -> torch.Tensor | None:
-        """Which of the positions from `first` on count, the one that comes next among them, [rows,
-        span + 1] bool; None where all do."""
+        """Mask of valid positions from `first` on, including the next one, [rows, span + 1] bool;
+        None if all are valid."""
         return None if self.mask is None else self.mask[:, self.first : self.length + 1]
 
     # --- rows ----------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ class RowBlock:
         longest: int,
         room: tuple[int, int],
     ) -> None:
-        """Puts the rows of prefilled prompts into the cache, unless it is their own: they end where
-        the others end. `add` says next who they are.
+        """Adds the rows of prefilled prompts to the cache, unless the cache is their own: they end
+        where the others end. `add` then registers them.
 
         Args:
             prompts: end at one position; the longest has `longest`.
@@ -201,7 +201,7 @@ class RowBlock:
     # --- positions -----------------------------------------------------------------------------
 
     def look_from(self, to_come: int) -> None:
-        """Leaves out the positions that are padding in every row, and says where padding is."""
+        """Skips positions that are padding in every row, and marks the padding."""
         self.first = int(self.starts.min())
         self.mask = None
         if self.first != self.starts.max():
@@ -265,8 +265,8 @@ class RowBlocks:
         return len(self._blocks)
 
     def block_for(self, lengths: np.ndarray, copies: np.ndarray) -> RowBlock:
-        """The block whose attention costs least more with rows of prompts that are alike, if they
-        are alike with those in it, too; else a new one.
+        """The block to which rows with similar prompts add the least attention cost, if its rows
+        have that prompt, too; else a new block.
 
         Args:
             lengths: [n] positions of the prompts.
@@ -291,7 +291,7 @@ class RowBlocks:
         self._blocks, self.order = [self._new_block()], None
 
     def keep(self, moves: Moves, columns: np.ndarray, left: np.ndarray) -> None:
-        """Removes finished rows, then blocks with no row or too few to be worth their cost.
+        """Removes finished rows, then blocks that are empty or too small to pay for themselves.
 
         Args:
             moves: of the batch.
@@ -322,8 +322,9 @@ class RowBlocks:
         self._blocks = longer or [self._new_block()]
 
     def _may_join(self, block: RowBlock, longer: RowBlock) -> bool:
-        """Whether a block saves too little: half of what a new one has to, so that rows do not go
-        to and fro, and not more than that with the short rows that the longer one has already."""
+        """Whether a block saves too little to stay separate. The threshold is half of a new
+        block's, so that rows do not move to and fro, and the longer block must not already have
+        more short rows."""
         lengths = np.concatenate([longer.lengths, block.lengths])
         saved = len(block) * (longer.span - block.span)
         return 2 * saved <= self.cost and is_alike(lengths, np.ones_like(lengths), self.cost)

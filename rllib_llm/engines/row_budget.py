@@ -1,4 +1,4 @@
-"""How many completions a GPU's free memory holds at once."""
+"""The number of completions that fit into a GPU's free memory at once."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def row_budget(model: nn.Module, positions: int) -> int | None:
 
 
 def bytes_to_plan(*, free: int, total: int, reserved: int, allocated: int, share: float) -> float:
-    """Bytes of a GPU that this process may plan with, of its own share of the GPU alone: what is
-    free there is free to each of the processes that share it.
+    """Bytes of GPU memory that this process may use: its share of the GPU, since several processes
+    see the same free memory.
 
     Args:
         free, total: of the GPU.
@@ -89,7 +89,7 @@ def with_fewer_rows(
 
 
 def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int:
-    """Bytes that one row needs: keys and values of all its positions in all layers, and logits.
+    """Bytes of one row: keys and values of all positions in all layers, and logits.
 
     Args:
         config: the model's config.

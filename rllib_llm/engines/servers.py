@@ -1,4 +1,4 @@
-"""Asking for completions one by one, and batches of them, of whoever gives them."""
+"""Clients that request completions from servers, singly and in batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CompletionClient(Protocol):
         """
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Closes its connections."""
 
 
 class ClientPolicy:

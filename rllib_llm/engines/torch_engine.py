@@ -284,8 +284,8 @@ class TorchEngine:
         return (len(self._rows) - self._decoder.queue.num_rows) // 2
 
     def _begin_again(self, max_rows: int) -> list[Ended]:
-        """Has at most so many rows in the batch from now on. All are prefilled again with what was
-        sampled of them; those that have ended are returned."""
+        """Limits the batch to so many rows. All rows are prefilled again with their sampled tokens;
+        finished rows are returned."""
         warnings.warn(
             f"The GPU's memory does not suffice: {max_rows} completions are decoded at once from "
             "now on, which changes speed only. sampling_batch_size says so from the start.",
@@ -345,7 +345,7 @@ class TorchEngine:
         starts: list[int] | None = None,
         ends: list[int] | None = None,
     ) -> list[Tokens]:
-        """What was sampled of rows since they were added, or between two places of each."""
+        """The tokens of rows since they were added, or between two indices of each."""
         return self._buffers.read(
             [each.column for each in held],
             starts or [each.row.num_sampled for each in held],
@@ -366,7 +366,7 @@ class TorchEngine:
         return [each for each in ended if each.id in wanted] + aborted
 
     def _let_go(self, columns: list[int], finish: Finish | None = None) -> list[Ended]:
-        """What was sampled of rows that have left the decoder; their columns are free again."""
+        """The tokens of rows that have left the decoder; frees their columns."""
         held = [self._rows.pop(self._ids.pop(column)) for column in columns]
         self._free += columns
         for column in columns:
@@ -437,7 +437,7 @@ class TorchEngine:
         self._decoder.open()
 
     def _requeue(self) -> None:
-        """Takes all rows out of the batch, to be prefilled again with what was sampled of them."""
+        """Removes all rows from the batch, to be prefilled again with their sampled tokens."""
         columns = self._decoder.rows.columns.tolist()
         self._decoder.remove(set(columns))
         held = [self._rows[self._ids[column]] for column in columns]
@@ -455,7 +455,7 @@ class TorchEngine:
 
 
 def _finish(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:
-    """Why a row has ended whose newest tokens are these; None where it goes on.
+    """Why a row with these newest tokens has finished; None if it has not.
 
     Args:
         row: as it was added.

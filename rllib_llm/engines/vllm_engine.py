@@ -178,7 +178,7 @@ class VLLMEngine:
             self._takers.pop(name, None)
 
     def recompute(self) -> None:
-        """Has the keys and values of all requests computed again."""
+        """Recomputes the keys and values of all requests."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
     # --- weights and batches -----------------------------------------------------------------
@@ -246,13 +246,13 @@ class _Held:
     tokens: Tokens = field(default_factory=lambda: Tokens([], [], []))
 
     def ended(self, finish: Finish) -> Ended:
-        """What was sampled since the row was added."""
+        """The tokens sampled since the row was added."""
         return Ended(self.row.id, *self.tokens[:3], finish)
 
 
 class VLLMRows:
-    """See `protocol.Engine`. vLLM draws its own numbers, one stream per request: a row that is
-    resumed draws others than it would have drawn.
+    """See `protocol.Engine`. vLLM draws its own random numbers, a stream per request, so a resumed
+    row continues with other tokens than it would have.
 
     Args:
         engine: whose steps serve other rows of it as well.

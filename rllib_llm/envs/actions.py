@@ -1,5 +1,5 @@
-"""Completions as an environment's actions, checked and turned back into text; and what it says of
-them, checked.
+"""Completions as an environment's actions, their conversion to text, and checks of the
+environment's answers.
 
 An environment that answers within a completion, as a tool does, says with `loss_mask` in the infos
 of `step` which tokens the policy sampled. All else about them has defaults.
@@ -134,8 +134,8 @@ _DTYPES = {
 def told_columns(
     infos: Mapping[str, Any], completion_mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Those of the columns `loss_mask` [B, T] bool, `weights_version` [B, T] int32 and `group` [B]
-    int64 that `infos` hold, for completions whose tokens `completion_mask` [B, T] says.
+    """The columns `loss_mask` [B, T] bool, `weights_version` [B, T] int32 and `group` [B] int64
+    that `infos` contains, checked against `completion_mask` [B, T].
 
     Raises:
         BanditEnvError: one has another type or shape; a row without a sampled token, or a sampled
@@ -192,7 +192,7 @@ def _first_row(flags: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an environment says of completions, B rows.
+    """An environment's scores and infos of B completions.
 
     rewards: [B] float32, its own. columns: those of the training batch. components, metrics: [B]
     float32 by name; of a conversation NaN in all rows of a rollout but its first, so that a mean

@@ -116,7 +116,7 @@ class BanditEnv(VectorEnv):
         return self._encoder.max_prompt_len
 
     def fork(self) -> BanditEnv:
-        """The same environment with prompts handed out of its own, for another thread."""
+        """The same environment with prompts of its own, for another thread."""
         return copy.copy(self)
 
     def longest_prompt(self) -> int:
@@ -245,7 +245,7 @@ class BanditEnv(VectorEnv):
         return infos
 
     def _shares(self, failed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rows [B] that failed or lost something, as 0 and 1: their means are shares of all."""
+        """Rows [B] that failed or were truncated, as 0 and 1, so that their means are shares."""
         truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
         rows = {f"{name}{columns.FAILED}": column for name, column in failed.items()}
         rows[columns.PROMPT_TRUNCATED] = truncated.to(self.device)

@@ -1,4 +1,4 @@
-"""What an environment of one's own gets wrong: every finding says what arrived and what to do.
+"""Checks a custom environment's contract; each finding says what was found and how to fix it.
 
     problems = check_env("my_package.envs:create", {"num_envs": 4})
     print(*problems, sep="\\n")
@@ -32,7 +32,7 @@ from rllib_llm.shared.padding import widen
 
 
 class EnvContractError(ValueError):
-    """An environment that does not keep the contract; `problems` lists what it gets wrong."""
+    """An environment that breaks its contract; `problems` lists how."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(f"{len(problems)} problem(s):\n" + "\n".join(f"- {p}" for p in problems))
@@ -121,7 +121,7 @@ class PromptChecker:
         self.num_completions = options["num_completions"]
 
     def check_reset(self) -> bool:
-        """False where observations cannot be read, so that nothing more can be tried."""
+        """False if observations cannot be read, so that further checks are impossible."""
         observation, infos = self.env.reset(options=self.options)
         batch_size = self.num_prompts * self.num_completions
         if not self.findings.check_observation("reset()", observation, batch_size):
@@ -283,7 +283,7 @@ class Problems:
             )
 
     def check_observation(self, where: str, observation: Any, batch_size: int) -> bool:
-        """True where `observation` holds left-padded prompts of the vocabulary, one per row."""
+        """True if `observation` holds left-padded prompts of the vocabulary, one per row."""
         names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
         if not isinstance(observation, Mapping) or any(name not in observation for name in names):
             arrived = list(observation) if isinstance(observation, Mapping) else type(observation)

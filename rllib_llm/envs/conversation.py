@@ -99,7 +99,7 @@ def check_limits(settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Response:
-    """What an environment says to an assistant's turn.
+    """The environment's response to an assistant turn.
 
     messages: a user's words, or messages as chat templates take them. reward: what the turn
     earned. done: whether the conversation is over. invalid: why nothing may be learnt from it,
@@ -197,7 +197,8 @@ class ConversationEnv:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def respond(self, conversation: Conversation) -> Response | Awaitable[Response]:
-        """What the environment says to a turn without complete tool calls: by default, no more."""
+        """The environment's response to a turn without complete tool calls; by default it ends the
+        conversation."""
         return Response(done=True)
 
     async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
@@ -206,7 +207,8 @@ class ConversationEnv:
         return False
 
     def score(self, conversation: Conversation) -> float | None | Awaitable[float | None]:
-        """What the whole conversation earned at its end, beside turns and reward functions."""
+        """The score of the whole conversation at its end, added to turn scores and reward
+        functions."""
         return None
 
     # --- parts -------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def _by_rollout(
 def _components(
     env: ConversationEnv, sound: Sequence[Attempt]
 ) -> tuple[dict[str, list[float]], Rewards | None]:
-    """By name what each sound rollout earned, and what the reward functions said of it."""
+    """The score components of each valid rollout by name, with the reward functions' metrics."""
     judged = env.rewards(_reward_batch(env, sound)) if env.rewards is not None and sound else None
     components: dict[str, list[float]] = {}
     if judged is not None:
@@ -159,7 +159,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
 
 
 def _before_last_turn(chat: Messages) -> Messages:
-    """What was said before the assistant's last turn; all of it where there is none."""
+    """The messages before the assistant's last turn; all of them if there is none."""
     places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
     return chat[: places[-1]] if places else chat
 
@@ -198,8 +198,7 @@ def _metrics(
 
 
 def _texts(attempts: Sequence[Attempt]) -> dict[str, list[str]]:
-    """Of each row what its prompt says, what was said behind it on the row's path, and all of it
-    as JSON."""
+    """For each row: the prompt, the text after it on the row's path, and both as JSON."""
     shown: dict[str, list[str]] = {"prompt": [], "completion": [], "messages": []}
     for attempt in attempts:
         for messages, start in _paths(attempt.conversation):

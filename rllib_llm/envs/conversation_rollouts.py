@@ -99,8 +99,7 @@ def new_attempts(
 
 
 def _copied(value: Any) -> Any:
-    """A value with dicts and lists of its own, at any depth: what one rollout changes in its task
-    is not what another one begins with."""
+    """A deep copy of dicts and lists, so that rollouts of one task do not share state."""
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -191,7 +190,7 @@ class _Rollout:
             self.attempt.earned = _finite("score()", earned)
 
     async def _answer(self) -> Response:
-        """What the tools say that were called, else what the environment says."""
+        """The results of the called tools, or else the environment's response."""
         reply = self.conversation.reply
         assert reply is not None, "a turn was sampled"
         if reply.tool_calls and self.toolbox.tools:
@@ -226,7 +225,7 @@ class _Rollout:
 
 
 def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-    """What tools said, as messages.
+    """Tool results as messages.
 
     Templates want a result for each call that they write and none for others: what is wrong with a
     call that could not be read stands behind the last result, or is a user's words without one.
@@ -293,7 +292,7 @@ async def sample_turn(
 
 
 def as_messages(given: Any) -> list[Message]:
-    """What an environment says: a user's words, or messages.
+    """An environment's answer as messages; text becomes a user message.
 
     Raises:
         TypeError: it is neither.

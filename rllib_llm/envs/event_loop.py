@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and calls that may block.
+"""An event loop in its own thread, for coroutines and blocking calls.
 
 It lives from batch to batch, as the clients do that are bound to it, and a loop that already runs
 in the caller's thread (a notebook's) is no matter.
@@ -39,7 +39,7 @@ class EventLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """What the coroutine returns; it is cancelled where this is interrupted."""
+        """The coroutine's result; an interruption here cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -60,7 +60,7 @@ class EventLoop:
 
 
 async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What a function returns: a coroutine function here, any other in a thread of its own.
+    """The result of a function: coroutine functions run in the loop, others in a thread.
 
     A thread that nobody waits for any more cannot be ended; it goes on behind the scenes, and holds
     up neither the loop nor the end of the process.
@@ -95,7 +95,7 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
 
 async def harmless(awaitable: Awaitable[Any]) -> Any:
-    """What is awaited.
+    """The result of an awaitable.
 
     Raises:
         ExitedError: it raised what would end the loop and its thread.

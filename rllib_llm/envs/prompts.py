@@ -41,7 +41,7 @@ class PromptRow:
 
 
 class PromptSource:
-    """Prompts of a data set in a fixed order that goes on for ever, addressed by position.
+    """Prompts of a data set in a fixed, endless order, addressed by position.
 
     The order is `EpochOrder`'s over the rows of this split: a pure function of seed and position,
     so nothing is skipped or repeated across a restart, nor by the number of samplers.
@@ -165,7 +165,7 @@ class PromptEncoder:
         self._truncated: set[int] = set()
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
-        """Token ids and text of each prompt; the text is what the ids say, truncated or not."""
+        """Token ids and text of each prompt; the text is that of the ids, also if truncated."""
         truncated_before = self.num_truncated
         encoded = [self._encode_once(row) for row in rows]
         if truncated_before == 0 and self.num_truncated:

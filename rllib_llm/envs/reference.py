@@ -21,7 +21,7 @@ DEFAULT_BATCH_TOKENS = 16_384
 
 
 class FrozenReference:
-    """A causal language model that is never trained; each replica loads its own.
+    """A frozen causal language model; each replica loads its own copy.
 
     model: folder, hub id or dotted path.
     quantization, backend: see `modules/quantization.py`.

@@ -72,7 +72,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check that there are prompts, and somebody who judges.
+    """Checks that prompts and at least one reward are set.
 
     Raises:
         EnvConfigError: one of the two is missing.
@@ -270,7 +270,7 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 
 
 def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds for a frozen model that says nothing else."""
+    """Defaults of a frozen model's settings."""
     return {"device": settings["device"], "quantization": settings["frozen_quantization"]}
 
 

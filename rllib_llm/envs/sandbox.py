@@ -1,4 +1,4 @@
-"""Where code runs that a model wrote, or that reads what it wrote: processes with a deadline.
+"""Sandboxed processes with a deadline, for code that a model wrote or that parses a model's output.
 
     caller ─▶ Contained ── lifeline ──▶ supervisor ─▶ what is contained
                   └─ deadline, or the caller's end: it ends with all that it has started
@@ -47,7 +47,7 @@ class WorkerError(Away):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What a contained process may use.
+    """The limits of a sandboxed process.
 
     memory_mb: address space of each process; None: no limit. num_processes: where it has namespaces
     of its own, the user is not root, and Linux is 5.14 or later. num_files: open at once. file_mb:
@@ -67,7 +67,7 @@ class Sandbox:
     writable: Sequence[str] = ()
 
     def order(self, folder: str, lifeline: int) -> dict[str, Any]:
-        """What the program of the sandbox is told."""
+        """The instructions for the sandbox's program."""
         return {
             "lifeline": lifeline,
             "folder": folder,
@@ -190,7 +190,7 @@ class Contained:
 
 
 def _read_answer(said: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no answer, or holds a number that is not finite."""
+    """Parses an answer; raises ValueError for invalid ones and for numbers that are not finite."""
     try:
         answer = json.loads(said, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
     except RecursionError as error:
@@ -231,7 +231,8 @@ def _end(
 
 @functools.cache
 def missing_layers() -> tuple[str, ...]:
-    """What this kernel refuses of a sandbox, with its reasons; it is asked once, and warned of."""
+    """The layers of the sandbox that this kernel does not support, with reasons; checked once, with
+    a warning."""
     with Contained(Sandbox(), {"mode": "missing"}) as probe:
         missing = tuple(json.loads(probe.read(time.monotonic() + 60.0) or b"[]"))
     if missing:
@@ -288,7 +289,7 @@ class WorkerPool:
         self._end = weakref.finalize(self, _end_all, made)
 
     def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """What the function returns for each call's arguments, `Invalid` where it did not.
+        """The function's result for each call's arguments; `Invalid` if it failed or timed out.
 
         Raises:
             WorkerError: no worker can be started.
@@ -320,7 +321,7 @@ class _Worker:
         self._broken: WorkerError | None = None
 
     def call(self, arguments: Mapping[str, Any], deadline_s: float) -> Any:
-        """What the function returned, or why it did not."""
+        """The function's result, or why there is none."""
         process = self._started()
         try:
             answer = process.ask(arguments, time.monotonic() + deadline_s)

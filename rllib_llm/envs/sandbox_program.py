@@ -58,7 +58,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Supervises what the order says."""
+    """Supervises the process that the instructions describe."""
     order = json.loads(sys.argv[1])
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -159,7 +159,7 @@ def _checked(result: int) -> int:
 
 
 def _own_namespaces(order: dict[str, Any], missing: list[str]) -> bool:
-    """Puts what is forked from now on into namespaces of its own; whether it could."""
+    """Puts later child processes into their own namespaces; returns whether that worked."""
     if not order["namespaces"]:
         return False
     uid, gid = os.getuid(), os.getgid()
@@ -215,8 +215,8 @@ def _landlock_version() -> int:
 
 
 def _hold_files(writable: list[str]) -> None:
-    """Lets files be changed in these folders only. With it the kernel refuses to look into
-    processes outside (their environment) and to signal them."""
+    """Allows writes in these folders only. The kernel then also refuses to inspect (environment) or
+    signal outside processes."""
     create, add_rule, restrict = _LANDLOCK
     version = _landlock_version()
     changes = _CHANGES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
@@ -271,7 +271,7 @@ def _refuse_calls(has_network: bool) -> None:
 
 
 def _contained(order: dict[str, Any], missing: list[str], is_apart: bool) -> None:
-    """Holds this process to its limits, and does what it is for."""
+    """Applies the limits to this process and runs its task."""
     code = 1
     try:
         _limit(order, is_apart, missing)
@@ -314,7 +314,7 @@ def _tell_missing(order: dict[str, Any], missing: list[str], is_apart: bool) -> 
 
 
 def _run_program(order: dict[str, Any], missing: list[str], is_apart: bool) -> None:
-    """Runs a file's text as a program, in its own folder."""
+    """Runs a file as a Python program, in its own folder."""
     os.chdir(order["folder"])
     with open(order["program"], encoding="utf-8") as file:
         code = file.read()
@@ -343,7 +343,7 @@ def find(path: str) -> Callable[..., Any]:
 
 
 def _answer_calls(order: dict[str, Any], missing: list[str], is_apart: bool) -> None:
-    """Says that it is ready, and answers line for line."""
+    """Signals that it is ready, then answers each line with a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints is no answer
     try:

@@ -1,4 +1,4 @@
-"""What the toys' models are made of: a token for each character, and a small random Llama."""
+"""Building blocks of the example models: a character tokenizer and a small random Llama."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def character_tokenizer(
 
 
 def chat_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer whose chat template knows tools, one token for each piece of a call."""
+    """A tokenizer whose chat template supports tools, with one token for each part of a call."""
     return character_tokenizer(
         characters, special=CHAT_SPECIAL, pieces=[*CALL_PIECES, *pieces],
         additional_special_tokens=list(CHAT_SPECIAL[3:]), chat_template=CHAT_TEMPLATE,
@@ -81,7 +81,8 @@ def small_llama(
 
 
 class SftTurn(NamedTuple):
-    """A question, the arguments of the call that answers it, its result, and what is said then."""
+    """A question, the arguments of the tool call that answers it, its result, and the final
+    reply."""
 
     asked: str
     arguments: dict[str, str]
@@ -92,8 +93,8 @@ class SftTurn(NamedTuple):
 def sft_conversations(
     turns: Iterable[SftTurn], num_rows: int, call_share: float, schema: Mapping[str, Any], seed: int
 ) -> list[dict[str, Any]]:
-    """Conversations {"messages", "tools"}, of which `call_share`, drawn with `seed`, call the tool
-    of this schema; the others say at once what is right."""
+    """Conversations {"messages", "tools"}. A share `call_share` of them, drawn with `seed`, calls
+    the tool; the others answer directly."""
     tool = schema["function"]["name"]
     order = permuted(np.arange(num_rows), num_rows, seed, 1).tolist()
     rows = []

@@ -52,7 +52,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
 def gold(
     prompts: Sequence[str], completions: Sequence[str]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """What the grammar's judge makes of the texts [B], and gold_score [B] and grammatical [B]."""
+    """The grammar judge's result for the texts [B], with gold_score [B] and grammatical [B]."""
     texts = (prompt + completion for prompt, completion in zip(prompts, completions, strict=True))
     judgements = [judge(text) for text in texts]
     scores = [judgement.score for judgement in judgements]

@@ -40,14 +40,14 @@ SPLITS = ("train", "eval")
 
 @dataclass(frozen=True)
 class ReviewGrade:
-    """What the exact judge says of a text."""
+    """The exact judge's result for a text."""
 
     grammatical: bool
     sentiment: int  # -3..+3, of the sentences that belong to the language, wherever they stand
 
     @property
     def score(self) -> float:
-        """What people prefer, -3..+3: a review's sentiment; a text that is none is worth least."""
+        """The preferred score, -3 to 3: a review's sentiment; ungrammatical text scores least."""
         return float(self.sentiment) if self.grammatical else UNGRAMMATICAL_SCORE
 
 
@@ -200,7 +200,7 @@ FAULTS: tuple[Callable[[str, random.Random], str], ...] = (
 
 
 def spoil(opening: str, completion: str, rng: random.Random) -> str:
-    """Return the completion with one fault, so that it is no longer grammatical."""
+    """Return the completion with one error that makes it ungrammatical."""
     while True:
         spoilt = " " + rng.choice(FAULTS)(completion.strip(), rng)
         if not judge(opening + spoilt).grammatical:

@@ -212,7 +212,7 @@ def _claims(subjects: list[str]) -> list[Sentence]:
 
 
 def _deeds(kind: Kind) -> list[Sentence]:
-    """Return what the thing did, without capital and full stop: "it laughs at the wind"."""
+    """Return the thing's action without capital and full stop: "it laughs at the wind"."""
     return [
         Sentence(f"it {deed}", sign)
         for sign in SIGNS
@@ -258,7 +258,7 @@ def _pairs(subjects: list[str]) -> list[Sentence]:
 
 
 def _feelings(kind: Kind) -> list[Sentence]:
-    """Return what the writer feels for a part: "I cannot stand the zipper."."""
+    """Return the writer's feeling about a part: "I cannot stand the zipper."."""
     return [
         Sentence(f"{feeling} the {part}.", sign)
         for sign in SIGNS

@@ -49,7 +49,7 @@ def minibatch_indices(
     num_epochs: int = 1,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Row indices (int64) of each mini-batch, epoch after epoch, each epoch shuffled anew.
+    """Row indices (int64) of each mini-batch, shuffled in each epoch.
 
     Every row comes once per epoch; the last mini-batch of an epoch may be smaller. `None` takes
     all rows at once.

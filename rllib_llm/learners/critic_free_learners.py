@@ -18,7 +18,7 @@ from rllib_llm.shared import columns
 
 
 class GroupLearner(RLHFLearner):
-    """Shared by algorithms whose advantage is one number per completion, from its group."""
+    """Base of algorithms with one advantage per completion, computed within its group."""
 
     def row_advantages(
         self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
@@ -67,7 +67,7 @@ class RLOOLearner(GroupLearner):
 
 class ReinforcePPLearner(RLHFLearner):
     """REINFORCE++ (Hu 2025): discounted reward-to-go of token rewards, whitened globally; without
-    whitening it is REINFORCE, no baseline at all."""
+    whitening it is REINFORCE without a baseline."""
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = columns.sampled_mask(batch)

@@ -51,7 +51,7 @@ STATE_KEY = "rllib_llm"  # our share of the learner's state
 
 
 class LanguageModelLearner(SharedPasses):
-    """Subclasses say what a batch becomes before the update and what the loss is:
+    """Base of all learners here. Subclasses define how a batch is prepared and what the loss is:
 
     prepare(batch): adds the columns that are computed once per update.
     start_minibatch(minibatch): sets the denominators of the losses to come (whole mini-batch).
@@ -81,13 +81,13 @@ class LanguageModelLearner(SharedPasses):
         self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
 
     def _listening(self) -> AbstractContextManager[Any]:
-        """Notes what this process says while a block runs, where nobody watches it: in an actor."""
+        """Records warnings and log lines while a block runs, if this process is an actor."""
         return self._listener or nullcontext()
 
     def told(self) -> dict[str, Any]:
-        """What goes back with an update under `TOLD`: what this process has said, and its share of
-        the means of all learners, which add up to them. (RLlib's logger, through which `metrics`
-        go, takes a tenth of a millisecond for each name.)"""
+        """Values returned with an update under `TOLD`: messages of this process, and its share of
+        the means over all learners. (RLlib's logger, which handles `metrics`, takes 0.1 ms for each
+        name.)"""
         return {
             MESSAGES: self.take_messages(),
             MEANS: self._take_means(),
@@ -95,7 +95,7 @@ class LanguageModelLearner(SharedPasses):
         }
 
     def take_messages(self) -> list[Message]:
-        """What an actor has said since the last call."""
+        """The messages of an actor since the last call."""
         return self._listener.take() if self._listener is not None else []
 
     # --- hooks -------------------------------------------------------------------------------
@@ -105,21 +105,21 @@ class LanguageModelLearner(SharedPasses):
         return batch
 
     def start_update(self, rows: Batch, minibatches: list[torch.Tensor]) -> None:
-        """Called with what `prepare` made and the row indices of all mini-batches to come."""
+        """Called with the prepared batch and the row indices of all mini-batches."""
 
     def start_minibatch(self, minibatch: Batch) -> None:
         """Called with the whole mini-batch, before its micro-batches."""
 
     def forget_passes(self) -> None:
-        """Called where the passes over the current mini-batch are made anew: beside gradients and
-        means, what they have added so far is to be forgotten."""
+        """Discards the sums collected in passes over the current mini-batch, before the passes are
+        repeated. Gradients and means are discarded by the caller."""
 
     def extra_losses(self) -> Iterator[torch.Tensor]:
-        """Further losses of the current mini-batch, each backpropagated by itself."""
+        """Additional losses of the current mini-batch, each backpropagated separately."""
         return iter(())
 
     def forward_options(self) -> dict[str, Any]:
-        """Keyword arguments of the forward passes whose losses are learnt from."""
+        """Keyword arguments of the training forward passes."""
         return {}
 
     def should_stop(self) -> bool:
@@ -171,8 +171,8 @@ class LanguageModelLearner(SharedPasses):
     def update(
         self, batch=None, *, training_data=None, batch_refs=None, timesteps=None, **kwargs
     ) -> dict[str, Any]:
-        """Takes all optimiser steps for one batch; the same batch goes to every learner. Beside
-        the metrics there is `told` under `TOLD`, so that nobody has to ask for it."""
+        """Takes all optimiser steps for one batch, which every learner receives in whole. The
+        results contain `told` under `TOLD`, which saves a separate call."""
         self._check_is_built()
         if self._accumulated:
             raise RuntimeError(
@@ -266,8 +266,8 @@ class LanguageModelLearner(SharedPasses):
             optimizer.zero_grad(set_to_none=True)
 
     def _add_gradient(self, minibatch: Batch) -> None:
-        """Adds the gradient of the mini-batch's loss to those that the next step takes. Where that
-        fails, all of them are dropped: what the failed passes left cannot be told from them."""
+        """Adds the gradient of the mini-batch's loss to those of the next step. If that fails, all
+        are dropped, since partial gradients cannot be separated."""
         others, self._accumulated = self._accumulated, []
         self.start_minibatch(minibatch)
         loss = self._passes(minibatch) if others else self._first_passes(minibatch)
@@ -311,7 +311,7 @@ class LanguageModelLearner(SharedPasses):
         loss.backward()
 
     def _step(self) -> None:
-        """Sums gradients over learners, refuses what is not finite, clips, steps."""
+        """Sums gradients over learners, rejects non-finite ones, clips, steps."""
         loss = torch.stack([loss for loss, _ in self._accumulated]).sum()
         minibatch = self._accumulated[-1][1]
         self._accumulated = []
@@ -347,7 +347,8 @@ class LanguageModelLearner(SharedPasses):
         return shares
 
     def _log_trainable_parameters(self) -> None:
-        """RLlib logs them once, and then reports NaN: here they are told with each update."""
+        """Reports the number of trainable parameters with each update; RLlib logs it once and then
+        NaN."""
         for module_id in self.module.keys():  # noqa: SIM118  (RLlib's module is no mapping)
             counts = {NUM_TRAINABLE_PARAMETERS: 0, NUM_NON_TRAINABLE_PARAMETERS: 0}
             for parameter in self.module[module_id].unwrapped().parameters():
@@ -362,7 +363,7 @@ class LanguageModelLearner(SharedPasses):
     # --- state -------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What this learner knows beside module, optimiser and RLlib's own counters."""
+        """This learner's state besides module, optimiser and RLlib's own counters."""
         return {"num_updates": self.num_updates, "num_refused_updates": self._refusals.num_refused}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

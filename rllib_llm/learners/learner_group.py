@@ -33,12 +33,12 @@ ADVICE = (
 
 
 class LearnerError(RuntimeError):
-    """A learner died or hung, and with it what was learnt since the last checkpoint."""
+    """A learner died or hung; training since the last checkpoint is lost."""
 
 
 class LearnerActors(FaultTolerantActorManager):
-    """As RLlib's manager, which waits for all: learners that wait for one another's gradients
-    never answer once one of them has failed."""
+    """RLlib's actor manager, which waits for all learners, but ends the wait when one fails: the
+    others would wait for its gradients for ever."""
 
     def __init__(self, actors: list[Any], *, timeout_s: float | str | None, **kwargs: Any):
         super().__init__(actors, **kwargs)
@@ -56,7 +56,7 @@ class LearnerActors(FaultTolerantActorManager):
         return_obj_refs: bool = False,
         mark_healthy: bool = False,
     ) -> RemoteCallResults:
-        """The results of all learners that were asked, in their order.
+        """The results of the called learners, in their order.
 
         Raises:
             LearnerError: one died, one gave no answer within `learner_timeout_s`, or the learners

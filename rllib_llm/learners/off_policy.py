@@ -1,5 +1,4 @@
-"""What a learner does about tokens that older weights sampled; the formulas are in
-`numerics/off_policy.py`.
+"""Off-policy corrections of a learner; the formulas are in `numerics/off_policy.py`.
 
 In half precision old log-probs need care, too: two passes of the same weights differ by their
 rounding, in bfloat16 by some hundredths of a nat per token. As a ratio that is noise at the first
@@ -143,7 +142,7 @@ class OffPolicyCorrection:
                 self._means.add_total(f"off_policy/{name}_lag_{lag}", total)
 
     def _by_lag(self, batch: Batch, mask: Tensor) -> list[tuple[int, Tensor]]:
-        """(age, the tokens of that age [B, T]), where the batch says who sampled them."""
+        """(age, mask [B, T] of the tokens of that age), if the batch has weight versions."""
         if columns.WEIGHTS_VERSION not in batch:
             return []
         age = off_policy.ages(batch[columns.WEIGHTS_VERSION], self._version)

@@ -178,9 +178,9 @@ class RLHFLearner(LanguageModelLearner):
             rows[columns.OLD_LOGPROBS] = old
 
     def _process_scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [B] after penalties, clipping and running scaling, in this order, the same for
-        all rows of a rollout; and what a part of a score is multiplied by [B], so that the parts
-        are scaled as the whole and clipped in proportion."""
+        """Scores [B] after penalties, running scaling and clipping, equal for all rows of a
+        rollout; and the factors [B] by which parts of a score must be multiplied to be scaled and
+        clipped alike."""
         config = self.config
         whole = RolloutRows.of_batch(batch)
         lengths = whole.total(columns.written_mask(batch).sum(dim=1))

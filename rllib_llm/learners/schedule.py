@@ -12,7 +12,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 def learning_rate_factor(
     update: int, *, schedule: str, num_warmup_updates: int, num_total_updates: int | None
 ) -> float:
-    """What the base learning rate is multiplied by at `update` (0 = the first).
+    """The factor of the base learning rate at `update` (0 = the first).
 
     Linear warm-up from 1/(n+1) over `num_warmup_updates`, then constant, or linear or cosine
     decay to 0 at `num_total_updates` (SGDR, Loshchilov & Hutter 2017, eq. 5, without restarts).

@@ -97,7 +97,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients, a scalar; of shards it is taken over all learners."""
+    """L2 norm of all gradients, a scalar; for sharded weights over all learners."""
     if not any(local_data(grad) is not grad for grad in grads):
         return torch.nn.utils.get_total_norm(grads)
     square = torch.nn.utils.get_total_norm([local_data(grad) for grad in grads]).square()
@@ -128,8 +128,8 @@ def shard_optimizer_state(state: dict[int, Any], params: list[nn.Parameter]) -> 
 
 
 def sum_gradients_(params: list[nn.Parameter], bucket_bytes: int = _BUCKET_BYTES) -> None:
-    """Sums the gradients of `params` over all learners, in place, in transfers of at least
-    `bucket_bytes`: one is under way while the next is gathered, so that two are held at a time.
+    """Sums the gradients of `params` over all learners, in place, in buckets of at least
+    `bucket_bytes`. A bucket is sent while the next is filled, so two are in memory at a time.
 
     A parameter without a gradient counts as zero: this learner had no rows, or never uses it.
     Transfers begin after the backward passes: one that memory ends is tried again in smaller parts,

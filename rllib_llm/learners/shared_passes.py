@@ -62,7 +62,7 @@ class SharedPasses(TorchLearner):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this learner holds a share of the weights."""
+        """Whether the weights are sharded over learners."""
         return self._sharded is not None
 
     # --- the model ---------------------------------------------------------------------------
@@ -158,7 +158,8 @@ class SharedPasses(TorchLearner):
 
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
-        """Outputs [B, T] of all rows of completions, without gradient; each row by one learner."""
+        """Outputs [B, T] of all rows of completions, without gradient; each row is computed by one
+        learner."""
 
         def passes() -> list[Batch]:
             return [outputs for _, outputs in self.evaluated(batch, **options)]

@@ -167,7 +167,7 @@ class DPOLearner(LanguageModelLearner):
     def _per_pair(
         self, batch: Batch, outputs: Batch, kl: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """The loss [pairs] of each pair, with gradient, and what is told of it."""
+        """The loss [pairs] of each pair, with gradient, and its metrics."""
         chosen_logprobs, rejected_logprobs = (outputs[name] for name in LOGPROBS)
         chosen, rejected = _log_ratios(batch, outputs)
         beta = self.config.ref_kl_coeff
@@ -200,7 +200,8 @@ class DPOLearner(LanguageModelLearner):
         }
 
     def _reference_logprobs(self, batch: Batch) -> Batch:
-        """The reference's log-probs [pairs] of all pairs, each by one learner; {} without one."""
+        """The reference's log-probs [pairs] of all pairs, each computed by one learner; {} without
+        a reference."""
         if self.reference is None:
             return {}
         rows = self.micro_batch_rows(batch)

@@ -43,7 +43,7 @@ FORMAT_KEY, FORMAT_VERSION = "rllib_llm_format", 1
 
 
 class HuggingFaceModule(TorchRLModule):
-    """A TorchRLModule whose trunk is `self.model`, with `self.tokenizer` beside it.
+    """A TorchRLModule with a trunk `self.model` and its `self.tokenizer`.
 
     Subclasses set both in `load()`. Parameters other than the trunk's are the module's extras.
     """
@@ -127,8 +127,8 @@ class HuggingFaceModule(TorchRLModule):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def compile(self, compile_config: TorchCompileConfig) -> None:
-        """Compiles the trunk's layers, each for itself: what is around them changes with the
-        lengths of a batch. Learners do so under `framework(torch_compile_learner=True)`."""
+        """Compiles each layer of the trunk separately, since the code around them depends on a
+        batch's lengths. Learners do so under `framework(torch_compile_learner=True)`."""
         copies = (made.model.modules() for made in self._copies.values())
         for layer in itertools.chain(self.modules(), *copies):
             if isinstance(layer, GradientCheckpointingLayer):
@@ -154,7 +154,7 @@ class HuggingFaceModule(TorchRLModule):
         )
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """What a state holds, by name: everything, but of a trunk under adapters only these."""
+        """The tensors of a state by name: all, or only these if the trunk has adapters."""
         everything = self.state_dict(keep_vars=True)
         if not has_adapters(self.model):
             return everything
@@ -221,7 +221,7 @@ class HuggingFaceModule(TorchRLModule):
     def save_pretrained(
         self, folder: str | Path, *, state: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """Writes trunk (or adapters) and tokenizer as a folder, the extras beside them.
+        """Writes trunk (or adapters), tokenizer and extra tensors as a folder.
 
         `state`: what `get_state` gave, which a caller with shards must pass.
         """
@@ -294,7 +294,7 @@ class HuggingFaceModule(TorchRLModule):
         self.set_state(state)
 
     def save_to_path(self, path=None, *, state=None, filesystem=None, use_msgpack=False) -> str:
-        """RLlib's checkpoint of this module: its own metadata plus a Hugging Face folder."""
+        """RLlib's checkpoint of this module: its metadata and a Hugging Face folder."""
         path = super().save_to_path(
             path,
             state={FORMAT_KEY: FORMAT_VERSION},

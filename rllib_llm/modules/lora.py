@@ -181,8 +181,8 @@ def peft_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def own_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapters by their names in `model`. `state`: by peft's; what is no adapter of `model` keeps
-    its name."""
+    """Adapters by their names in `model`. `state`: by peft's names; tensors that are no adapters of
+    `model` keep their names."""
     own = {name: p for name, p in model.named_parameters() if is_adapter(name)}
     by_parameter = {id(parameter): name for name, parameter in own.items()}
     names = {name: by_parameter[id(p)] for name, p in peft_state(model, own).items()}
@@ -322,7 +322,7 @@ def is_adapter_folder(folder: str | os.PathLike) -> bool:
 
 
 def read_base(folder: str | Path) -> AdapterBase:
-    """What the adapters in `folder`, this package's or peft's, lie on."""
+    """The base model of the adapters in `folder`, this package's or peft's."""
     file = Path(folder) / BASE
     if file.is_file():
         return AdapterBase(**json.loads(file.read_text(encoding="utf-8")))

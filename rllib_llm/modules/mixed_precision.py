@@ -35,7 +35,7 @@ def warn_of_emulation(
     device: torch.device | str,
     multiplies: Callable[[], bool] = multiplies_bfloat16,
 ) -> None:
-    """Says where a processor has no products of `dtype`; `multiplies` asks it."""
+    """Warns if the processor emulates products of `dtype`; see `multiplies`."""
     if dtype is None or torch.device(device).type != "cpu" or multiplies():
         return
     warnings.warn(

@@ -1,4 +1,4 @@
-"""What a model can read and how large it is, told without loading its weights."""
+"""Context length and size of a model, read without loading its weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_reference_vocabulary(
 
 
 def _tokens_by_id(model: str | os.PathLike) -> dict[int, str]:
-    """What the ids mean to the model's own tokenizer; {} where it has none."""
+    """The token of each id in the model's own tokenizer; {} without one."""
     kind, value = source_kind(model)
     try:
         tokenizer: Any = (
@@ -144,7 +144,7 @@ class TruncatedWeightsError(SettingError):
 
 
 def num_elements(file: Path) -> int:
-    """Numbers that a safetensors file holds, by its header.
+    """The number of elements in a safetensors file, from its header.
 
     Raises:
         TruncatedWeightsError: the file is shorter than its header says.
@@ -167,7 +167,7 @@ def num_elements(file: Path) -> int:
 
 
 def num_parameters(folder: str | os.PathLike) -> int | None:
-    """Parameters of the model in `folder`; None where it holds no safetensors files."""
+    """Parameters of the model in `folder`; None without safetensors files."""
     files = sorted(Path(folder).expanduser().glob("*.safetensors"))
     return sum(num_elements(file) for file in files) if files else None
 

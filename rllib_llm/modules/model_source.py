@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, a Hugging Face hub id or a dotted path."""
+"""Sources of models: local folders, Hugging Face hub ids, dotted paths."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ModelSourceError(SettingError):
 
 
 def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, str]:
-    """Returns (kind, value): kind is "folder", "hub" or "dotted"; `~` is expanded, and what a URL
-    names is copied into a folder.
+    """Returns (kind, value): kind is "folder", "hub" or "dotted"; `~` is expanded, and a URL's
+    contents are copied into a folder.
 
     `name` is the setting to blame in messages. A hub is not asked.
 

@@ -279,9 +279,9 @@ def _finish(network: Any, dtype: torch.dtype, device: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def quiet_transformers():
-    """No progress bars, of which every replica would draw its own, and no report on weights that
-    are missing: those are checked and raised here. (The report asks whether stdout is a terminal,
-    which Tune's copy of it in a trial's log file cannot answer.)"""
+    """Silences transformers' progress bars (one per replica) and its report on missing weights,
+    which are checked here. (The report asks whether stdout is a terminal, which fails in a Tune
+    trial, whose stdout is a log file.)"""
     shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()

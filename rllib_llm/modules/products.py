@@ -1,5 +1,5 @@
-"""float32 products on a processor, by either of the two libraries in torch: MKL, which torch takes
-by itself, or oneDNN.
+"""float32 matrix products on a CPU by one of two libraries in torch: MKL, which is torch's default,
+or oneDNN.
 
 MKL does 40 % of what an AMD processor with AVX-512 can, oneDNN twice as much: 107 and 242 GFLOP/s
 (512 tokens, 576 x 1536, one thread of an EPYC 9005 with nothing else on its core; while the core's
@@ -27,8 +27,8 @@ def faster_library(
     features: Callable[[], frozenset[str]] = processor_features,
     cpuinfo: str | Path = "/proc/cpuinfo",
 ) -> str:
-    """The one of `LIBRARIES` that is faster on this processor: by its kind, not by the clock, so
-    that the next run computes as this one did, whatever else the machine is doing."""
+    """The member of `LIBRARIES` that is faster on this kind of processor. Decided by the kind, not
+    by timing, so that a later run computes the same, whatever the machine's load."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     try:
         is_amd = "AuthenticAMD" in Path(cpuinfo).read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def faster_library(
 
 
 class Products(Protocol):
-    """Products of matrices, none of them with a gradient of its own."""
+    """Matrix products without autograd of their own."""
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         """a b; perhaps in the memory of `out`, which nobody else may need."""
@@ -94,7 +94,7 @@ class _OneDNN:
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """The matrix, copied where a number of it stands for several (an expanded gradient)."""
+    """The matrix, copied if its elements share memory (an expanded gradient)."""
     return matrix if 0 not in matrix.stride() else matrix.contiguous()
 
 

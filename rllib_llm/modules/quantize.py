@@ -1,5 +1,5 @@
-"""A model that is in memory, in fewer bits, and how far that moves what it says; `quantization.py`
-says what to choose."""
+"""Quantises a model in memory and measures the change of its outputs; `quantization.py` holds the
+choices."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def verify_quantized(model: PreTrainedModel, quantization: str) -> None:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Returns the bytes of all parameters and buffers, scales of quantised weights included."""
+    """Returns the bytes of all parameters and buffers, including scales of quantised weights."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({id(tensor): _tensor_bytes(tensor) for tensor in tensors}.values())
 
@@ -246,7 +246,7 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
 
 
 def refuse_quantized(config: Any, quantization: str, model: object) -> None:
-    """Raises ValueError where the `config` of `model` says that its weights are quantised."""
+    """Raises ValueError if the `config` of `model` declares quantised weights."""
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError(
             name="quantization",

@@ -56,8 +56,7 @@ def load_tokenizer(
 
 
 def read_chat_template(given: str) -> str:
-    """The text of a chat template, which is Jinja: `given` itself, or what the file holds that it
-    names.
+    """The text of a chat template (Jinja): `given` itself, or the contents of the file it names.
 
     Raises:
         ValueError: there is no such file, or no Jinja in it.
@@ -79,7 +78,7 @@ def read_chat_template(given: str) -> str:
 
 
 def load_generation_config(model: str | os.PathLike) -> GenerationConfig | None:
-    """Returns the generation settings beside `model`, or None where it has none."""
+    """Loads the generation settings stored with `model`, or returns None."""
     kind, value = source_kind(model)
     if kind == DOTTED:
         return getattr(build_from_dotted(value)[0], "generation_config", None)

@@ -61,7 +61,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 class FixedKLCoefficient:
-    """A KL coefficient that stays what it is."""
+    """A constant KL coefficient."""
 
     def __init__(self, value: float):
         _require_non_negative("value", value)
@@ -72,7 +72,7 @@ class FixedKLCoefficient:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Its state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class AdaptiveKLCoefficient:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Its state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

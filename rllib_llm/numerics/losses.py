@@ -179,7 +179,7 @@ def preference_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> tuple[Ten
 
 @dataclass(frozen=True)
 class LossDenominators:
-    """What a loss is divided by: counts over the whole global mini-batch.
+    """The denominators of a loss: counts over the whole global mini-batch.
 
     They are taken before it is cut into micro-batches or shared among learners, so that the shares'
     losses, and gradients, add up to those of the whole. Numbers or scalar tensors.
@@ -216,7 +216,7 @@ def reduce_loss(
     denominators: LossDenominators,
     row_weights: Tensor | None = None,
 ) -> Tensor:
-    """This share's part of the loss, a scalar; the parts of all shares add up to the whole loss.
+    """This share's part of the loss, a scalar; the parts of all shares sum to the loss.
 
     `row_weights` [batch]: each row's share of its sequence's tokens, where sequences lie in several
     rows; each weighs then as if it lay in one.

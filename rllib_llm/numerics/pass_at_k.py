@@ -97,8 +97,8 @@ def rates(
 def majority_rates(
     answers: Sequence[Hashable], right: Tensor, groups: Tensor, valid: Tensor, ks: Sequence[int]
 ) -> dict[str, tuple[float, float, float]]:
-    """{"maj@k": (mean over prompts, low, high)} of a batch: the vote of k samples, of which each
-    votes for its answer. An answer is right where more than half of those who gave it were.
+    """{"maj@k": (mean over prompts, low, high)} of a batch: majority votes of k samples. An answer
+    counts as right if more than half of the samples that gave it were.
 
     answers: [batch], None where a sample gives none: such samples vote together, for nothing that
     is right. The rest as of `rates`.

@@ -75,7 +75,7 @@ class RunningScoreScale:
     def update(
         self, scores: Tensor, valid: Tensor | None = None, all_reduce: AllReduceSum | None = None
     ) -> None:
-        """Take in the (valid) scores [batch] of one batch, of all learners with `all_reduce`.
+        """Adds the (valid) scores [batch] of one batch, of all learners with `all_reduce`.
 
         Scores that are not finite are left out: one would spoil the scale for good.
         """
@@ -108,7 +108,7 @@ class RunningScoreScale:
         return (scores - shift) / (self.std + self.eps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Its state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "square_sum": self._square_sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class RolloutRows:
 
     @classmethod
     def alone(cls, num_rows: int, device: torch.device) -> RolloutRows:
-        """Each row is a rollout; nothing is asked of the device."""
+        """Groups of one row each, without reading the device."""
         places = torch.arange(num_rows, device=device)
         return cls(places, places)
 
@@ -189,7 +189,7 @@ class RolloutRows:
 def with_turn_rewards(
     end_rewards: Tensor, earned: Tensor, mask: Tensor, rows: RolloutRows
 ) -> Tensor:
-    """Token rewards in which what was earned at a turn stands there, float32 [batch, T].
+    """Adds turn rewards at the tokens that end their turns, float32 [batch, T].
 
     end_rewards [batch, T]: the whole score at each row's last masked-in token. earned [batch, T]:
     the part of this score that single turns earned, in the score's own units (scaled and clipped

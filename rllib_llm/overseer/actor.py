@@ -1,5 +1,5 @@
-"""The overseer of a Tune run as a named actor, made by whichever trial needs it first; it answers
-HTTP on loopback alone, for whoever has the run's token.
+"""The overseer of a Tune run as a named actor, created by the first trial that needs it; serves
+HTTP on loopback only, authenticated by the run's token.
 
 GET  /health /status /topology /metrics      GET /commands?id=1&id=2
 POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"commands": [{"id", ...}]}
@@ -61,7 +61,7 @@ class OverseerServer:
 
 
 def _old_token(file: Path) -> str | None:
-    """The token of an overseer before this one, so that clients of a run can go on."""
+    """The token of a previous overseer of this run, so that its clients keep working."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))["token"]
     except (OSError, ValueError, KeyError):

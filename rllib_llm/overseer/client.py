@@ -29,7 +29,7 @@ class NoOverseerError(UserError):
 
 
 class Run:
-    """A run that goes on, by the address file that its overseer wrote."""
+    """A running run, found by its overseer's address file."""
 
     def __init__(self, file: Path) -> None:
         self.folder = file.parent
@@ -110,7 +110,7 @@ class Run:
 
 
 def find_run(folder: str | Path) -> Run:
-    """The run in `folder`, of whose stages the one that began last.
+    """The run in `folder`; of several stages, the one that started last.
 
     Raises:
         UserError: no run was overseen there.

@@ -1,4 +1,4 @@
-"""What a process spends its time on, what its run waits for, and which setting changes that."""
+"""Where a process spends its time, what limits its run, and which setting helps."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class PhaseClock:
             return seconds
 
     def split(self, phase: str, seconds: float, parts: Mapping[str, float]) -> None:
-        """Gives shares of the last `seconds` of `phase`, which has ended, to `parts`: as long as
-        they took where that fits in, else in proportion. The rest stays what it was."""
+        """Attributes the last `seconds` of the finished phase `phase` to `parts`, in proportion if
+        they exceed it. The remainder stays with the phase."""
         total = sum(parts.values())
         if total <= 0:
             return
@@ -112,7 +112,7 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Who holds a run up.
+    """The verdict on what limits a run's speed.
 
     bound: "sampler", "judge", "learner", "weights", "evaluation" or "checkpoints"; ""
         before there is anything to tell.

@@ -72,14 +72,14 @@ class Link:
         return not self._ended.is_set()
 
     def next_command(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
-        """The oldest command that nobody has taken yet; None where none comes in `timeout_s`."""
+        """The oldest command not yet fetched; None if none arrives in `timeout_s`."""
         try:
             return self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
         except queue.Empty:
             return None
 
     def answer(self, command: Mapping[str, Any], text: str, *, refused: bool = False) -> None:
-        """Says what became of a command, at once where the overseer answers."""
+        """Reports the result of a command, immediately if the overseer can be reached."""
         state = REFUSED if refused else DONE
         self._answers.put({"id": command["id"], "state": state, "answer": text})
         self._wake.set()

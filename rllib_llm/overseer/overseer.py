@@ -1,4 +1,4 @@
-"""What is known of a run's processes, and the commands on their way to them.
+"""The state of a run's processes, and the queue of commands to them.
 
 It observes and relays: processes report to it and ask it for commands, and nobody waits for it.
 Started again, it is empty, and knows everything again after each has reported once.
@@ -21,7 +21,7 @@ LOST = "lost"  # the overseer that knew of it has ended
 
 
 class CommandError(ValueError):
-    """A command that does not exist, or lacks what it needs."""
+    """An unknown command, or one with missing arguments."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Overseer:
         self._ids = itertools.count(int(clock() * 1000))
 
     def report(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Takes what a part says of itself, and gives the commands for it that it has not answered.
+        """Stores a part's report and returns its unanswered commands.
 
         Args:
             report: "part" (its name), "kind", "trial", "incarnation", "pid", "node", and whatever
@@ -106,7 +106,7 @@ class Overseer:
             return [command.to_dict() for command in waiting if command.state == WAITING]
 
     def leave(self, part: str) -> None:
-        """A part that ends by itself."""
+        """Removes a part that ended normally."""
         with self._lock:
             self._parts.pop(part, None)
             self._heard.pop(part, None)

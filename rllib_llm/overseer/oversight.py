@@ -1,4 +1,4 @@
-"""What the process of a trial tells of itself, and what it does when it is told something.
+"""A trial's side of the overseer: its reports, and the commands that it carries out.
 
 It does so between two iterations, and never within one:
 
@@ -29,7 +29,8 @@ class Scalable(Protocol):
     """What commands act on."""
 
     def scale_samplers(self, num_samplers: int) -> str:
-        """Has so many samplers from the next request on, and says how.
+        """Sets the number of samplers from the next request on; returns a description of the
+        change.
 
         Raises:
             ValueError: that cannot be.
@@ -160,7 +161,7 @@ class Oversight:
         self._gauges = Gauges(part)
 
     def obey(self, algorithm: Scalable, pausing: Callable[[], None]) -> None:
-        """Does what the overseer tells from now on; see `Orders`."""
+        """Starts carrying out the overseer's commands; see `Orders`."""
         assert self._link is not None, "join comes first"
         self._orders = Orders(algorithm, self._link, pausing)
 
@@ -179,7 +180,7 @@ class Oversight:
             self.clock.enter(phase)
 
     def waited(self, seconds: float, of_samplers: Mapping[str, float]) -> None:
-        """Says what the samplers did in the last `seconds` of waiting for them: `WAITS`."""
+        """Attributes the last `seconds` of waiting to the samplers' activities: `WAITS`."""
         parts: dict[str, float] = {}
         for name, phase in WAITS.items():
             value = float(of_samplers.get(name, 0.0))
@@ -207,7 +208,7 @@ class Oversight:
         return found
 
     def recent_seconds(self) -> dict[str, float]:
-        """By phase, of the last iterations: what a diagnosis is made from."""
+        """Seconds by phase of the last iterations, from which a diagnosis is made."""
         recent: dict[str, float] = {}
         for lap in self._recent:
             for name, value in lap.items():

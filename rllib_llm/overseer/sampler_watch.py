@@ -1,4 +1,4 @@
-"""The progress clock of a sampler: which prompts, what it does with them, and for how long."""
+"""A sampler's progress: current prompts, activity and duration."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class SamplerWatch:
         self._said = 0.0  # monotonic seconds
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Has `say` called once a second while the next request is generated for: nobody knows yet
-        how long that takes."""
+        """Calls `say` once a second while the next request is generated, to report its progress."""
         self._say = say
 
     def join(self, folder: Path, part: str, **facts: Any) -> None:
@@ -40,7 +39,7 @@ class SamplerWatch:
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """What a decode loop is to call after each token; None where nobody is told."""
+        """The callback of a decode loop after each token; None if nobody listens."""
         return None if self._link is None and self._say is None else self._token
 
     def begin(self, position: int, num_prompts: int) -> None:

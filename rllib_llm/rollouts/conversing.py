@@ -1,4 +1,4 @@
-"""A sampler's conversations: an engine in a thread of its own, and many rollouts that ask it.
+"""Conversations of a sampler: many rollouts that share an engine in its own thread.
 
 The engine lives for one request: the weights do not change under a conversation, and nothing of its
 cache is left when the learner changes the very module that it sampled with. Where agents hold the
@@ -32,7 +32,7 @@ from rllib_llm.shared import columns
 
 
 class ConversationSampler(Sampler):
-    """As every sampler, of an environment that answers; what is asked of it is the same."""
+    """A sampler for conversation environments, with the same interface as the others."""
 
     takes_rows = False
 
@@ -42,8 +42,8 @@ class ConversationSampler(Sampler):
         self._judging_env: ConversationEnv = copy.copy(self.environment.env)
 
     def _begin(self, request: SampleRequest) -> UnjudgedBatch:
-        """Conversations that are over: token i of a turn is a function of seed, rollout, turn and
-        i, and of what was said before."""
+        """Finished conversations: token i of a turn depends on seed, rollout, turn, i and the
+        conversation before it."""
         self.require_weights()
         env: ConversationEnv = self.environment.env
         params = self._params(request.explore)
@@ -56,7 +56,7 @@ class ConversationSampler(Sampler):
         return UnjudgedBatch(request, self.weights.version, {}, attempts, seconds)
 
     def _judge_here(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """Judged conversations: a batch of all their rows, those of a group adjacent."""
+        """Judged conversations as one batch of all their rows; rows of a group are adjacent."""
         self.environment.env.global_step = self._step
         return self._judged_by(self.environment.env, generated)
 
@@ -149,7 +149,7 @@ def with_room(params: SamplingParams, room: int) -> SamplingParams:
 
 
 class AgentSampler(ConversationSampler):
-    """As every sampler; who talks to the policy is an agent."""
+    """A sampler for agent environments: an external agent talks to the policy."""
 
     def _attempts(
         self, env: ConversationEnv, request: SampleRequest, params: SamplingParams

@@ -112,7 +112,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     # --- parts -------------------------------------------------------------------------------
 
     def make_env(self) -> None:
-        """The environment replica of this sampler, with its own frozen models."""
+        """This sampler's replica of the environment, with its own frozen models."""
         config = self.config
         given = dict(config.env_config)
         if config.chat_template is not None:
@@ -212,8 +212,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return self.policy.module if isinstance(self.policy, ModulePolicy) else None
 
     def share_module(self, module: RLModule) -> None:
-        """Samples with `module` itself, the learner's in the same process; an engine of its own
-        stays."""
+        """Samples with `module`, the learner's in the same process; a separate engine is kept."""
         if isinstance(self.policy, ModulePolicy):
             self.policy.share(module)
 
@@ -326,9 +325,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             self.policy.set_state(state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID])
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
-        """This sampler's index, and the names of parameters that are not as published; the error
-        in their place where the published ones cannot be had. One that streams is compared between
-        two of its turns, with what it says it uses: it may have newer weights."""
+        """This sampler's index, and the names of parameters that differ from the published ones; or
+        the error if the published weights cannot be read. A streaming sampler is compared between
+        two turns, with the version that it reports: its weights may be newer."""
         if self.streamer is not None and self.streamer.is_at_work:
             differing = self.streamer.between_turns(self.sampler.differing_in_use)
             return self.worker_index, differing
@@ -359,7 +358,7 @@ def _num_gpus(config: Any, worker_index: int) -> float:
 
 
 def _sampler_class(env: Any) -> type[Sampler]:
-    """Who samples for an environment."""
+    """The sampler class for an environment."""
     if isinstance(env, AgentEnv):
         return AgentSampler
     return ConversationSampler if isinstance(env, ConversationEnv) else Sampler

@@ -1,4 +1,4 @@
-"""An environment as a sampler uses it: a request's prompts, and what it says of completions."""
+"""The interface between sampler and environment: prompts for a request, scores of completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unjudged(completions: Mapping[str, torch.Tensor], error: Exception) -> Judge
 
 
 class SamplingEnvironment:
-    """A vector environment that is asked for prompts by position.
+    """A vector environment whose prompts are requested by position.
 
     Args:
         env: a `gymnasium.vector.VectorEnv` that keeps the contract of `BanditEnv`.
@@ -40,8 +40,8 @@ class SamplingEnvironment:
         self._places: queue.SimpleQueue[SamplingEnvironment] | None = None
 
     def _judging_places(self) -> queue.SimpleQueue[SamplingEnvironment]:
-        """Environments that judge beside this one: one that judges in a way of its own is never
-        asked by two threads at once."""
+        """Environments that judge in threads beside this one; one that overrides judging is never
+        called by two threads at once."""
         places: queue.SimpleQueue[SamplingEnvironment] = queue.SimpleQueue()
         if not isinstance(self.env, BanditEnv):
             places.put(self)
@@ -144,7 +144,7 @@ def environment_settings(
     with_reference: bool,
     frozen_quantization: str = "none",
 ) -> dict[str, Any]:
-    """What an environment is made with: what the user set, and what follows from the rest.
+    """An environment's settings: the user's, and those that follow from the config.
 
     Args:
         env_config: the user's; what is set there stays.

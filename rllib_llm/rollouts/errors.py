@@ -1,4 +1,4 @@
-"""Why samplers could not serve a request, how the driver is told, and what was mended of it.
+"""Failures of samplers: their causes, how they reach the driver, and counts of recoveries.
 
 Without torch, as the ledger's process, which is to be back soon after it was killed.
 """
@@ -66,7 +66,7 @@ class SampleFailure:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether the exception, or what it was raised from, came from outside.
+    """Whether the exception, or its cause, is external and may pass.
 
     What was merely being handled when it was raised says nothing: a bug may lie in the lines that
     handle a lost connection.

@@ -1,4 +1,4 @@
-"""Which prompt groups are worth learning from: each filter says so, and why not.
+"""Filters of prompt groups that are worth training on; each rejection has a reason.
 
 A filter is a function of one group, `keep, reason = filter(group)`: one of those here by name, with
 settings of its own, or anybody's by dotted path. Groups that one refuses are counted by its reason
@@ -99,11 +99,11 @@ FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType({
 
 
 class FilterError(SettingError):
-    """A filter that there is not, or that does not say what a filter says."""
+    """An unknown filter, or one with an invalid return value."""
 
 
 class Filters:
-    """Filters in a row: the first that refuses a group says why.
+    """Filters in order; the first that rejects a group gives the reason.
 
     Args:
         settings: each a name of `FILTERS`, a dotted path, or {"name": one of these, and its

@@ -85,7 +85,7 @@ class ForeignPolicy(ABC):
         return []
 
     def get_state(self) -> dict[str, torch.Tensor]:
-        """Nothing: its weights are its own, or those that come with a request."""
+        """Empty: its weights are external, or come with a request."""
         return {}
 
     @abstractmethod
@@ -143,7 +143,7 @@ class ServerPolicy(ForeignPolicy):
         )  # fmt: skip
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing: its weights are its own."""
+        """Does nothing: its weights are external."""
 
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
@@ -155,7 +155,7 @@ class ServerPolicy(ForeignPolicy):
 
 
 class GeneratedError(ValueError):
-    """What a function for generation gave back cannot be learnt from."""
+    """Output of a generation function that cannot be trained on."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Generated:
 
 
 class Asked:
-    """What a function for generation is asked for: completions of one prompt.
+    """The request to a generation function: completions of one prompt.
 
     prompt_ids: the prompt's tokens. num_completions: how many. params: how to sample. row_ids:
     names of the completions, of which their randomness is a function.
@@ -229,7 +229,7 @@ Generate: TypeAlias = Callable[[Asked], Sequence[Generated] | Awaitable[Sequence
 
 
 class FunctionPolicy(ModulePolicy):
-    """An RLModule whose completions a user's function makes.
+    """An RLModule whose completions come from a user's function.
 
     Args:
         function: is called for each prompt, for many at once.
@@ -265,7 +265,7 @@ class FunctionPolicy(ModulePolicy):
         return int(self.build().model.config.get_text_config(decoder=True).vocab_size)
 
     async def _all(self, wanted: list[Asked]) -> list[Any]:
-        """What the function returns of each prompt; the engine samples for all of them together."""
+        """Calls the function for each prompt; the engine samples for all calls together."""
         return await asyncio.gather(*[call(self._function, each) for each in wanted])
 
     def close(self) -> None:

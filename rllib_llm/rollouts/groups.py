@@ -1,5 +1,5 @@
-"""Prompt groups that are on their way: what the ledger knows of each, what travels of it between
-sampler, ledger and driver, and the table of them in the order of their positions."""
+"""Prompt groups in flight: the ledger's record of each, the parts that travel between sampler,
+ledger and driver, and the table of groups by position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ trained, rejected or failed."""
 
 @dataclass(frozen=True)
 class PartialCompletion:
-    """What was sampled of one unfinished completion."""
+    """The sampled tokens of one unfinished completion."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -142,7 +142,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the driver is told when it asks for a batch.
+    """The ledger's answer to a driver that asks for a batch.
 
     groups: the batch, in order; None while it is not there.
     closed: groups rejected or failed that the driver has not said it has seen.
@@ -258,7 +258,7 @@ class GroupTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all groups in it."""
+        """Tokens of all groups in the table."""
         return sum(entry.num_tokens for entry in self)
 
     def num_judged(self, num_oldest: int) -> int:

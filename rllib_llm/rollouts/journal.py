@@ -31,7 +31,7 @@ SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 
 
 class JournaledLedger:
-    """A `Ledger` whose calls stand in a file.
+    """A `Ledger` whose calls are logged in a file.
 
     A call that a kill cut short while it was written was not made: whoever made it makes it again.
     Nor was one for which the disk had no room: it raises OSError.
@@ -104,7 +104,7 @@ class JournaledLedger:
         self.was_restored = True
 
     def _compact(self, path: Path) -> None:
-        """Writes what the table is in the place of the calls that made it."""
+        """Replaces the logged calls by a snapshot of the table."""
         whole = path.with_suffix(".new")
         whole.write_bytes(pickle.dumps(("snapshot", self._now, self.ledger.snapshot()), protocol=5))
         whole.replace(path)

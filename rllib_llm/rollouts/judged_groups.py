@@ -1,5 +1,5 @@
-"""Judged groups as a ledger holds them without opening them: as bytes, or, in one process, as
-places in the batch that they were sampled in."""
+"""Judged groups as a ledger holds them, without unpacking: as bytes, or in process as indices into
+the batch they were sampled in."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def unpack(payload: bytes) -> JudgedBatch:
 
 
 def split(batch: JudgedBatch) -> list[JudgedBatch]:
-    """One batch for each group, without the padding that only other groups need. What was said on
-    the way goes with the first."""
+    """One batch for each group, without padding that only other groups need. Metrics go with the
+    first."""
     groups = batch.columns[columns.GROUP]
     parts = [rows(batch, (groups == g).nonzero().squeeze(1)) for g in groups.unique().tolist()]
     for part in parts[1:]:
@@ -85,7 +85,7 @@ def rows(batch: JudgedBatch, index: torch.Tensor) -> JudgedBatch:
 def judged_group(
     group: JudgedBatch, *, reason: str = "", min_valid: int = 1, continues: bool = False
 ) -> JudgedGroup:
-    """What is handed in of one group; one that lost too many members is not learnt from.
+    """One group as handed to the ledger; a group with too few valid members is not trained.
 
     Args:
         group: its rows.
@@ -109,8 +109,8 @@ def judged_group(
 
 
 def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup]:
-    """All groups of a batch, whose rows lie together, without copying any. A device is asked once,
-    for five numbers of each row."""
+    """All groups of a batch with adjacent rows, without copying. Reads five numbers per row from
+    the device at once."""
     valid, mask = batch.columns[columns.VALID], batch.sampled_mask
     versions = batch.columns[columns.WEIGHTS_VERSION]
     sampled = mask | (versions != NO_VERSION)
@@ -147,7 +147,7 @@ def _too_few(num_valid: int, min_valid: int) -> str:
 
 
 def as_bytes(group: JudgedGroup | None) -> JudgedGroup | None:
-    """The group on its own, for a checkpoint."""
+    """The group as bytes of its own, for a checkpoint."""
     if group is None or isinstance(group.payload, bytes):
         return group
     return dataclasses.replace(group, payload=pack(_opened(group.payload)))
@@ -160,7 +160,7 @@ def _opened(payload: Any) -> JudgedBatch:
 
 
 def rows_of(closed: Closed) -> JudgedBatch:
-    """The rows of a group that is not learnt from; of one that failed, one row that says which."""
+    """The rows of a group that is not trained; for a failed group, one row that names it."""
     if closed.group is not None:
         return _opened(closed.group.payload)
     return JudgedBatch(
@@ -202,8 +202,7 @@ def _taken(places: list[Places]) -> JudgedBatch:
 
 
 def _spent(batches: Sequence[JudgedBatch]) -> dict[str, float]:
-    """Seconds by name. Samplers work at the same time: who spent most on all that it sampled was
-    waited for."""
+    """Seconds by name: of samplers that work in parallel, those of the slowest."""
     spent: dict[int, Counter[str]] = {}
     for batch in batches:
         replica = int(batch.columns[columns.REPLICA][0])

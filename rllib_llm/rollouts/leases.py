@@ -1,4 +1,4 @@
-"""Who samples what, and until when."""
+"""Leases of prompt groups to samplers, with deadlines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _first(held: dict[int, Entry]) -> Entry:
 
 
 class Leases:
-    """Leases of a table's groups. A lease is fenced: its id is never given again, and what comes in
-    under one that has ended is refused.
+    """Leases of a table's groups. Leases are fenced: ids are never reused, and results under an
+    ended lease are refused.
 
     Args:
         table: whose groups are leased.
@@ -61,7 +61,7 @@ class Leases:
         return self.num_given
 
     def sampler(self, lease: int) -> str:
-        """Who holds a lease; "" where it has ended."""
+        """The holder of a lease; "" if it has ended."""
         held = self._held.get(lease)
         return _first(held).sampler if held else ""
 
@@ -138,8 +138,8 @@ class Leases:
         return self._none_late_before < now
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose time is up, and all others of their samplers, which do not answer
-        and will be started again: once, however much each holds."""
+        """Ends expired leases, and all others of their samplers, which do not respond and are
+        restarted, once per sampler."""
         if not self.has_late(now):
             return
         held_by = [list(held.values()) for held in self._held.values()]
@@ -179,7 +179,7 @@ class Leases:
         return entry.lease == lease and entry.group is not None
 
     def words(self, now: float) -> str:
-        """Who is waited for."""
+        """The samplers being waited for, as text."""
         parts = [
             f"groups {min(held)}-{max(held)} with sampler {_first(held).sampler} for "
             f"{now - _first(held).leased_at:.0f} s"

@@ -1,4 +1,4 @@
-"""The one table of prompt groups that are on their way: who has which, and what became of it.
+"""The table of prompt groups in flight: their leases, states and outcomes.
 
     waiting ─▶ leased ─▶ judged ─▶ ready ─▶ taken ─▶ trained
        ▲         │          └────▶ rejected (reason)
@@ -96,7 +96,7 @@ class Ledger:
         self._schedule.begin(step, step)
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Says which weights there are now; the batches before them were learnt from."""
+        """Publishes the newest weights' version; confirms that earlier batches were trained."""
         self.offer(weights)
         if not len(self.table) and not self.table.next and not self.step:
             self.begin(0, weights.version)
@@ -108,7 +108,7 @@ class Ledger:
         self._schedule.admit_all()
 
     def _learn(self, step: int) -> None:
-        """What was handed out was learnt from."""
+        """Marks handed-out groups as trained."""
         num_extra = step - self.step - min(1, self._num_handed_out)
         for entry in self._schedule.learn(self._num_handed_out, step):
             self._outcomes.train(entry)
@@ -117,13 +117,13 @@ class Ledger:
         self.step, self._num_handed_out = step, 0
 
     def offer(self, weights: PublishedWeights) -> None:
-        """Says where older weights are, or anew where the newest are."""
+        """Registers where older weights, or again the newest, can be fetched."""
         self._num_published += 1
         self._weights[weights.version] = weights
         self._orders[weights.version] = self._num_published
 
     def take(self, step: int, num_seen: int = 0, nth: int = 0) -> Answer:
-        """A batch that update `step` (from 0) learns from, the same however often it is asked.
+        """The batch of update `step` (from 0); repeated calls return the same batch.
 
         Args:
             step: updates done.
@@ -139,7 +139,7 @@ class Ledger:
         return self._answer(groups, num_seen)
 
     def report(self, num_seen: int = 0) -> Answer:
-        """What `take` reports beside a batch, for a driver that wants none; ends late leases."""
+        """The report of `take` for a driver that needs no batch; ends expired leases."""
         self.expire()
         return self._answer(None, num_seen)
 
@@ -158,11 +158,11 @@ class Ledger:
         )
 
     def want(self, nth: int) -> None:
-        """Says that the driver wants the `nth` batch of this update, which `take` says as well."""
+        """Announces that the driver needs the `nth` batch of this update, as `take` does."""
         self._schedule.want(nth)
 
     def has_answer(self, nth: int) -> bool:
-        """Whether `take` says something that the driver has to act on."""
+        """Whether `take` would return something for the driver to act on."""
         return bool(
             self._failures
             or self._leases.has_late(self._clock())
@@ -185,9 +185,9 @@ class Ledger:
         return group
 
     def _missing(self) -> list[int]:
-        """Versions that groups are to be sampled with and that are not there. Once all of these and
-        the newest are there, none is missing until weights are lost: later groups want the newest,
-        and it is told with each update."""
+        """Versions that groups need for sampling and that are not available. Once these and the
+        newest are available, none is missing until weights are lost: later groups use the newest,
+        which each update announces."""
         if self._has_all_weights:
             return []
         missing = sorted(self._versions_wanted() - self._weights.keys())
@@ -262,11 +262,11 @@ class Ledger:
         self._leases.put_off(sampler, seconds)
 
     def grant_all(self, until: float) -> None:
-        """Ends no lease before then: who holds one could not say so."""
+        """Extends all leases to at least then, since their holders cannot renew them."""
         self._leases.grant(until)
 
     def put_off_all(self, seconds: float) -> None:
-        """Puts off the deadlines of all leases by the time in which there was no ledger."""
+        """Extends all deadlines by the time in which there was no ledger."""
         for sampler in {entry.sampler for entry in self.table if entry.state == "leased"}:
             self._leases.put_off(sampler, seconds)
 
@@ -349,7 +349,7 @@ class Ledger:
         )
 
     def expire(self) -> None:
-        """Ends the leases whose time is up."""
+        """Ends expired leases."""
         self._leases.expire(self._clock())
 
     # --- what is known -------------------------------------------------------------------------
@@ -361,12 +361,12 @@ class Ledger:
         return sum(version is not None and version < self.step for version in versions)
 
     def waits_for(self) -> str:
-        """Who is waited for, in words."""
+        """The samplers being waited for, as text."""
         rest = ", ".join(f"{count} {state}" for state, count in self.table.counts().items())
         return f"{self._leases.words(self._clock())} (groups: {rest})"
 
     def metrics(self) -> dict[str, float]:
-        """What is reported under `rollouts/`: the account, and what is in the table."""
+        """Metrics under `rollouts/`: counts of outcomes, and the table's contents."""
         counts = self.table.counts()
         names: tuple[State, ...] = ("waiting", "leased", "partial", "judged", "ready")
         return {
@@ -381,7 +381,7 @@ class Ledger:
         return {name: value for name, value in vars(self).items() if name not in _OWN}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Goes on where `snapshot` was taken, without weights."""
+        """Restores a `snapshot`, which has no weights."""
         vars(self).update(snapshot)
         self._has_all_weights = False
 
@@ -390,7 +390,7 @@ class Ledger:
         self._weights, self._has_all_weights = {}, False
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all but leases. Groups in flight wait again, with
+        """Its state for a checkpoint: everything but leases. Groups in flight wait again, with
         their partial output."""
         return {
             "table": [(e.position, e.turn, e.unit, e.group, e.partial) for e in self.table],
@@ -406,8 +406,7 @@ class Ledger:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, under these rules or others; leases given before are
-        refused from now on."""
+        """Restores `state`, under the same rules or others; earlier leases are refused."""
         self.step, self._failures = state["step"], []
         self.forget_weights()
         self._num_handed_out = 0
@@ -438,7 +437,7 @@ class Ledger:
         self._outcomes.begin(self.account, in_row, self._outcomes.unseen(0)[0])
 
     def _begin_old_anew(self, entries: Sequence[Entry]) -> None:
-        """Has groups sampled anew that would be older than these rules allow in their turn."""
+        """Restarts groups that would be staler than these rules allow when they are trained."""
         rules = self.rules
         for i, entry in enumerate(entries):
             latest = self.step + (i + rules.window - 1) // rules.num_groups

@@ -49,13 +49,13 @@ class LedgerActor:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Nobody is given work any more; those who wait are told so."""
+        """Stops giving out work and wakes all waiting samplers."""
         self._is_closed = True
         while self._idle:
             self._answer(self._idle.popleft(), [])
 
     async def call(self, name: str, *args: Any) -> Any:
-        """One of `journal.CALLS`; wakes those who wait for what it changed."""
+        """Makes one of `journal.CALLS`, and wakes those who wait for its effect."""
         answer = self._journaled.call(name, *args)
         if name in _WAKE:
             self._changed.set()
@@ -129,7 +129,7 @@ async def _wait(future: asyncio.Future, seconds: float) -> bool:
 
 
 def looked(journaled: JournaledLedger) -> dict[str, Any]:
-    """See `LedgerCalls.look`, without what is of the ledger's process."""
+    """See `LedgerCalls.look`, without values of the ledger's process."""
     ledger = journaled.ledger
     return {
         "metrics": ledger.metrics(),
@@ -146,23 +146,23 @@ STOP_SECONDS = 2.0
 
 
 class LedgerCalls(Protocol):
-    """What a driver asks of a ledger, wherever that is."""
+    """The driver's interface to a ledger, local or remote."""
 
     def call(self, name: str, *args: Any) -> Any:
         """One of `journal.CALLS`."""
 
     def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """See `Ledger.take`; comes back after `wait_s` at the latest."""
+        """See `Ledger.take`; returns within `wait_s`."""
 
     def state(self) -> dict[str, Any]:
         """See `Ledger.state`."""
 
     def close(self) -> None:
-        """Gives nobody work any more; those who wait for it are told so."""
+        """Stops giving out work and wakes all waiting samplers."""
 
     def look(self) -> dict[str, Any]:
-        """`metrics`, `position`, who is waited for (`waits_for`), `num_old`: groups that older
-        weights than the newest still have to sample; `cpu_seconds` and `pid` of its process."""
+        """`metrics`, `position`, `waits_for` (samplers being waited for), `num_old` (groups to be
+        sampled by older weights than the newest), `cpu_seconds` and `pid` of its process."""
 
     def stop(self) -> None:
         """Ends it."""
@@ -281,7 +281,7 @@ class SamplerLedger:
         return call.future()
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> Future[int]:
-        """How many groups were taken in."""
+        """Hands groups to the ledger; returns the number accepted."""
         return self._call("push", lease, list(groups))
 
     def keep_partial(

@@ -46,7 +46,7 @@ class TokenAccount:
         )
 
     def metrics(self, carried: int) -> dict[str, float]:
-        """What is reported under `rollouts/`; `check`s."""
+        """Metrics under `rollouts/`; `check`s their sums first."""
         self.check(carried)
         reasons = {
             f"rejected/{reason}": float(self.rejected_groups[reason]) for reason in self.rejected
@@ -160,7 +160,7 @@ class Outcomes:
     def begin(
         self, account: TokenAccount, in_row: Counter[str], closed: Sequence[Closed] = ()
     ) -> None:
-        """Goes on from these; the driver sees those that are `closed`, and has seen no others."""
+        """Restores outcomes; the driver receives those in `closed` and has received the others."""
         self.account, self._in_row = account, in_row
         self._closed, self._num_seen = list(closed), 0
         self._failed_in_row, self._num_unjudged = Counter(), 0

@@ -1,4 +1,4 @@
-"""Who generates for a sampler: what is asked of it, and an RLModule with its own decode loop.
+"""The interface of whatever generates for a sampler, and an RLModule that generates by itself.
 
 Others are in `foreign_policies.py`.
 """
@@ -30,7 +30,7 @@ EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise o
 
 @dataclass(frozen=True)
 class Generation:
-    """What is asked of a policy: `num_completions` of each prompt.
+    """A request to a policy: `num_completions` of each prompt.
 
     The noise of a row is a function of `seed` and its id in `row_ids` [B] int64. `on_step` is
     called after each step of a policy that decodes itself.
@@ -46,7 +46,7 @@ class Generation:
 
 
 class SamplingPolicy(Protocol):
-    """What a sampler asks of whatever generates for it."""
+    """The interface between a sampler and whatever generates for it."""
 
     takes_weights: bool
     """Whether it generates with published weights; if not, with a model of its own."""
@@ -61,7 +61,7 @@ class SamplingPolicy(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion, as its model says."""
+        """All token ids that end a completion, as declared by the model."""
 
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
@@ -95,7 +95,7 @@ class SamplingPolicy(Protocol):
         """Generates with these weights from now on."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees its memory."""
 
 
 class ModulePolicy:
@@ -132,7 +132,7 @@ class ModulePolicy:
         self._pending_state: Mapping[str, torch.Tensor] | None = None
 
     def twin(self) -> ModulePolicy:
-        """Another one with a module of its own: two versions of the weights side by side."""
+        """A copy with a module of its own, to hold another version of the weights."""
         return type(self)(
             self._make_module, alias=self._alias, max_rows=self._max_rows,
             cuda_graphs=self._cuda_graphs, is_pretrained=False,

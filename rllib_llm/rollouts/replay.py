@@ -25,7 +25,7 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Whole groups by age, the oldest first; what is drawn is a function of seed and iteration.
+    """Whole groups by age, the oldest first; draws depend on seed and iteration alone.
 
     Args:
         capacity: groups that it holds at most.
@@ -86,7 +86,7 @@ class ReplayBuffer:
         return concatenate([kept.rows for kept in drawn])
 
     def metrics(self, iteration: int) -> dict[str, float]:
-        """How full it is, what it holds, and what was added, drawn and dropped so far."""
+        """Its size, and the groups added, drawn and dropped so far."""
         uses = [kept.uses for kept in self._kept]
         ages = [iteration - kept.iteration for kept in self._kept]
         drawn = self._counts["drawn"] / max(1, self._counts["added"])
@@ -100,7 +100,7 @@ class ReplayBuffer:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all groups and counts."""
+        """Its state for a checkpoint: all groups and counts."""
         kept = [
             {"rows": dict(vars(one.rows)), "iteration": one.iteration, "uses": one.uses}
             for one in self._kept
@@ -108,7 +108,7 @@ class ReplayBuffer:
         return {"kept": kept, "counts": dict(self._counts)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Holds what it held when `state` was taken; of more than its capacity the newest."""
+        """Restores `state`; keeps the newest groups if they exceed the capacity."""
         kept = [
             _Kept(JudgedBatch(**one["rows"]), one["iteration"], one["uses"])
             for one in state["kept"]
@@ -118,8 +118,8 @@ class ReplayBuffer:
 
 
 class Replayed:
-    """A `RolloutSource` whose batches are another source's and `num_groups` that were learnt from
-    before: rows at the end, counted by `num_replayed`.
+    """A `RolloutSource` that appends `num_groups` replayed groups to each batch of another source,
+    counted by `num_replayed`.
 
     Args:
         source: of the fresh batches.
@@ -157,11 +157,11 @@ class Replayed:
         self.source.publish(weights)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The buffer's metrics beside the source's."""
+        """The metrics of the source and the buffer."""
         return {"replay": self.buffer.metrics(self._iteration), **self.source.metrics()}
 
     def state(self) -> dict[str, Any]:
-        """Holds the buffer as well."""
+        """The state of the source and the buffer."""
         replay = {"iteration": self._iteration, "buffer": self.buffer.state()}
         return {**self.source.state(), "replay": replay}
 

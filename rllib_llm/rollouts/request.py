@@ -1,4 +1,4 @@
-"""What the driver asks of a sampler, what it gets back, and what the loop asks for."""
+"""Requests to a sampler, its answers, and the interface of a source of batches."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ class JudgedBatch:
         return means
 
     def weights_metrics(self) -> dict[str, float]:
-        """`WeightsReceiver.metrics`, the highest of all samplers, and the oldest version that
-        sampled a token, where any was sampled."""
+        """`WeightsReceiver.metrics`, the maximum over samplers, and the oldest version that sampled
+        a token, if any did."""
         if not bool(self.sampled_mask.any()):
             return dict(self.weights)
         versions = self.columns[columns.WEIGHTS_VERSION]
@@ -156,7 +156,7 @@ class JudgedBatch:
 
 
 def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
-    """One batch of all rows, in this order; shorter rows are padded where they were padded."""
+    """All rows in one batch, in this order; shorter rows are padded on their padded side."""
     if len(batches) == 1:
         return batches[0]
     pad = batches[0].pad_token_id
@@ -190,7 +190,7 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
 
 
 def _column(batch: JudgedBatch, name: str) -> Column:
-    """A column; a loss mask that nobody gave lets every token count."""
+    """A column of a batch; a missing loss mask is all True."""
     if name in batch.columns:
         return batch.columns[name]
     if name == columns.LOSS_MASK:
@@ -261,17 +261,17 @@ class RolloutSource(Protocol):
         """
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Says what to sample with from now on; called before the first `next`."""
+        """Sets the weights to sample with; called before the first `next`."""
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """What is reported of it once per iteration, by group of metrics."""
+        """Its metrics, once per iteration, by group."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, such that another source goes on where this one is."""
+        """Its state for a checkpoint, from which another kind of source can continue."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, by this source or by another. `state` also has
-        `weights_version`, the updates done until then."""
+        """Restores the `state` of this or another source. `state` also has `weights_version`, the
+        number of updates until then."""
 
     def stop(self) -> None:
-        """Waits for what is on its way, not for ever."""
+        """Waits, for a limited time, for work in flight."""

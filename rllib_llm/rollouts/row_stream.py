@@ -31,7 +31,7 @@ _NOTHING = PartialCompletion((), (), ())
 
 
 class RowEngine:
-    """An engine whose rows are continued with new weights, their cache kept or computed again.
+    """An engine whose rows continue on new weights; their cache is kept or recomputed.
 
     Args:
         sampler: its policy and weights.
@@ -49,7 +49,7 @@ class RowEngine:
         return self._sampler.policy.open_engine(None, load_weights=self._put)
 
     def is_news(self, weights: PublishedWeights, order: int) -> bool:
-        """Whether these are newer than what it was given last. Calls to the ledger overtake one
+        """Whether these weights are newer than the last. Calls to the ledger can overtake one
         another."""
         newest = self._newest
         return newest is None or (weights.key != newest.key and order >= self._newest_order)
@@ -86,7 +86,8 @@ class RowEngine:
 
 
 class LanedRowEngine(RowEngine):
-    """An engine whose rows finish on the weights they began with, while others begin on new ones.
+    """An engine whose rows finish on the weights they started with, while new rows start on newer
+    ones.
 
     There are two modules. The sampler's policy is the one that has the newest weights, the other is
     its twin; when new weights come and the twin has no rows left, it gets them and they change
@@ -195,7 +196,7 @@ class RowStream:
         return {group.lease.id for group in self._groups.values()}
 
     def is_news(self, weights: PublishedWeights, order: int) -> bool:
-        """Whether these are newer than what it was given last."""
+        """Whether these weights are newer than the last."""
         return self._engine.is_news(weights, order)
 
     def load(self, weights: PublishedWeights, order: int) -> None:
@@ -203,9 +204,9 @@ class RowStream:
         self._engine.give(weights, order)
 
     def add(self, lease: Lease) -> list[tuple[Exception, list[int]]]:
-        """Begins the groups of a lease, or resumes their partial output; they wait where new rows
-        would begin on weights before the lease's. What it holds of them under a lease before is
-        given up.
+        """Starts the groups of a lease, or resumes their partial output. They wait if new rows
+        would start on weights before the lease's. Partial output under an earlier lease is
+        discarded.
 
         Returns:
             What was raised, and the positions of the groups that are not sampled for it.
@@ -337,7 +338,7 @@ class RowStream:
 
 
 def _joined(before: PartialCompletion, rest: Ended | Tokens, finish: str) -> PartialCompletion:
-    """What a row came with, and what was sampled since."""
+    """A row's initial tokens followed by those sampled since."""
     return PartialCompletion(
         (*before.token_ids, *rest.token_ids),
         (*before.logprobs, *rest.logprobs),

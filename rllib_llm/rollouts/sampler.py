@@ -1,4 +1,4 @@
-"""The work of one sampler: the prompts of a request, completions of them, what they are worth.
+"""The work of one sampler: prompts of a request, their completions and scores.
 
     request ──▶ environment ── prompts ──▶ policy ── completions ──▶ environment ──▶ judged batch
                                              ▲
@@ -55,11 +55,11 @@ class SamplesAndJudges(Protocol):
         """Completions made with the published weights."""
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """What they are worth; in any thread."""
+        """Scores them; callable from any thread."""
 
 
 class Sampler:
-    """Answers requests; what it answers is a function of the request, the seed and the weights.
+    """Answers requests; an answer depends only on request, seed and weights.
 
     Args:
         environment: hands out prompts and judges.
@@ -166,8 +166,7 @@ class Sampler:
         return self._judged(generated, judged, time.perf_counter() - start)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """As `serve`, what completions are worth, whatever else is sampled meanwhile, in any
-        thread."""
+        """As `serve`, for scores only; callable from any thread during sampling."""
         start = time.perf_counter()
         with self.environment.judging(generated.request) as environment:
             try:
@@ -239,7 +238,7 @@ class Sampler:
             return [str(error)]
 
     def differing_in_use(self) -> list[str]:
-        """As `differing`, from what was published as the weights in use, which stay."""
+        """As `differing`, comparing the published weights with those in use, which are kept."""
         in_use = self.weights.in_use
         if in_use is None or not in_use.ref or not self.policy.takes_weights:
             return []
@@ -249,7 +248,7 @@ class Sampler:
             return [str(error)]
 
     def close(self) -> None:
-        """Frees what the policy and the environment hold."""
+        """Closes the policy and the environment."""
         self.policy.close()
         if self.twin is not None:
             self.twin.close()

@@ -1,5 +1,4 @@
-"""The remote samplers as Ray knows them: calls to their actors, which of them can be asked, and the
-replacement of those that cannot."""
+"""The remote samplers as Ray actors: calls, health, and replacement."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class SamplerActors:
         return next((w for w, known in self._numbers.items() if known == number), None)
 
     def number(self, worker: int) -> int:
-        """What a worker calls itself."""
+        """The index of a worker's sampler."""
         return self._numbers[worker]
 
     def mark(self, worker: int, *, healthy: bool) -> None:
@@ -72,7 +71,7 @@ class SamplerActors:
         return ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[0]
 
     def answer(self, call: ray.ObjectRef, timeout_s: float | None = None) -> Any:
-        """What a call returned.
+        """The result of a call.
 
         Raises:
             RayError: the sampler died, or its answer is lost.
@@ -113,7 +112,7 @@ class SamplerActors:
         return worker
 
     def remove(self, worker: int) -> None:
-        """Ends a sampler for good; what it was asked is given to others."""
+        """Removes a sampler for good; its requests go to others."""
         self.ready([self.call(worker, "stop")], LEAVE_SECONDS)
         del self._handles[worker], self._numbers[worker]
         ray.kill(self._manager.remove_actor(worker))
@@ -132,8 +131,8 @@ SECONDS_TO_ANSWER = 5.0  # of Ray, when it is asked why a sampler is dead
 
 
 class SamplerPool:
-    """The remote samplers of one kind. Ray restarts the dead; here they are asked whether they are
-    back, without waiting, and the silent are killed so that Ray restarts them too."""
+    """The remote samplers of one kind. Ray restarts dead ones, which are polled here without
+    waiting; those that do not respond are killed so that Ray restarts them too."""
 
     def __init__(
         self,
@@ -174,8 +173,8 @@ class SamplerPool:
         return revived
 
     def scale(self, num_samplers: int, *, at_most: int | None) -> str:
-        """Has so many samplers from the next request on, and says how. Requests are cut as before,
-        so the completions are the same bit for bit.
+        """Sets the number of samplers from the next request on and describes the change. Requests
+        are split as before, so completions stay the same bit for bit.
 
         Args:
             at_most: how many are ever asked at once; None: all there are.
@@ -215,14 +214,14 @@ class SamplerPool:
         self._down_since[worker] = time.monotonic()
 
     def require_built(self) -> None:
-        """Raises BrokenSamplerError with the traceback of a sampler whose constructor failed; RLlib
-        only logs it, and Ray does not start such an actor again."""
+        """Raises BrokenSamplerError with the traceback of a sampler whose constructor failed. RLlib
+        only logs it, and Ray does not restart such an actor."""
         for worker, error in self._errors():
             if isinstance(error, ActorDiedError):
                 raise BrokenSamplerError(f"Sampler {worker} cannot be built: {error}")
 
     def last_words(self) -> str:
-        """What Ray knows of the first sampler that is down."""
+        """Ray's error message about the first sampler that is down."""
         return next((f"Sampler {worker}: {error}" for worker, error in self._errors()), "")
 
     def _errors(self) -> Iterator[tuple[int, RayError]]:

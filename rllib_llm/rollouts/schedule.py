@@ -1,4 +1,4 @@
-"""The rules of a stream, and by them what is admitted, and which groups a batch is made of: in
+"""The rules of asynchronous training: which groups are admitted, and which form a batch, in
 lockstep or free.
 
 `Lockstep`: groups are decided in the order of their positions. When a batch is full, as many are
@@ -34,7 +34,7 @@ OnStale = Literal["train", "drop"]
 
 @dataclass(frozen=True)
 class StreamRules:
-    """What a ledger goes by. A group is all completions of one prompt; P is `num_groups`.
+    """A ledger's rules. A group is all completions of one prompt; P is `num_groups`.
 
     num_groups: that one update learns from.
     max_staleness: S, updates that a group may be older than the weights it is learnt with, as long
@@ -77,8 +77,8 @@ class StreamRules:
         return (self.max_staleness + 1) * self.num_groups + self.num_extra
 
     def sizes(self, num_groups: int) -> list[int]:
-        """Of the batches that so many groups are sampled in, which are admitted together. Not of
-        who is there to sample them: what is computed together decides the round-off."""
+        """Sizes of the batches in which so many groups are sampled and admitted together.
+        Independent of the samplers, because the batch decides the round-off."""
         if self.num_parts is None:
             full, rest = divmod(num_groups, self.groups_per_lease)
             return [self.groups_per_lease] * full + [rest] * bool(rest)
@@ -88,7 +88,7 @@ class StreamRules:
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        """What a table depends on: one that was filled under others is fitted to these."""
+        """The settings on which a table depends: a table filled under others is converted."""
         return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra)
 
     @property
@@ -172,8 +172,8 @@ class Schedule:
         raise NotImplementedError
 
     def want(self, nth: int) -> None:
-        """The driver wants its `nth` batch (from 0) of this update: what is missing to fill it is
-        admitted, and may be sampled."""
+        """Notes that the driver needs its `nth` batch (from 0) of this update, and admits the
+        groups missing from it."""
         self._num_extra_taken = nth * self._rules.num_groups
 
     def choose(self, nth: int) -> list[Entry] | None:
@@ -265,8 +265,8 @@ class Lockstep(Schedule):
         self._admit(self._rules.capacity - num_open, self._full)
 
     def _pull_forward(self) -> None:
-        """Of groups that other rules admitted, has those sampled sooner whose turn comes sooner,
-        since others were rejected."""
+        """Moves groups admitted under other rules forward if their turn comes sooner because others
+        were rejected."""
         full = {p for positions in self._batches.values() for p in positions}
         for i, entry in enumerate(entry for entry in self._table if entry.position not in full):
             latest = self._full + max(0, i // self._rules.num_groups - self._rules.max_staleness)
@@ -304,8 +304,8 @@ class Lockstep(Schedule):
 
 
 class Free(Schedule):
-    """See the module. It is asked after every group whether a batch can be filled: the table is
-    looked through only where something has changed that could fill one."""
+    """See the module. Asked after every group whether a batch can be filled; searches the table
+    only after a change that could fill one."""
 
     def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
         super().__init__(rules, table, outcomes)

@@ -172,7 +172,7 @@ class Rollouts:
         return answer
 
     def _attend(self, answer: Answer) -> None:
-        """Does what the ledger reports: records closed groups, replaces samplers, offers weights.
+        """Acts on the ledger's report: records closed groups, replaces samplers, offers weights.
 
         Raises:
             SamplingError: nobody can sample.
@@ -273,8 +273,8 @@ class Rollouts:
         }  # fmt: skip
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """What is on its way is refused when it comes. A checkpoint of another
-        source says the position alone."""
+        """Restores the state; work in flight is refused when it arrives. The checkpoint of another
+        source gives only the position."""
         self._num_seen, self._step = 0, state["weights_version"]
         self._kept.clear()
         self._handed_out.clear()

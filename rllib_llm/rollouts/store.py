@@ -1,6 +1,5 @@
-"""What became of every prompt group, told to whoever keeps rollouts: to nobody, or to the store, of
-which judged completions are rows; and texts to read, one JSON row per completion in the trial's
-samples.jsonl."""
+"""Records the outcome of every prompt group: in the rollout store, if there is one, and sample
+texts as JSON rows in the trial's samples.jsonl."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ ONE_AFTER_THE_OTHER = ("generate_seconds", "judge_seconds")  # timings that foll
 
 @dataclass(frozen=True)
 class AboutRun:
-    """What is the same in all rows of a run."""
+    """Values that are equal in all rows of a run."""
 
     run: str
     env: str
@@ -208,8 +207,8 @@ def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
 
 
 def _prompt_texts(tokenizer: Any, prompts: list[list[int]]) -> list[str]:
-    """Prompts as text, each decoded once; what a chat template wrote stays, the BOS token that
-    encoding adds does not."""
+    """Prompts as text, each decoded once; the chat template's text is kept, a BOS token added by
+    encoding is not."""
     distinct = {tuple(ids): "" for ids in prompts}
     heads = (tokenizer.bos_token_id,)
     bare = [ids[1:] if ids[:1] == heads else ids for ids in distinct]
@@ -282,16 +281,16 @@ class RolloutRecorder(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, with all that was recorded written."""
+        """Its state for a checkpoint, after writing everything recorded."""
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken: what was recorded later counts as not recorded."""
+        """Restores `state`; rollouts recorded later are discarded."""
 
     def metrics(self) -> dict[str, float]:
-        """What it has written so far, and what that took."""
+        """Its volume so far and the time spent writing."""
 
     def stop(self) -> None:
-        """Writes what is still to be written, and ends."""
+        """Writes the rest and ends."""
 
 
 class RecordsNothing:

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """What a sampler is to do: `key` names the stream, `ledger` is the actor."""
+    """Instructions for a streaming sampler: `key` names the stream, `ledger` is the actor."""
 
     key: str
     ledger: Any
@@ -103,7 +103,7 @@ class JudgeThreads:
 
     @property
     def is_full(self) -> bool:
-        """Whether what comes next would wait for a thread."""
+        """Whether another group would have to wait for a thread."""
         return len(self._under_way) >= MAX_JUDGING
 
     @property
@@ -112,7 +112,7 @@ class JudgeThreads:
         return [each.call for each in self._under_way]
 
     def finished(self) -> list[Judging]:
-        """Those that are judged, each once; the future holds what was raised, too."""
+        """Judged groups, each returned once; the future holds exceptions, too."""
         done = [each for each in self._under_way if each.call.done()]
         self._under_way = [each for each in self._under_way if each not in done]
         return done
@@ -123,7 +123,7 @@ class JudgeThreads:
 
 
 class Work:
-    """What a sampler's thread does in turns.
+    """The turns of a streaming sampler's thread.
 
     Args:
         ledger: to lease from.
@@ -159,7 +159,7 @@ class Work:
         return judged
 
     def turn(self) -> None:
-        """One step, and a look at what the ledger answered.
+        """One decoding step, then handles the ledger's answers.
 
         Raises:
             RayActorError: the ledger has ended.
@@ -187,7 +187,7 @@ class Work:
         wait(calls, seconds, FIRST_COMPLETED)
 
     def _hand_in(self) -> None:
-        """Gives the ledger what was judged; a group whose judge raised fails alone."""
+        """Hands judged groups to the ledger; a group whose judge raised fails alone."""
         for each in self._judges.finished():
             self._was_judged = True
             error = each.call.exception()
@@ -207,8 +207,8 @@ class Work:
         self._told.append((lease.id, self._ledger.fail(lease.id, failure, list(positions))))
 
     def _begin_renewal(self) -> None:
-        """Of what is being sampled, and of what waits for judges as long as they come to an end:
-        one that hangs costs its lease."""
+        """Renews leases of groups being sampled, and of those being judged while their judges make
+        progress: a judge that hangs costs its lease."""
         now = time.monotonic()
         if self._renewing is not None or now - self._renewed < SECONDS_BETWEEN_RENEWALS:
             return
@@ -218,12 +218,12 @@ class Work:
         self._renewing, self._renewed, self._was_judged = self._ledger.renew(leases), now, False
 
     def _fail(self, error: Exception) -> None:
-        """Gives back what is being sampled: what raised was no group's fault."""
+        """Returns groups being sampled after an exception that no group caused."""
         failure = SampleFailure.from_exception(error)
         self._ledger.give_back(failure, self._holding() - self._sampling()).result()
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees its memory."""
         self._judges.close()
 
 
@@ -271,8 +271,8 @@ class LeaseWork(Work):
 
 
 def request_of(lease: Lease, settings: ServingSettings) -> SampleRequest:
-    """All groups of a lease as one request: what is computed together is the same for whoever
-    samples it, and so is the round-off."""
+    """All groups of a lease as one request, so that the batch, and with it the round-off, is the
+    same on any sampler."""
     return SampleRequest(
         position=lease.position,
         num_prompts=lease.num_groups,
@@ -363,7 +363,7 @@ class RowWork(Work):
             self._rows.load(newest, order)
 
     def _fail(self, error: Exception) -> None:
-        """All that is in the engine is given back: what it holds is not to be trusted."""
+        """Returns all groups in the engine, whose state can no longer be trusted."""
         super()._fail(error)
         self._rows.close()
         self._rows = self._begin()
@@ -374,7 +374,7 @@ class RowWork(Work):
 
 
 class Streamer:
-    """Leases, samples and hands in until it is stopped, in a thread of its own.
+    """Leases, samples and hands in groups until stopped, in its own thread.
 
     Args:
         runner: the sampler's actor.
@@ -407,7 +407,7 @@ class Streamer:
         self._thread.join(SECONDS_TO_END)
 
     def between_turns(self, call: Callable[[], Result]) -> Result:
-        """What a call gives that is made while nothing is sampled.
+        """The result of a call made between two steps.
 
         Raises:
             TimeoutError: no turn came to its end in time.

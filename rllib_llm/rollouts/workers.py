@@ -1,5 +1,5 @@
-"""Who samples what a ledger gives out, as the driver sees them: the sampler of its own process, or
-actors that it asks, or that lease by themselves while the learner learns."""
+"""The samplers behind a ledger as the driver sees them: in process, called by the driver, or
+leasing work themselves while the learner trains."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ADVICE = (
 
 
 class Workers:
-    """Who samples what a ledger gives out."""
+    """Samplers of the groups that a ledger leases."""
 
     def work(self) -> None:
         """Has them at work; called again and again while a batch is waited for.
@@ -67,7 +67,7 @@ class Workers:
         """Notes that a batch is waited for from now on."""
 
     def forget(self) -> None:
-        """Notes that the ledger has begun anew: what is on its way is wanted no more."""
+        """Notes that the ledger has restarted: work in flight is no longer needed."""
 
     def stop(self) -> None:
         """Ends their work."""
@@ -88,7 +88,7 @@ class PlainWorker(Workers):
         self._sampler, self._ledger, self._settings = sampler, ledger, settings
 
     def work(self) -> None:
-        """What is raised is not caught."""
+        """Does some work; exceptions propagate."""
         for lease in self._ledger.call("lease", "0", 1, []):
             try:
                 batch = self._sampler.serve(request_of(lease, self._settings), lease.weights)
@@ -99,7 +99,7 @@ class PlainWorker(Workers):
 
 
 class LocalWorker(Workers):
-    """The sampler of this process, which works while the driver waits, and judges beside that.
+    """The sampler in this process. It works while the driver waits, and judges in parallel.
 
     Args:
         sampler: samples and judges.
@@ -182,7 +182,7 @@ class RemoteWorkers(Workers):
             self._lose(worker)
 
     def _lose(self, worker: int) -> None:
-        """What a sampler held that died, or was killed, is given to others."""
+        """Gives the work of a dead sampler to others."""
         self._ledger.call("give_back", str(self._actors.number(worker)))
         self._starved.pop(worker, None)
         self._num_losses += 1
@@ -260,7 +260,8 @@ class AskedWorkers(RemoteWorkers):
         self._require_progress(is_someone_there=bool(self._asked or healthy))
 
     def forget(self) -> None:
-        """Asks a worker whose last answer is no longer wanted only where no other is free."""
+        """Marks pending answers as unneeded; such workers are asked again only if no other is
+        free."""
         for asked in self._asked.values():
             asked.is_wanted = False
 

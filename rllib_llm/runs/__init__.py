@@ -1,4 +1,4 @@
-"""What a run under Ray Tune gets from us; `default_callbacks()` is what `rllib train` has."""
+"""Runs under Ray Tune; `default_callbacks()` are those of `rllib train`."""
 
 from __future__ import annotations
 

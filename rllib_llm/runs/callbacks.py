@@ -100,6 +100,6 @@ class NewTerms(Callback):
 
 
 def _empty(folder: Path) -> None:
-    """Deletes what is in `folder`, which Tune itself deletes with the next checkpoint."""
+    """Deletes the contents of `folder`; Tune deletes the folder itself with the next checkpoint."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()

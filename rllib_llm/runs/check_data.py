@@ -1,4 +1,4 @@
-"""What is wrong with an experiment's data under its settings, before Ray starts.
+"""Checks of an experiment's data against its settings, before Ray starts.
 
 Only what is quick to read is read: functions, lists and files of moderate size. What an earlier
 experiment will make (`${name.model}`) is left out, and so is the hub.
@@ -131,7 +131,7 @@ def _check_prompts(config: Any, where: str) -> None:
 
 def _check_functions(settings: Mapping[str, Any], where: str) -> None:
     """Check the signatures of reward functions, and that their arguments are columns of the first
-    prompts. What a class would make is left out: it may load a model."""
+    prompts. Classes are not instantiated: they may load a model."""
     from rllib_llm.data.sources import load_rows
     from rllib_llm.envs.judges.reward_functions import RewardTerm
 

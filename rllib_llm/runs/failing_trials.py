@@ -33,9 +33,8 @@ BROKEN = (BrokenSamplerError, RewardError)  # in remote samplers, and in the tri
 
 
 class EndBrokenTrials(Callback):
-    """Ends a trial in which what samplers run fails of itself twice at the same iteration. To Tune,
-    whose `max_failures` is meant for processes that die, every error is worth a restart.
-    """
+    """Ends a trial whose sampler code fails by itself twice at the same iteration. Tune's
+    `max_failures` is meant for processes that die, but Tune retries any error."""
 
     def __init__(self) -> None:
         # By trial id, since such an error: Tune's own limit, and iterations done before.
@@ -72,8 +71,8 @@ class EndBrokenTrials(Callback):
 
 
 def _latest_error(trial: Any) -> Exception | None:
-    """What ended the trial's process, from the file that Tune wrote just now; its copy among the
-    results, which `trial.get_pickled_error` reads, comes later."""
+    """The error that ended the trial's process, from the file that Tune has just written;
+    `trial.get_pickled_error` reads a copy that is made later."""
     if trial.pickled_error_file is None:
         return None
     error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
@@ -89,9 +88,9 @@ FIRST_SAVE_SECONDS = 3600.0  # nothing is known of the disk yet
 
 
 class RestartHungTrials(Callback):
-    """Kills a trial's process that reports nothing for too long; Tune's `FailureConfig` restarts it
-    from its last checkpoint. Tune itself notices processes that die, but waits for those that hang.
-    Saving a checkpoint has a limit of its own.
+    """Kills a trial's process that reports nothing for too long, so that Tune's `FailureConfig`
+    restarts it from its last checkpoint. Tune notices processes that die, but not those that hang.
+    Saving a checkpoint has its own limit.
 
     Time in which a trial's processes were ready to compute and had no core does not count: one that
     is starved is not hung. Nor does time for which the trial was paused. (Cores of other machines
@@ -175,8 +174,8 @@ class RestartHungTrials(Callback):
         ray.kill(trial.temporary_state.ray_actor)
 
     def _forgive_own_silence(self, now: float) -> None:
-        """Takes out time in which Tune's process did other things, such as waiting for a logger:
-        what a trial reported meanwhile has not been read."""
+        """Subtracts time in which Tune's process was busy elsewhere, such as in a logger, so that
+        it could not read reports."""
         if self._stepped is not None:
             own = max(0.0, now - self._stepped - STEP_SECONDS)
             self._heard = {trial: min(now, at + own) for trial, at in self._heard.items()}
@@ -194,8 +193,8 @@ REMEDY = (
 
 
 class KilledForMemory(RuntimeError):
-    """Ray killed trials for memory more often than `max_failures` allows; the message says who used
-    it and what to lower."""
+    """Ray killed trials for memory more often than `max_failures` allows; the message says which
+    processes used it and which settings to lower."""
 
 
 def fit(
@@ -234,8 +233,8 @@ def fit(
 
 
 def memory_text(message: str) -> str:
-    """Return what Ray says of a killed process in a sentence or two: how full the machine's memory
-    was, and who used most of it."""
+    """Return Ray's explanation of a killed process in a sentence or two: the machine's memory use
+    and its largest users."""
     used = USED.search(message)
     full = f" ({used['used']} of {used['total']} GB in use)" if used else ""
     text = f"Ray killed a trial's process because the machine's memory was full{full}."
@@ -247,7 +246,7 @@ def memory_text(message: str) -> str:
 
 
 def _is_paused(trial: Any) -> bool:
-    """Whether a trial whose folder is on this machine says that it was paused."""
+    """Whether a trial on this machine has recorded that it is paused."""
     folder = local_folder(trial)
     said = None if folder is None else TrialEar(folder).activity()
     return said is not None and said[0].startswith(PAUSED)

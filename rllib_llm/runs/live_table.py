@@ -31,7 +31,7 @@ BAR_WIDTH = 12
 
 
 class TrialRow:
-    """What the table knows of one trial."""
+    """The table's data about one trial."""
 
     def __init__(self, name: str, stop: Mapping[str, Any]) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class TrialRow:
         self._started = time.monotonic()
 
     def waits_for(self) -> str:
-        """What the trial does, once it has reported nothing for `SILENT_S`, else ""."""
+        """The trial's activity, once it has reported nothing for `SILENT_S`, else ""."""
         if self.state not in ("starting", "running"):
             return ""
         silent = time.monotonic() - (self._last_time or self._started)
@@ -61,7 +61,7 @@ class TrialRow:
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
 
     def begin(self) -> None:
-        """Note that the trial's process starts: what an earlier one said is past."""
+        """Note that the trial's process starts, so that earlier messages are outdated."""
         self._begun_at = time.time()
 
     def update(self, result: Mapping[str, Any]) -> list[Sign]:
@@ -134,7 +134,7 @@ class LiveTable(Callback):
             self._print_line(row)
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
-        """Look, once a second, at what the trials' processes say and do."""
+        """Read, once a second, the messages and activities of the trials' processes."""
         now = time.monotonic()
         if now - self._last_poll < POLL_S:
             return
@@ -164,7 +164,7 @@ class LiveTable(Callback):
         self._console.print(line, soft_wrap=True, highlight=False)
 
     def _hear(self) -> None:
-        """Print what the trials' processes have warned of since the last look."""
+        """Print the trials' warnings since the last step."""
         for row in self._rows.values():
             for text in row.ear.new_warnings() if row.ear is not None else ():
                 self.warn(text)
@@ -231,7 +231,7 @@ class LiveTable(Callback):
         return settings or self.nameless(trial)
 
     def nameless(self, trial: Any) -> str:
-        """What a trial is called that has no settings of its own."""
+        """The name of a trial without settings of its own."""
         return self._stage
 
     def _print_line(self, row: TrialRow, force: bool = False) -> None:
@@ -303,13 +303,13 @@ class Progress(LiveTable):
         return str(trial)
 
     def begin(self, trial: Any, num_trials: int | None) -> None:
-        """Say what is run, and where its results go."""
+        """Print the run's name and the folder of its results."""
         count = f"{num_trials} trial{'s' * (num_trials != 1)}" if num_trials else "Trials"
         folder = trial.storage.experiment_fs_path
         self._say(f"{count} of {trial.trainable_name}, results in {folder}")
 
     def end(self) -> None:
-        """Show the last results of all trials beside one another."""
+        """Print the last results of all trials side by side."""
         self._console.print(self.table())
 
     def _say(self, text: str) -> None:
@@ -317,9 +317,8 @@ class Progress(LiveTable):
 
 
 class TunerProgress(Callback):
-    """`Progress` for a run of this package's algorithms whose `RunConfig` leaves open what is
-    printed; with any other `verbose` than 3, what Tune takes for the default, it keeps silent, and
-    so it does about others' algorithms."""
+    """`Progress` for runs of this package's algorithms with the default `verbose` of `RunConfig`
+    (3); silent otherwise, and for other algorithms."""
 
     def __init__(self) -> None:
         self._lines: Progress | None = None
@@ -330,7 +329,7 @@ class TunerProgress(Callback):
     def setup(
         self, stop: Any = None, num_samples: Any = None, total_num_samples: Any = None, **info: Any
     ) -> None:
-        """Notes what the run is to be; whose algorithms it runs is not known yet."""
+        """Stores the run's description; its algorithms are not known yet."""
         self._lines, self._is_decided = None, False
         self._stop, self._num_trials = stop, total_num_samples
 

@@ -352,7 +352,7 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
 
 
 def _reward_parts(keys: Sequence[str]) -> list[Metric]:
-    """What the reward is made of, where that is more than one thing."""
+    """The components of the reward, if there are several."""
     parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
     names = [key.removeprefix("train/").removesuffix("_rewards") for key in parts]
     return [Metric(k, f"  {n}") for k, n in zip(parts, names, strict=True) if len(parts) > 1]
@@ -365,7 +365,7 @@ def _drifts(keys: Sequence[str]) -> list[Metric]:
 
 
 def _losses_of_rows(keys: Sequence[str]) -> list[Metric]:
-    """Shares of rows that a reward function failed on, or whose prompt was cut."""
+    """Shares of rows with a failed reward function or a truncated prompt."""
     failed = [key for key in keys if key.startswith("env/") and key.endswith("_failed")]
     names = [key.removeprefix("env/").removesuffix("_failed") for key in failed]
     shares = [Metric(k, f"share on which {n} failed") for k, n in zip(failed, names, strict=True)]
@@ -373,7 +373,7 @@ def _losses_of_rows(keys: Sequence[str]) -> list[Metric]:
 
 
 def _held(results: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]) -> list[Metric]:
-    """Return those `metrics` that at least one of the `results` holds as a number."""
+    """Return those `metrics` that are a number in at least one of the `results`."""
     return [m for m in metrics if any(number(r.get(m.key)) is not None for r in results)]
 
 

@@ -171,8 +171,8 @@ def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int
 
 
 def _mutated(experiment: Experiment) -> dict[str, Any]:
-    """Return the spaces of settings that population-based training changes. A trial draws its first
-    values from them, as Tune would do by itself, later and unchecked."""
+    """Return the search spaces of settings that population-based training changes. Trials draw
+    their first values from them; Tune would do so later and without checks."""
     mutations = experiment.scheduler_config.get("hyperparam_mutations")
     if not isinstance(mutations, dict):
         return {}
@@ -184,7 +184,7 @@ def _mutated(experiment: Experiment) -> dict[str, Any]:
 
 
 def check_env(config: Any, algo_class: type) -> None:
-    """Check that the config's environment exists and, for ours, that it knows its settings.
+    """Check that the config's environment exists and, for ours, that its settings are known.
 
     Raises:
         ValueError: with the nearest names.
@@ -288,7 +288,7 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
 
 
 def _num_checkpoints(experiment: Experiment) -> int:
-    """Return how many checkpoints one trial keeps, as far as the experiment says."""
+    """Return the number of checkpoints that one trial keeps, if the experiment sets it."""
     settings = experiment.checkpoint_config
     frequency = settings.get("checkpoint_frequency") or 0
     iterations = experiment.stop.get("training_iteration", 0)

@@ -13,7 +13,7 @@ from rllib_llm.shared.storage import Place
 
 @dataclass(frozen=True)
 class Panel:
-    """One small plot: a result over the episodes, with the held-out result beside it."""
+    """One small plot: a result over the episodes, with the held-out result."""
 
     title: str
     unit: str

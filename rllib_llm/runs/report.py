@@ -1,4 +1,4 @@
-"""The report at the end of a run: what changed, what was made, what to do next."""
+"""The summary at the end of a run: changes, files, next commands."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ NOT_WHERE_ZERO = ("train/staleness", "train/num_invalid")
 
 @dataclass(frozen=True)
 class PageTrial:
-    """One trial on the page: what it is called, and where its files are."""
+    """One trial on the page: its name and its folder."""
 
     label: str
     folder: Path
@@ -100,8 +100,8 @@ def _begun(result_file: Path) -> float:
 
 
 def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Path) -> Path:
-    """Writes the page of the runs in `groups`, their names being the keys; one run's stages stand
-    one after the other, several runs' beside each other."""
+    """Writes the page of the runs in `groups`, keyed by name; stages of one run in sequence,
+    several runs side by side."""
     data = {
         "title": " and ".join(groups),
         "several": len(groups) > 1,

@@ -71,8 +71,8 @@ class ResultLog(JsonLoggerCallback):
 
 
 class NoOtherCsv(CSVLoggerCallback):
-    """Writes nothing, and keeps Tune from a CSV logger of its own. (One callback that was a logger
-    of both kinds would count as this one alone.)"""
+    """Writes nothing; prevents Tune from adding its own CSV logger. (One callback that was a logger
+    of both kinds would count as one.)"""
 
     def log_trial_start(self, trial: Any) -> None: ...
 
@@ -82,7 +82,7 @@ class NoOtherCsv(CSVLoggerCallback):
 
 
 class _Starts:
-    """Which rows of a trial's file its latest start computes anew.
+    """The rows of a trial's file that its latest start computes again.
 
     A trial that goes on from a checkpoint of its own, or from none, replaces the iterations after
     that. One that goes on from the checkpoint of another trial of its run, as population-based
@@ -96,7 +96,8 @@ class _Starts:
         self._failed: set[Any] = set()
 
     def begin(self, trial: Any) -> None:
-        """Notes where a trial goes on from: by its first result, schedulers may have changed it."""
+        """Notes where a trial continues from, at its first result: schedulers may have changed it
+        before."""
         source, before = _other_trials_checkpoint(trial), self._sources.get(trial)
         if trial not in self._failed or source != before:
             self._num_rows[trial] = 0
@@ -169,7 +170,7 @@ def _folder_of(trial: Any) -> Path:
 
 
 def _other_trials_checkpoint(trial: Any) -> Path | None:
-    """The checkpoint that `trial` goes on from, if it is of another trial of the run."""
+    """The checkpoint of another trial of the run from which `trial` continues, if any."""
     if trial.checkpoint is None:
         return None
     own, path = Path(trial.storage.trial_fs_path), Path(trial.checkpoint.path)

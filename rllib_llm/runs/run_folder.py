@@ -43,7 +43,7 @@ def storage_root(given: str | None, experiments: Iterable[Experiment]) -> Place:
 def new_folder(
     root: Place, name: str, chosen: str | None, source: str, experiments: Sequence[Experiment]
 ) -> Place:
-    """Return a folder of its own for a new run, which holds its record.
+    """Return a new folder for a run, containing its record.
 
     Args:
         root: where runs lie.
@@ -128,7 +128,7 @@ def _newest(root: Place, name: str, source: str) -> Place:
 
 
 def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
-    """Check that experiments which have begun in `folder` are asked for as they began.
+    """Check that experiments that have begun in `folder` are requested unchanged.
 
     Raises:
         UserError: all settings that differ and would not take effect.
@@ -161,7 +161,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, value then, value now) of all that differs, mappings taken apart."""
+    """(key, old value, new value) of all differences, nested mappings included."""
     if isinstance(before, dict) and isinstance(now, dict):
         names = [name for name in {**before, **now} if key or name not in CHANGEABLE]
         found = []
@@ -179,7 +179,7 @@ def as_json(experiments: Iterable[Experiment]) -> list[dict[str, Any]]:
 
 
 def write_record(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
-    """Write who started the run, and with what."""
+    """Write the run's origin: the command, its file and the environment."""
     record = {"source": source, "experiments": as_json(experiments)}
     replace_text(folder / RECORD, json.dumps(record, indent=1))
 
@@ -260,7 +260,7 @@ def write_environment(folder: Path) -> None:
 
 
 def read_environment(folder: Path) -> dict[str, str]:
-    """What was noted in `folder`, {} where nothing was."""
+    """Read the environment recorded in `folder`; {} if none was."""
     try:
         return json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -52,8 +52,7 @@ KEYS_FROM_THE_START = ("loss/reward_model", "policy/entropy_avg")  # compared wi
 
 @dataclass(frozen=True)
 class Sign:
-    """Something to look at: the rule's name, the iteration at which it was first true, and what it
-    means."""
+    """A warning sign: the rule's name, the first iteration at which it applied, and its meaning."""
 
     name: str
     iteration: int
@@ -61,12 +60,12 @@ class Sign:
 
 
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules need of a flat result."""
+    """The values of a flat result that the rules need."""
     return {key: value for key, value in result.items() if key in KEYS or _component(key)}
 
 
 def _component(key: str) -> str:
-    """The reward function whose mean the result called `key` is, "" for another result."""
+    """The reward function whose mean is the result `key`; "" for other results."""
     match = re.fullmatch(r"train/(.+)_rewards", key)
     return match[1] if match else ""
 
@@ -144,7 +143,7 @@ def flat_groups(rows: Rows) -> str:
 
 
 def overfitted_judge(rows: Rows) -> str:
-    """A reward model that orders held-out pairs worse than chance says, while it learns its own."""
+    """A reward model that orders held-out pairs worse than chance while it fits its own."""
     losses = [value for row in rows if (value := number(row.get("loss/reward_model"))) is not None]
     made: dict[Any, float] = {}
     for row in rows:

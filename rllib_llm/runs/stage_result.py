@@ -1,4 +1,4 @@
-"""What a finished stage left behind: the best trial, its model, a record for `--resume`."""
+"""The result of a finished stage: the best trial, its model, a record for `--resume`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
 
 @dataclass
 class StageResult:
-    """What a finished stage left behind. Lists hold one entry per trial, `best` is an index."""
+    """The result of a finished stage. Lists have one entry per trial; `best` is an index."""
 
     name: str
     algorithm: str

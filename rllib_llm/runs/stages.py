@@ -40,13 +40,13 @@ class StageFailed(RuntimeError):
     """A trial of a stage ended with an error; the message is the error's end."""
 
     def __init__(self, message: str, goes_on_from: str):
-        """`goes_on_from`: where the stage would go on with --resume."""
+        """`goes_on_from`: where --resume would continue."""
         super().__init__(message)
         self.goes_on_from = goes_on_from
 
 
 class StageInterrupted(RuntimeError):
-    """The user stopped the stage; the message says where it would go on with --resume."""
+    """The user stopped the stage; the message says where --resume would continue."""
 
 
 def run_stages(
@@ -58,7 +58,7 @@ def run_stages(
     loggers: Callable[[str], list[Any]] = lambda stage: [],
     told: Sequence[str] = (),
 ) -> list[StageResult]:
-    """Run the experiments in order, each with what the earlier ones produced.
+    """Run the experiments in order, each with the results of the earlier ones.
 
     Args:
         folder: of the run; each stage's results go to the subfolder of its name.
@@ -276,7 +276,7 @@ def _trial_folder_name(trial: Any) -> str:
 
 
 def last_saved(trials: list[Any], of: str = "") -> str:
-    """Return the iterations of the trials' last checkpoints, as what a stage goes on from.
+    """Return the iterations of the trials' last checkpoints, from which a stage would continue.
 
     Args:
         trials: `ray.tune.Result` of each trial.

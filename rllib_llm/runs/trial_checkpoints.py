@@ -1,4 +1,5 @@
-"""Tune callbacks that decide which checkpoints a trial makes, keeps and goes on from.
+"""Tune callbacks that decide when trials save checkpoints, which are kept, and where trials
+continue.
 
 A held-out result belongs to the weights that were evaluated, and stands in later results until the
 next evaluation. So a trial is asked for a checkpoint with each result that is the best so far, and
@@ -135,8 +136,8 @@ class KeepBestCheckpoint(Callback):
                 _keep_elsewhere(checkpoint.filesystem, checkpoint.path, record)
 
     def _record(self, result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-        """What is noted of a checkpoint: the first of the rules' results that was measured in this
-        iteration, None where there is none."""
+        """The recorded value of a checkpoint: the first of the rules' results measured in this
+        iteration, or None."""
         iteration = result.get("training_iteration")
         for metric, mode in self._rules:
             value = number(result.get(metric))
@@ -157,8 +158,8 @@ def _keep_here(source: Path, record: Mapping[str, Any]) -> None:
 
 
 def _keep_elsewhere(filesystem: FileSystem, source: str, record: Mapping[str, Any]) -> None:
-    """As on a disk, where storage is not one: files are copied. The record is written last, so
-    that without it there is no best checkpoint."""
+    """Keeps the best checkpoint on storage that is not a disk: files are copied, the record last,
+    so that without it there is no best checkpoint."""
     folder = source.rpartition("/")[0]
     target, file = f"{folder}/{BEST_CHECKPOINT}", f"{folder}/{RECORD}"
     before = None
@@ -208,9 +209,8 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 class UseFailureCheckpoints(Callback):
-    """Tells Tune of the checkpoint that `WholeCheckpoints.train` leaves when an iteration fails, so
-    that a restart, or `Tuner.restore`, goes on from there: with the error Tune hears nothing else.
-    """
+    """Tells Tune of the checkpoint that `WholeCheckpoints.train` writes when an iteration fails, so
+    that a restart, or `Tuner.restore`, continues from it."""
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         _register(trial)
@@ -246,7 +246,7 @@ def _newest(filesystem: FileSystem, folder: str) -> str | None:
 
 
 def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
-    """What the checkpoint says of itself; nothing where saving it was interrupted."""
+    """A checkpoint's manifest; empty if saving it was interrupted."""
     if isinstance(filesystem, LocalFileSystem):
         try:
             return read_manifest(Path(checkpoint))
@@ -264,8 +264,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SaveOnStop(Callback):
-    """At the first signal, has every trial that runs save a checkpoint when its iteration ends, and
-    then lets Tune end the run as Ctrl-C does; the second one ends it at once.
+    """On the first signal, has every running trial save a checkpoint after its iteration and then
+    lets Tune end the run as Ctrl-C does; the second signal ends it immediately.
 
     As a context manager around `Tuner.fit()` it leaves the handlers of the signals as they were.
     Tune alone ends a run in the middle of its iterations, saves nothing, and takes no notice of
@@ -352,5 +352,5 @@ def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:
 
 
 def _in_main_thread() -> bool:
-    """True where Python lets us handle signals."""
+    """True where Python allows signal handlers."""
     return threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""What a trial's folder holds: results (result.json) and sampled texts (samples.jsonl)."""
+"""Files of a trial's folder: results (result.json) and sampled texts (samples.jsonl)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored completions sampled anew from the weights that a run's checkpoints hold.
+"""Samples stored completions again from the weights in a run's checkpoints.
 
 A completion is a function of seed, row, turn and token index, and of the weights (see the
 explanation "determinism"). So whoever has the rollouts and a checkpoint can ask whether these
@@ -49,7 +49,7 @@ _KEY = ("iteration", "position", "sample", "status")  # names a completion, of o
 
 @dataclass(frozen=True)
 class Difference:
-    """A token, or its log-prob, that is not what the weights sample.
+    """A token or log-prob that differs from the one sampled again.
 
     token: its place in the completion, from 0. miss: by how much of the distribution the noise
     misses the stored token (in nats where decoding is greedy); 0 where the tokens agree.
@@ -80,7 +80,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Checked:
-    """A completion that was sampled anew.
+    """A completion that was sampled again.
 
     num_tokens: of those that were compared. num_unknown: sampled tokens whose weights are not kept.
     logprob_errors: nats, of the compared tokens before the first that differs. differences: the
@@ -112,7 +112,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found in one trial.
+    """The results for one trial.
 
     versions: of the weights that are kept. num_stored, num_askable: completions in the store, and
     those of which some tokens were sampled by weights that are kept. missing: completions for each
@@ -169,8 +169,8 @@ class Verification:
 
 
 def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verification]:
-    """What becomes of `num_samples` random completions of each trial of a run when they are
-    sampled anew from the weights of their version.
+    """Samples `num_samples` random completions of each trial of a run again, from the weights of
+    their version, and compares.
 
     Version 0 is what the setting `model` names; others are taken from the trial's checkpoints.
 
@@ -193,7 +193,7 @@ def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verifi
 
 @dataclass(frozen=True)
 class _Compared:
-    """What was found of a piece; see `Checked`."""
+    """The comparison of one piece; see `Checked`."""
 
     num_tokens: int
     has_same_tokens: bool
@@ -297,8 +297,8 @@ class _Trial:
         )
 
     def sampling(self, status: str) -> tuple[Any, bool, int, int]:
-        """Of completions of this status: config, whether they were sampled (not greedy), how many
-        of each prompt, and what was added to the seed."""
+        """For completions of this status: config, whether they were sampled (not greedy),
+        completions per prompt, and the offset of the seed."""
         if status != "evaluated":
             return self.config, True, self.config.num_completions, 0
         explores = bool(self.held_out.explore)
@@ -336,7 +336,7 @@ def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:
 
 
 class _Sampling:
-    """Completions that are sampled anew, version by version."""
+    """Completions to be sampled again, version by version."""
 
     def __init__(self, trial: _Trial, kept: set[int]) -> None:
         self._trial, self._kept = trial, kept
@@ -372,7 +372,7 @@ class _Sampling:
         return [self._one(rows, own) for rows, own in zip(self._rows, compared, strict=True)]
 
     def _sample(self, version: int, alike: list[_Piece]) -> list[Ended]:
-        """What the weights of a version sample in the place of these pieces."""
+        """Samples these pieces with the weights of a version."""
         if version in self._trial.checkpoints:
             folder = fetched(str(self._trial.checkpoints[version]))
             check(folder)

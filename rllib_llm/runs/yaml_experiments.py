@@ -250,6 +250,6 @@ def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
-    """What the experiment starts from, wherever in its config it stands."""
+    """The experiment's starting model, wherever its config has it."""
     section = config.get("language_model")
     return config.get("model") or (section.get("model") if isinstance(section, dict) else None)

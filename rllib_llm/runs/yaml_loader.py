@@ -44,7 +44,7 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.01234567
 
 
 def parse(text: str, where: str) -> Any:
-    """Return the value that the YAML (or JSON) `text` holds.
+    """Return the value of the YAML (or JSON) `text`.
 
     Raises:
         UserError: `text` is not YAML; the message names line and column.
@@ -56,7 +56,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def read(path: Path) -> Any:
-    """Return what the YAML file at `path` holds.
+    """Return the contents of the YAML file at `path`.
 
     Raises:
         UserError: no such file, or not YAML.
@@ -73,7 +73,7 @@ def read(path: Path) -> Any:
 
 
 def parse_mapping(text: str, option: str) -> dict[str, Any]:
-    """Return the mapping that the option's value `text` holds: JSON, YAML, or a file with either.
+    """Return an option's value as a mapping: JSON, YAML, or a file with either.
 
     Raises:
         UserError: it is something else.
@@ -94,7 +94,7 @@ HERE = "${here}"
 
 
 def examples_folder() -> Path:
-    """Return the examples' folder: inside an installed package, beside it in a checkout."""
+    """Return the examples' folder: inside an installed package, or next to it in a checkout."""
     package = Path(rllib_llm.__file__).resolve().parent
     inside = package / "tuned_examples"
     return inside if inside.is_dir() else package.parent / "tuned_examples"
@@ -140,7 +140,7 @@ def with_includes(
 
 
 def _found(name: str, here: Path | None) -> Path:
-    """The file beside the including one, else the example of that name, else the former."""
+    """The file next to the including one, else the example of that name, else the former."""
     beside = ((here or Path()) / name).resolve()
     example = examples_folder() / name
     return example.resolve() if not beside.is_file() and example.is_file() else beside
@@ -156,7 +156,8 @@ def _placed(value: Any, folder: str) -> Any:
 
 
 def laid_over(below: Any, above: Any) -> Any:
-    """`above`, with what `below` has beside it where both are mappings; search spaces are whole."""
+    """`above` merged over `below` where both are mappings; search spaces are replaced as a
+    whole."""
     both = isinstance(below, dict) and isinstance(above, dict)
     if not both or _is_space(below) or _is_space(above):
         return above
@@ -248,14 +249,14 @@ def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
 
 
 def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
-    """Return the experiments whose algorithm has a setting called `key`."""
+    """Return the experiments whose algorithm has a setting `key`."""
     return {
         name: spec for name, spec in experiments.items() if key in _known_settings({name: spec})
     }
 
 
 def _known_settings(experiments: dict[str, Any]) -> set[str]:
-    """Return the settings, and sections, of all algorithms that the experiments run."""
+    """Return the settings, and sections, of all algorithms of the experiments."""
     from rllib_llm.config.schema import allowed_keys, sections
     from rllib_llm.runs.experiment import algorithm_class
 

@@ -40,7 +40,7 @@ _LAG_SECONDS = 0.5
 
 
 class _App(FastAPI):
-    """FastAPI, whose description does not name 422: a wrong field is answered by 400 here."""
+    """FastAPI without 422 in its description: an invalid field gets a 400 here."""
 
     def openapi(self) -> dict[str, Any]:
         """As FastAPI's."""

@@ -83,7 +83,7 @@ class Channel:
         return list(self._messages.take(data))
 
     def receive(self) -> Any:
-        """The first message of all, behind which none comes before this end has sent one.
+        """Receives the first message; no other follows before this end has sent one.
 
         Raises:
             EOFError: the other end is gone.

@@ -28,8 +28,8 @@ _NOT_VARIABLES = frozenset(
 
 
 class Chats:
-    """Chat formats by the tools and settings that requests bring. A format that somebody holds, as
-    sessions do, is found again, however many others came since.
+    """A cache of chat formats by tools and settings of requests. A format in use, as in sessions,
+    is never evicted.
 
     Args:
         tokenizer: of the model.
@@ -102,7 +102,7 @@ def _as_message(message: Message) -> dict[str, Any]:
 
 
 def read_arguments(given: Any) -> Any:
-    """The arguments of a call, read from JSON; what is no JSON stays text."""
+    """A call's arguments parsed as JSON; invalid JSON stays text."""
     if not isinstance(given, str):
         return given
     try:
@@ -132,8 +132,8 @@ def prompt_ids(
 
 @contextlib.contextmanager
 def refused_by_template(field: str = "messages") -> Iterator[None]:
-    """Raises ApiError, 400, where a chat template fails on what a request has. A template is a
-    program that somebody else wrote: it may raise anything."""
+    """Raises ApiError, 400, if a chat template fails on a request. A template is foreign code and
+    may raise anything."""
     try:
         yield
     except ApiError:

@@ -28,7 +28,7 @@ POLICY = f"{__name__}:by_completions"
 
 
 def by_completions(context: Any) -> tuple[float, dict[str, Any]]:
-    """The replicas that the completions of all need, at `target_ongoing_requests` for each.
+    """The replicas needed for the completions in progress, at `target_ongoing_requests` each.
 
     Args:
         context: Ray Serve's `AutoscalingContext`.
@@ -83,7 +83,7 @@ class Replica:
         return {COMPLETIONS: float(self._service.num_rows)}
 
     def check_health(self) -> None:
-        """For Ray Serve, which restarts a replica whose engine has ended.
+        """Ray Serve's health check: a replica whose engine has died is restarted.
 
         Raises:
             RuntimeError: it has.
@@ -109,8 +109,8 @@ def follow(service: Any) -> Any:
 
 
 def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
-    """Whether Ray Serve's HAProxy is in front: as Ray's environment says, if it says so, else where
-    there are keys, since it listens on all addresses of the machine, and Ray is not started yet.
+    """Whether Ray Serve runs behind HAProxy: by Ray's environment variable if set, else if there
+    are keys (it listens on all addresses of the machine) and Ray has not started yet.
 
     Args:
         settings: of the server.
@@ -190,7 +190,7 @@ class Server:
 
 
 def start(settings: ServeSettings) -> Server:
-    """Starts the server on the cluster that this process is connected to, or on one of its own.
+    """Starts the server on the connected cluster, or on a new one.
 
     Raises:
         UserError: an address that others reach, without keys.
@@ -248,8 +248,8 @@ def _last_error(messages: Sequence[str]) -> str:
 
 
 def _start_outside(settings: ServeSettings) -> Server:
-    """As `start`, from a task: what a trial starts itself has to fit into the resources that Tune
-    reserved for it, Ray Serve's controller and replicas among them."""
+    """As `start`, but from a task: actors that a trial starts itself, Ray Serve's controller and
+    replicas included, would have to fit into the resources that Tune reserved for it."""
     import ray
     from ray.exceptions import RayTaskError
 
@@ -327,9 +327,8 @@ def _check_room(settings: ServeSettings) -> None:
 
 
 def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
-    """Checks the settings and has Ray started with Serve's HAProxy, where it is wanted, and with
-    workers that run as readily as those who wait for them. Call it before Ray is started, or Ray
-    Serve imported, which reads the environment then.
+    """Checks the settings and prepares Ray's environment for Serve's HAProxy, if used, and for
+    workers of normal priority. Call it before Ray starts and before Ray Serve is imported.
 
     Raises:
         UserError: see `check_exposure` and `uses_haproxy`.

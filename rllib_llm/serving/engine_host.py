@@ -1,4 +1,4 @@
-"""The engine behind a server: what the server asks of it, and the one in a thread of this process.
+"""The engine behind a server: its interface, and the one in a thread of this process.
 
 `engine_process.py` has the same in a process of its own.
 """
@@ -36,7 +36,7 @@ _SWITCH_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a server has to know of its model."""
+    """Facts about the model that the server needs."""
 
     max_positions: int
     vocab_size: int
@@ -77,13 +77,13 @@ class EngineHost(Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is sampled, and what is asked for waits."""
+        """Whether sampling is paused and requests are queued."""
 
     async def listen(self) -> None:
-        """Called in the server's event loop before anything is asked for."""
+        """Called in the server's event loop before any request."""
 
     async def ready(self) -> None:
-        """Waits, in that loop, while the engine has not taken in what it was asked for before."""
+        """Waits, in that loop, until the engine has accepted earlier requests."""
 
     def submit_all(
         self, rows: Sequence[Row], grammar: str | None = None
@@ -96,7 +96,7 @@ class EngineHost(Protocol):
         """
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
-        """As `Grammars.compile`; what it raises may be in the future, too."""
+        """As `Grammars.compile`; exceptions may also be in the future."""
 
     def release(self, pin: int) -> None:
         """As `Grammars.release`."""
@@ -168,10 +168,10 @@ class ThreadHost:
         return self.loop.is_paused
 
     async def listen(self) -> None:
-        """Results come in its own thread."""
+        """Does nothing: results arrive in the engine's own thread."""
 
     async def ready(self) -> None:
-        """This one takes in whatever it is asked for."""
+        """Returns at once: this host accepts all requests."""
 
     def submit_all(
         self, rows: Sequence[Row], grammar: str | None = None
@@ -235,7 +235,7 @@ def settle(future: Future[Any], result: Any) -> None:
 
 
 def _hand_on_error(done: Future[Any], begun: Future[Any]) -> None:
-    """Ends what was not even begun."""
+    """Passes on the exception of a call that could not even start."""
     if not begun.cancelled() and (error := begun.exception()) is not None:
         settle(done, error)
 

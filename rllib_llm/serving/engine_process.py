@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what HTTP takes of Python does not hold up its steps.
+"""The engine in its own process, so that HTTP's Python code does not delay its steps.
 
 In one process both would want the same interpreter, and hand it to and fro with every operation of
 the engine and every message to a client: at a few milliseconds a step that is a third of the time.
@@ -116,7 +116,7 @@ class EngineProcess:
         return futures
 
     def _expect(self, future: Future) -> int:
-        """The number under which the result of a future comes."""
+        """The number under which a future's result will arrive."""
         number = next(self._ids)
         with self._lock:
             self.check_open()
@@ -200,7 +200,7 @@ class EngineProcess:
             raise RuntimeError(_ENDED) from error
 
     def _end(self) -> None:
-        """Nothing comes any more: the process has ended."""
+        """Fails all pending calls, since the process has ended."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             left = list(self._futures.values())
@@ -210,7 +210,7 @@ class EngineProcess:
             settle(future, RuntimeError(_ENDED))
 
     def _take(self, events: Events) -> None:
-        """Hands on what has come of a step."""
+        """Passes on the results of a step."""
         for number, what in events:
             if isinstance(what, Tokens):
                 on_tokens = self._on_tokens.get(number)
@@ -221,7 +221,7 @@ class EngineProcess:
 
 
 def _without_keys() -> dict[str, str]:
-    """The environment of the engine, which knows no key of the server's."""
+    """The engine's environment, without the server's keys."""
     return {k: v for k, v in os.environ.items() if not k.upper().startswith(ENVIRONMENT_PREFIX)}
 
 
@@ -255,7 +255,7 @@ class EngineWorker:
             self._channel.send(message)
 
     def run(self) -> None:
-        """Tells the server what the model is, then does what it is told until that ends."""
+        """Sends the facts about the model, then carries out requests until the connection ends."""
         self._send(self._host.facts)
         with contextlib.suppress(EOFError):
             while True:
@@ -266,7 +266,7 @@ class EngineWorker:
     # --- what it is told ---------------------------------------------------------------------
 
     def submit(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
-        """Rows: the number of each, and whether its tokens are told as they come."""
+        """Adds rows: the number of each, and whether its tokens are streamed."""
         rows = [
             replace(each, on_tokens=partial(self._note, number)) if streams else each
             for number, streams, each in sent
@@ -282,7 +282,7 @@ class EngineWorker:
         self._flush()  # what had ended before it was looked after
 
     def call(self, number: int, name: str, *arguments: Any) -> None:
-        """A method of the host whose result is told."""
+        """Calls a method of the host and sends its result."""
         if name == "load":  # takes a while
             threading.Thread(target=self._load, args=(number, *arguments)).start()
             return
@@ -313,7 +313,7 @@ class EngineWorker:
             self._events.append((number, _portable(error) if error else future.result()))
 
     def _flush(self) -> None:
-        """Sends what has come, in its order. Of any thread."""
+        """Sends pending results in order. Thread-safe."""
         with self._lock:
             events: Events = [self._events.popleft() for _ in range(len(self._events))]
             if events:
@@ -326,7 +326,7 @@ class EngineWorker:
             future.cancel()
 
     def abort(self, number: int) -> None:
-        """Ends a row with what was sampled of it."""
+        """Aborts a row, returning its partial output."""
         future = self._futures.get(number)
         if future is not None:
             self._host.abort(future)
@@ -353,7 +353,7 @@ def _portable(error: BaseException) -> Exception:
 
 
 def main() -> None:
-    """Runs the engine of the server whose socket is named."""
+    """Runs the engine of the server with the given socket."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server drains, and then ends this
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))

@@ -18,7 +18,7 @@ _KINDS = {
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong with a request."""
+    """The details of a request's error."""
 
     message: str
     type: str
@@ -58,7 +58,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What is sent."""
+        """The body of the response."""
         return error_body(self.status, self.message, self.param, self.code)
 
 

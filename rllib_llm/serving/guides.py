@@ -36,8 +36,8 @@ class BusyError(RuntimeError):
 
 @dataclass
 class _Entry:
-    """A grammar that is compiled, or will be. waiting: who waits for that. pins: who may ask for
-    guides by it."""
+    """A grammar that is or will be compiled. waiting: requests that wait for it. pins: requests
+    that may still use it."""
 
     matcher: Future[Any]
     waiting: int = 0
@@ -130,7 +130,7 @@ class Grammars:
         return LlGuide(entry.matcher.result().deep_copy())
 
     def release(self, pin: int) -> None:
-        """Whoever had a grammar compiled has its guides, or wants none."""
+        """Releases a grammar that its requester no longer needs."""
         with self._lock:
             entry = self._pins.pop(pin, None)
             if entry is not None:
@@ -138,7 +138,7 @@ class Grammars:
             self._evict()
 
     def close(self) -> None:
-        """Ends the thread, behind what it compiles now."""
+        """Ends the thread after its current grammar."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -176,8 +176,8 @@ class LlGuide:
 
 
 def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
-    """The field of a response format that says it, and llguidance's grammar of it; None where there
-    is nothing to keep to.
+    """The field of a response format that contains a grammar, and the grammar for llguidance; None
+    for free text.
 
     Raises:
         ApiError: 400, it is missing, too long, or cannot be read.

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT, or `should_exit`. Then it first says that it is not ready,
-    waits for the answers under way within `drain_s`, and closes.
+    """Runs until SIGTERM or SIGINT, or `should_exit`; then reports not ready, drains requests for
+    up to `drain_s`, and closes.
 
     Args:
         service: that answers.
@@ -166,7 +166,7 @@ def timed_protocol(seconds: float) -> type:
 
 
 def show_log() -> None:
-    """Writes what the server logs, a line of JSON for each request, to standard error."""
+    """Writes the server's log, a line of JSON for each request, to standard error."""
     parent = logging.getLogger("rllib_llm.serving")
     if not parent.handlers:
         parent.addHandler(logging.StreamHandler())
@@ -220,7 +220,7 @@ class AgentServer:
         max_turns: int,
         template_settings: Mapping[str, Any],
     ) -> Iterator[tuple[str, Session]]:
-        """The address of a session, and what is said in it."""
+        """A session's address and record."""
         rules = Rules(
             sampling, max_new_tokens=max_new_tokens, max_turns=max_turns,
             max_tokens=self.max_tokens, template_settings=template_settings,

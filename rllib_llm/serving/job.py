@@ -1,4 +1,4 @@
-"""What a request asks of the engine, read from its fields."""
+"""Converts a request's fields into a job for the engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the server's settings allow."""
+    """Limits of the model and of the server's settings."""
 
     max_model_len: int
     vocab_size: int
@@ -144,7 +144,7 @@ def read_stops(fields: SamplingFields) -> tuple[str, ...]:
 
 
 def _seed(seed: int | None) -> int:
-    """The seed of a request's noise; one of its own where it names none."""
+    """The seed of a request's noise; a fresh one if it names none."""
     return secrets.randbits(63) if seed is None else seed % 2**64
 
 
@@ -206,7 +206,7 @@ def make_job(
     prompt_logprobs: int | None = None,
     **further: Any,
 ) -> Job:
-    """What a request asks of the engine.
+    """Converts a request into a job for the engine.
 
     Args:
         fields: of the request.

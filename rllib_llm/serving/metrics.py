@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus, under the names that vLLM's dashboards know."""
+"""The server's Prometheus metrics, under the names that vLLM's dashboards use."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class JobWatch:
 
 
 def set_gauges(metrics: Metrics, counts: Counts, weights: LiveWeights) -> None:
-    """Sets what is only looked at when somebody asks."""
+    """Sets the gauges that are computed only when scraped."""
     metrics.running.set(counts.sampling)
     metrics.waiting.set(counts.waiting)
     metrics.lane_rows.clear()

@@ -170,7 +170,7 @@ class Completer:
         chat_format: ChatFormat,
         forced: bool,
     ) -> Job:
-        """What a chat asks of the engine."""
+        """The engine's job for a chat request."""
         service = self._service
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -313,7 +313,7 @@ async def _answer(
 async def _streamed(
     view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
 ) -> AsyncIterator[Event]:
-    """A chunk for each piece, in JSON, and the usage at the end, if it is asked for."""
+    """Server-sent chunks of JSON for each piece, then the usage if requested."""
     options = body.stream_options
     counts_all = bool(options and options.continuous_usage_stats)
     further = {"usage": None} if options and options.include_usage else {}

@@ -1,6 +1,5 @@
-"""`/v1/responses`: OpenAI's newer interface in its plain form. A response is a chat completion in
-other words; none is kept, so that nothing can be asked for by its id.
-"""
+"""`/v1/responses`: OpenAI's newer interface in its plain form. Responses are chat completions in
+another format; none is stored or retrievable."""
 
 from __future__ import annotations
 
@@ -189,7 +188,7 @@ def _message_item(context: RequestContext, status: str, *content: dict[str, Any]
 
 
 def _logprobs(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a choice's tokens, or a chunk's, where they are asked for."""
+    """Log-probs of a choice's or chunk's tokens, if requested."""
     return choice["logprobs"]["content"] if choice["logprobs"] else []
 
 

@@ -65,7 +65,7 @@ class Mailbox:
 
 
 class RowEvents:
-    """What becomes of some rows, in the order in which it comes.
+    """The events of some rows, in order.
 
     async for i, event in rows:      # Tokens, then Ended or an exception, of row i
         ...
@@ -114,7 +114,7 @@ class RowEvents:
             self._reader.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Has whoever waits get an error, such as a timeout."""
+        """Raises an error, such as a timeout, in the waiting request."""
         self._put(-1, error)
 
     def __aiter__(self) -> RowEvents:
@@ -155,7 +155,7 @@ class RowEvents:
         )
 
     def leave(self, i: int) -> None:
-        """Takes a row out of the engine; nothing more comes of it."""
+        """Removes a row from the engine; it yields no more events."""
         if self._futures[i].cancel():
             self._num_left -= 1
             self._wake_reader()
@@ -185,7 +185,7 @@ def deadline_passed(seconds: float) -> ApiError:
 
 
 class RunningJob:
-    """A job in the engine. `async for i, piece in job` gives the pieces of completion i, whose
+    """A job in the engine. `async for i, piece in job` yields the pieces of completion i, whose
     prompt is number i // n; the last piece of each has a finish_reason.
 
     Args:
@@ -324,7 +324,7 @@ class RunningJob:
         self._rows.abort()
 
     def close(self) -> None:
-        """Frees what it holds in the engine."""
+        """Aborts its rows in the engine."""
         self._timer.cancel()
         self._rows.close()
         if self._scoring is not None:

@@ -32,7 +32,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _few_biases(given: Any) -> Any:
-    """Before each of them is an error of its own."""
+    """Rejects too many biases first, since each invalid one is an error of its own."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"it has more than {MAX_BIASES} entries")
     return given
@@ -49,14 +49,14 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        """Each unknown field is an error of its own otherwise."""
+        """Rejects bodies with very many fields, since each unknown one is an error of its own."""
         if isinstance(given, dict) and len(given) > MAX_FIELDS:
             raise ValueError(f"it has more than {MAX_FIELDS} fields")
         return given
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -87,7 +87,8 @@ class Sampling(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral_fields(cls, given: Any) -> Any:
-        """Drops fields that ask for what is done anyway; with another value they are refused."""
+        """Drops unsupported fields whose value asks for the default behaviour; other values are
+        refused."""
         if not isinstance(given, dict) or NEUTRAL_VALUES.keys().isdisjoint(given):
             return given
         return {
@@ -202,7 +203,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the answer's text is: JSON Schema, or a regular expression or a Lark grammar."""
+    """The format of the answer: JSON Schema, a regular expression or a Lark grammar."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -322,7 +323,7 @@ class ResponsePart(BaseModel):
 
 
 class MessageItem(BaseModel):
-    """What somebody said."""
+    """A message."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -343,7 +344,7 @@ class CallItem(BaseModel):
 
 
 class CallOutputItem(BaseModel):
-    """What a call gave."""
+    """The output of a function call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -353,7 +354,7 @@ class CallOutputItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """What the assistant thought; left out."""
+    """The assistant's reasoning; ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -378,7 +379,7 @@ class ResponseToolName(Strict):
 
 
 class TextFormat(Strict):
-    """What the answer's text is."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -395,8 +396,8 @@ class TextSettings(Strict):
 
 
 class ResponseRequest(Sampling):
-    """POST /v1/responses, without what a server that keeps no responses cannot do, and with vLLM's
-    settings of sampling."""
+    """POST /v1/responses: the fields that a server without stored responses supports, and vLLM's
+    sampling settings."""
 
     input: (
         str | Annotated[

@@ -1,4 +1,4 @@
-"""Who may ask, how much, and how large.
+"""Authentication, rate limits and size limits.
 
     request ─▶ CORS ─▶ Gate: its id, size and time of its body ─▶ FastAPI ─▶ the route's dependency:
                        a key of a client or of the administration, and its rate
@@ -32,8 +32,8 @@ from rllib_llm.shared.errors import UserError
 
 
 class TokenBucket:
-    """So many units per minute, of which a minute's may be used at once. What is used beyond, since
-    nobody knew before, has to be waited for.
+    """A rate limit in units per minute with a burst of one minute. Usage that was unknown in
+    advance may exceed it and is then waited for.
 
     Args:
         per_minute: None: no limit.
@@ -64,7 +64,7 @@ class TokenBucket:
 
 @dataclass
 class Client:
-    """Who has a key, and what is left of its limits."""
+    """A key's owner, with what remains of its limits."""
 
     name: str
     key: bytes
@@ -117,7 +117,7 @@ class Clients:
         return bool(not self.clients or self._found(token)) or self._is_admin(token)
 
     def of(self, header: str | None) -> Client:
-        """Whose bearer token it is.
+        """The client of a bearer token.
 
         Raises:
             ApiError: 401.
@@ -357,7 +357,7 @@ async def _read(receive: Receive, most: int) -> bytes:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, and then what the client does further."""
+    """Replays the body once, then passes on the client's further messages."""
     is_given = False
 
     async def again() -> Message:
@@ -383,7 +383,7 @@ def _request_id(given: bytes | None) -> str:
 
 
 class _Answer:
-    """Sends, with further headers, and knows whether it has begun."""
+    """Sends a response with additional headers, and knows whether it has started."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send, self._headers = send, headers

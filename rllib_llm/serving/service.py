@@ -52,7 +52,7 @@ SHUTTING_DOWN = "The server is about to stop and takes no more requests."
 
 @dataclass
 class RequestContext:
-    """What belongs to a request beside its body.
+    """A request's context, apart from its body.
 
     version: serial number of the weights that it asks for; None: the newest. size: of its body,
     bytes.

@@ -1,4 +1,4 @@
-"""`/sessions/{id}/v1/...`: OpenAI's interface for an agent whose turns are learnt from."""
+"""`/sessions/{id}/v1/...`: OpenAI's interface for an agent whose turns are trained on."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def make_router(service: Service, completer: Completer, guards: Guards) -> APIRo
                 session.end_turn(conversation, kept, versions, told)
 
     def _begun(session: Session, body: ChatRequest) -> tuple[ChatFormat, Conversation]:
-        """How a chat is written, and the conversation that it goes on with, or begins."""
+        """The chat format, and the conversation that a request continues or begins."""
         chat_format = completer.format_of(body)
         return chat_format, session.begin_turn(chat_format, chat.as_messages(body.messages))
 
@@ -118,8 +118,8 @@ def make_router(service: Service, completer: Completer, guards: Guards) -> APIRo
 
 
 def _check_free(session: Session) -> None:
-    """Raises ApiError where a turn of the session is under way: who waited for it would hold a
-    connection and no place. The run's own agents wait, as often as their rules let them."""
+    """Raises ApiError if a turn of the session is in progress, since waiting would occupy a
+    connection. Agents of a training run do wait, as often as their rules allow."""
     if session.rules is None and session.lock.locked():
         raise ApiError(
             409, "A turn of this session is under way: its turns are made one after the other. "

@@ -33,8 +33,8 @@ _OFF = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Rules:
-    """How the turns of a session are sampled, whatever its agent asks for: whoever learns from them
-    must know what they were drawn from.
+    """Fixed sampling settings of a session, which override the agent's: training must know the
+    distribution that was sampled from.
 
     sampling: fields of a request that take the place of the agent's. max_new_tokens: of a turn.
     max_turns: of the session. max_tokens: of prompt and turn. template_settings: variables of the
@@ -49,7 +49,7 @@ class Rules:
 
 
 class Session:
-    """What one agent said and was told.
+    """The messages of one agent's session.
 
     `lock`: of its requests, which are answered one after the other. `limit`: the one of its rules
     that it ran into, "turns" or "tokens".
@@ -106,8 +106,7 @@ class Session:
     def begin_turn(
         self, chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]]
     ) -> Conversation:
-        """The conversation that these messages go on with, or begin; its `token_ids` are the
-        prompt.
+        """The conversation that these messages continue or begin; its `token_ids` are the prompt.
 
         Raises:
             ApiError: 400, the template refuses the messages, or the assistant is to answer itself.
@@ -131,9 +130,9 @@ class Session:
     def _last_common_turn(
         self, conversation: Conversation, messages: Sequence[Mapping[str, Any]]
     ) -> int | None:
-        """The latest sampled node up to which a conversation and these messages are the same, with
-        further messages behind it. A turn is what its client was told of it, which is less than
-        what was sampled where a stop text ended it."""
+        """The latest sampled node up to which a conversation and these messages agree, if further
+        messages follow. A turn is compared as its client saw it, without text after a stop
+        sequence."""
         given = [_essence(message) for message in messages]
         found, longest = None, 0
         for i, node in enumerate(conversation.nodes):
@@ -164,7 +163,7 @@ class Session:
         versions: Sequence[int],
         told: Mapping[str, Any],
     ) -> None:
-        """Keeps what was sampled; None: nothing whole was, and the turn is taken back.
+        """Stores the sampled turn; None removes the turn, since it is incomplete.
 
         Args:
             conversation: that the turn belongs to.
@@ -206,7 +205,7 @@ class Session:
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """Its rows of training, and what was said."""
+        """The session's training rows and messages."""
         rows = [row for conversation in self.conversations for row in conversation.rows()]
         return {
             "created": int(self.created),
@@ -235,8 +234,9 @@ def _not_free(rule: str) -> ApiError:
 
 
 class Sessions:
-    """The sessions of a server by id. The oldest of a key are forgotten when it has many, and those
-    of the key that has most when all have; never one that has rules, or whose turn is under way.
+    """A server's sessions by id. A key with too many loses its oldest; if there are too many in
+    total, the key with the most does. Sessions with rules, or with a turn in progress, are never
+    evicted.
 
     `begin_by_themselves`: whether a request of an unknown session begins it. Not where they have
     rules: an agent that goes on after its end would sample without them.

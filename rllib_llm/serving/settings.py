@@ -185,7 +185,7 @@ def read_settings(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ServeSettings:
-    """The settings of all sources.
+    """Reads the settings from all sources.
 
     Args:
         given: by flags, or as keyword arguments; None counts as not given.

@@ -1,6 +1,5 @@
-"""Where a server's weights come from while it runs: a folder, or a training run, whose adapters are
-merged into the model that is served.
-"""
+"""Sources of new weights for a running server: a folder, or a training run, whose adapters are
+merged into the served model."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from rllib_llm.weights.receiver import Transfer
 
 
 class AdapterMerger:
-    """Makes whole weights of a run's adapters. It holds a copy of the frozen trunk.
+    """Merges a run's adapters into full weights. Holds a copy of the frozen trunk.
 
     Args:
         source: of the trunk, as `load_causal_lm` takes it.

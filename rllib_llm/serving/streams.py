@@ -18,7 +18,7 @@ from rllib_llm.serving.errors import ApiError, error_body
 
 @dataclass
 class Piece:
-    """What has come of a completion since the piece before."""
+    """The part of a completion since the previous piece."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Piece:
 
 
 class Choice:
-    """Turns the tokens of one row into pieces. Whoever streams sends them as they are; whoever does
-    not adds them up, so that both say the same.
+    """Converts the tokens of one row into pieces. Streams send the pieces and other responses join
+    them, so both give the same text.
 
     Args:
         text: of the completion.
@@ -160,7 +160,7 @@ class TextStream:
         return self._until_stop(self._advance(text))
 
     def _advance(self, text: str) -> str:
-        """What `text`, of all ids, has behind the text that is out; later ids begin here."""
+        """The part of `text`, decoded from all ids, that was not sent yet; later ids start here."""
         new = text[len(self._shown) :]
         self._ids = self._ids[self._num_shown :]
         self._num_shown = len(self._ids)
@@ -191,7 +191,7 @@ class TextStream:
         return 0
 
     def finish(self) -> str:
-        """What was held back, at the end."""
+        """Text held back until the end."""
         if self.stopped_by is not None:
             return ""
         rest = ""
@@ -258,7 +258,7 @@ async def while_there(
 
 
 async def whole(receive: Receive, events: AsyncIterator[Event]) -> Response:
-    """The answer whose only event this is."""
+    """The response whose only event this is."""
 
     async def first() -> Event:
         try:
@@ -273,8 +273,9 @@ async def whole(receive: Receive, events: AsyncIterator[Event]) -> Response:
 
 
 class EventStream(Response):
-    """A streamed answer. It begins with the first event, so that an error before it has a status of
-    its own; an error behind it is an event. While nothing comes, comments show that it is alive.
+    """A streamed response. It starts with the first event, so that an earlier error has its own
+    status code; a later one is sent as an event. Comments keep the connection alive while nothing
+    is sent.
 
     Args:
         events: each is sent as JSON, which it may be already; closed when the client goes away or

@@ -54,7 +54,7 @@ class LiveWeights:
 
     @property
     def newest(self) -> Weights:
-        """What a request gets that asks for nothing else."""
+        """The version used by requests that name none."""
         return self._live[0]
 
     @property
@@ -63,11 +63,11 @@ class LiveWeights:
         return list(self._live)
 
     def remember(self, weights: Weights) -> None:
-        """Knows weights that may sample from now on. For any thread."""
+        """Registers weights that may sample from now on. Thread-safe."""
         self._known[weights.serial] = weights
 
     def set_live(self, live: list[Weights]) -> None:
-        """Takes what the engine has from now on."""
+        """Sets the versions that the engine holds now."""
         self._live = live
         self._known |= {weights.serial: weights for weights in live}
         while len(self._known) > _MAX_REMEMBERED:

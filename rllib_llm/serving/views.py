@@ -47,8 +47,8 @@ class Envelope:
         }
 
     def chunk(self, choices: list[dict[str, Any]], **further: Any) -> bytes:
-        """As `holding`, in JSON, for the many chunks of a stream: what is around the choices is the
-        same in all of them, `further` too, and is written once for each version of the weights."""
+        """As `holding`, in JSON, for the chunks of a stream: everything around the choices,
+        `further` included, is serialised once per version of the weights."""
         num_weights = self._running.num_weights
         if self._chunk is None or self._chunk[0] != num_weights:
             whole = self.holding([], **further)
@@ -105,7 +105,7 @@ def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
 
 
 def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> dict[str, Any]:
-    """`logprobs` of a text completion, whose text begins at character `start`."""
+    """`logprobs` of a text completion whose text begins at character `start`."""
     names = [service.texts.of(token)[0] for token in piece.token_ids]
     return {
         "tokens": names,
@@ -195,7 +195,7 @@ class ChatView:
 
     @property
     def further(self) -> dict[str, Any]:
-        """What the answer has beside its choices."""
+        """Fields of the response besides its choices."""
         if not self.scores:
             return {}
         told = prompt_logprobs(self._service, self._prompt, self.scores[0])
@@ -250,7 +250,7 @@ class ChatView:
         return [self._chunk(i, piece, {"content": piece.text}, piece.finish_reason)]
 
     def _told(self, piece: Piece) -> bool:
-        """Whether the tokens themselves are told, whatever their text."""
+        """Whether token ids are returned, whatever their text."""
         return bool(piece.token_ids and (self._body.logprobs or self._body.return_token_ids))
 
     def _chunk(
@@ -280,11 +280,12 @@ class TextView:
 
     @property
     def further(self) -> dict[str, Any]:
-        """What the answer has beside its choices."""
+        """Fields of the response besides its choices."""
         return {}
 
     def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Of a whole answer, in which what is echoed and what follows are one text."""
+        """The choices of a complete response, in which the echoed prompt and the completion are one
+        text."""
         found = []
         for i, piece in enumerate(pieces):
             choice = self._choice(i, piece)
@@ -302,7 +303,7 @@ class TextView:
         return found
 
     def before(self) -> list[dict[str, Any]]:
-        """Chunks that come before anything is sampled: what is echoed."""
+        """Chunks sent before sampling starts: the echoed prompt."""
         return [self._echo(i) for i in range(len(self._echoes) * self._n)]
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
@@ -330,7 +331,7 @@ class TextView:
         return choice
 
     def _echo(self, i: int) -> dict[str, Any]:
-        """What is echoed of the prompt of choice `i`."""
+        """The echoed prompt of choice `i`."""
         at = i // self._n
         logprobs = None
         if self._body.logprobs is not None:
@@ -358,7 +359,7 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _offsets(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Where the text of each token begins in the text of all."""
+    """The character offset of each token in the whole text."""
     stream, offsets = TextStream(tokenizer), []
     for token in token_ids:
         offsets.append(stream.length)

@@ -65,7 +65,7 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
 
 
 def _import_module(module_path: str) -> Any:
-    """The module, or None where it does not exist; its own import errors pass through."""
+    """The module, or None if it does not exist; its own import errors propagate."""
     try:
         return importlib.import_module(module_path)
     except ModuleNotFoundError as error:
@@ -126,13 +126,13 @@ def name_imports(modules: Sequence[str]) -> None:
 
 
 def import_named() -> None:
-    """In a process of Ray: import what was named."""
+    """Imports the named modules in a Ray process."""
     for module in filter(None, os.environ.get(IMPORTS, "").split(",")):
         importlib.import_module(module)
 
 
 def runtime_env() -> dict[str, Any]:
-    """What `ray.init` has to be told so that Ray's processes import it, {} where nothing is."""
+    """The `runtime_env` with which Ray's processes import these modules; {} without any."""
     if not os.environ.get(IMPORTS):
         return {}
     return {"worker_process_setup_hook": HOOK, "env_vars": {IMPORTS: os.environ[IMPORTS]}}

@@ -1,4 +1,5 @@
-"""What runs elsewhere and may be late, ended or away: how it is asked, waited for and told of.
+"""Calls to other processes and services that may be slow, dead or unreachable: retries, waits and
+outages.
 
     who asks ─▶ what runs elsewhere, with a deadline ─┬─▶ answer
                                                       ├─▶ TimeoutError  it is there, and was late
@@ -39,7 +40,7 @@ def backoff_seconds(
 
 
 class Outage:
-    """How long something has been away, over all who ask: one clock for all of them.
+    """The duration of an outage over all callers, on one clock.
 
     Args:
         name: of what is asked.

@@ -59,7 +59,7 @@ class SettingError(ValueError):
 
     @property
     def sentence(self) -> str:
-        """What is wrong, without the remedy."""
+        """The problem, without the remedy."""
         return sentence(self.found, self.rule, self.reason)
 
     @property
@@ -81,7 +81,7 @@ class SettingError(ValueError):
         return _restored, (type(self), self.args, vars(self))
 
     def at(self, where: str) -> SettingError:
-        """The same error in `where`, a place around its own."""
+        """The same error at `where`, a place that contains its own."""
         error = copy.copy(self)
         error.where = f"{where}: {self.where}" if self.where else where
         return error
@@ -94,11 +94,11 @@ def _restored(kind: type[SettingError], args: tuple[Any, ...], fields: dict[str,
 
 
 class UserError(SettingError):
-    """Something the user wrote that cannot work; the message says what to do instead."""
+    """A mistake of the user; the message says what to do instead."""
 
 
 class SettingWarning(UserWarning):
-    """Something a user wrote that runs and does not do what it seems to, as an object.
+    """A warning about a setting that works but not as it seems to, as an object.
 
     Attributes:
         id: area and subject, as the doctor's findings have them: "no_effect.lr_num_updates".
@@ -127,7 +127,7 @@ def ended(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """`repr` of a value that a person can read; of a model or a long list, what it is."""
+    """A readable `repr` of a value; a summary of models and long lists."""
     text = repr(value)
     if len(text) <= MAX_SHOWN and "\n" not in text:
         return text
@@ -203,8 +203,8 @@ def all_complaints() -> Iterator[list[ValueError]]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Within `all_complaints`, a ValueError of this block is noted and what follows goes on; else
-    it passes through."""
+    """Within `all_complaints`, records a ValueError of this block and continues; otherwise it
+    propagates."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a run's processes say, on its one way to the terminal: warnings, log records and prints.
+"""Messages of a run's processes on their way to the terminal: warnings, log records and prints.
 
     sampler: Listener ─▶ JudgedBatch.messages ─▶ trial: MessageLog ─▶ files ─▶ TrialEar: terminal
 
@@ -33,7 +33,7 @@ MAX_MESSAGES = 1000  # kept until they are taken; the first go
 
 @dataclass(frozen=True)
 class Message:
-    """What was said by whom: a warning to the user, or something printed on the way."""
+    """A warning to the user, or a printed line, with its origin."""
 
     speaker: str
     text: str
@@ -41,7 +41,7 @@ class Message:
 
 
 class Listener:
-    """Notes what is said in its `with` blocks, which may follow one another but not nest.
+    """Records messages in its `with` blocks, which may follow one another but not nest.
 
     A warning is one to the user where this package or the user's code gives it, or this package
     logs it; what other libraries warn of counts as printed.
@@ -61,7 +61,7 @@ class Listener:
             self._messages.append(Message(self.speaker, text.strip(), is_warning))
 
     def take(self) -> list[Message]:
-        """What was noted since the last call."""
+        """The messages recorded since the last call."""
         messages = list(self._messages)
         self._messages.clear()
         return messages
@@ -119,7 +119,7 @@ class _Handler(logging.Handler):
 
 
 class _Tee:
-    """Standard output whose lines are noted, too."""
+    """Standard output whose lines are recorded, too."""
 
     def __init__(self, stdout: TextIO, listener: Listener) -> None:
         self._stdout, self._listener = stdout, listener
@@ -132,7 +132,7 @@ class _Tee:
         return self._stdout.write(text)
 
     def end_line(self) -> None:
-        """Note what has no end of line yet."""
+        """Records a line that has no end yet."""
         self._listener.note(self._line)
         self._line = ""
 
@@ -181,7 +181,7 @@ class MessageLog:
                 file.write("".join(f"{line}\n" for line in lines))
 
     def doing(self, activity: str) -> None:
-        """Note what the trial does from now on, "" for nothing: for whoever waits for it."""
+        """Publishes the trial's current activity, "" for none."""
         file = self._folder / ACTIVITY_FILE
         with self._files.writing():
             if not activity:
@@ -194,7 +194,7 @@ class MessageLog:
 
 
 def same_key(text: str) -> str:
-    """What is the same of two warnings that differ in their numbers and examples."""
+    """A key for warnings that differ only in numbers and examples."""
     return re.sub(r"[\d.]+", "#", " ".join(text.split()))[:SAME_CHARS]
 
 
@@ -217,7 +217,7 @@ class TrialEar:
         return [match["text"] for line in lines if (match := LINE.match(line))]
 
     def activity(self) -> tuple[str, float] | None:
-        """What the trial does now and since when (seconds since the epoch), None where unknown."""
+        """The trial's activity and its start (seconds since the epoch); None if unknown."""
         try:
             return self._activity.read_text(encoding="utf-8"), self._activity.stat().st_mtime
         except FileNotFoundError:

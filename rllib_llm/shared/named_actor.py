@@ -60,7 +60,7 @@ class NamedActor:
         return Silence(self._answer_seconds, lambda anywhere: processes_of(handle, anywhere))
 
     def call(self, method: str, *args: Any, waits: float = 0.0) -> Any:
-        """What a method returns, which itself waits for `waits` seconds at most.
+        """The result of a method that itself waits for at most `waits` seconds.
 
         Raises:
             RayActorError, GetTimeoutError, RaySystemError: of the last attempt.

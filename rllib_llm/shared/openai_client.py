@@ -104,7 +104,7 @@ class OpenAIClient:
 
     @property
     def num_retries(self) -> int:
-        """Attempts after a first one, of all requests so far."""
+        """Retries of all requests so far."""
         return self._num_retries
 
     def submit(
@@ -205,7 +205,7 @@ class OpenAIClient:
 
 
 def server_root(base_url: str) -> str:
-    """Where a server answers beside OpenAI's interface: `base_url` without "/v1" at its end."""
+    """The root of a server's other routes: `base_url` without a trailing "/v1"."""
     return base_url.rstrip("/").removesuffix("/v1")
 
 

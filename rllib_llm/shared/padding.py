@@ -12,8 +12,8 @@ from torch import Tensor
 def pad_right(
     rows: Sequence[Sequence[Any]], filler: float, dtype: torch.dtype = torch.int64
 ) -> tuple[Tensor, Tensor]:
-    """The rows as [rows, longest] `dtype`, `filler` behind the shorter ones, and the mask [rows,
-    longest] bool of what is no filler."""
+    """The rows as [rows, longest] `dtype`, padded with `filler` on the right, and the mask [rows,
+    longest] bool of real elements."""
     lengths, longest = _lengths(rows)
     return _filled(rows, filler, dtype, torch.arange(longest) < lengths)
 

@@ -1,4 +1,4 @@
-"""What a process may use and how long it may take: cores, instructions, memory, time."""
+"""A process's resources: cores, instruction sets, memory, time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CpuClock:
         self.restart()
 
     def restart(self) -> None:
-        """Begins to measure anew."""
+        """Restarts the measurement."""
         self._wall, self._cpu, self._delay = time.monotonic(), time.process_time(), _run_delay()
 
     @property
@@ -202,7 +202,7 @@ class TimeLimit:
 
 
 def forget_startup() -> None:
-    """Takes everything that this process holds now out of the collector's sight, for good.
+    """Excludes all objects that exist now from garbage collection, permanently.
 
     To be called once a process has started; Ray Serve does it to its replicas. What torch,
     transformers and Ray make when they are imported are half a million objects; a full collection

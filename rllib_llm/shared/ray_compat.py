@@ -124,8 +124,8 @@ def register_trainable(name: str, value: Any) -> None:
 
 
 def tuner_from_checkpoint(trainable: Any, checkpoint: str | None, **arguments: Any) -> Any:
-    """A Tuner whose trials start from `checkpoint`, None: from nothing. `tune.run`, which it calls,
-    can do so, but it has no public way to say so."""
+    """A Tuner whose trials start from `checkpoint`, if given. `tune.run`, which it calls, supports
+    this, but without a public parameter."""
     from ray import tune
 
     extra = None if checkpoint is None else {"restore": checkpoint}
@@ -138,14 +138,14 @@ def replace_callbacks(tuner: Any, callbacks: list[Any]) -> None:
 
 
 def resume_finished(tuner: Any) -> None:
-    """Has a restored Tuner go on with the trials that had ended, too."""
+    """Makes a restored Tuner continue finished trials, too."""
     from ray import tune
 
     tuner._local_tuner._resume_config.finished = tune.ResumeConfig.ResumeType.RESUME
 
 
 def training_result(checkpoint: Any, metrics: dict[str, Any]) -> Any:
-    """What Tune is told of a checkpoint that was saved, with the results it belongs to."""
+    """The record that Tune keeps of a saved checkpoint, with its results."""
     from ray.train._internal.session import _TrainingResult
 
     return _TrainingResult(checkpoint, metrics)
@@ -182,7 +182,7 @@ class PrivateName:
     parameters: str | None = None
 
     def problem(self) -> str | None:
-        """What is wrong with it in the installed Ray, None where it is as it was tried."""
+        """The difference between the installed Ray and the tested one in this name, or None."""
         module, _, cls = self.owner.partition(":")
         try:
             owner = importlib.import_module(module)

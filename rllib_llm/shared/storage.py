@@ -194,7 +194,7 @@ def inner_path(path: Place, folder: Place) -> PurePath:
 
 
 def upload(folder: Path, target: Place) -> None:
-    """Copies what is in `folder` of this machine to `target`, which has nothing else then."""
+    """Copies the contents of a local `folder` to `target`, replacing it."""
     if isinstance(target, Path):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(folder, target)
@@ -213,7 +213,7 @@ def fetch_file(filesystem: pyarrow.fs.FileSystem, source: str, target: Path) -> 
 
 
 def local_copy(source: str | os.PathLike | UrlPath) -> Path:
-    """A path of this machine with what is at `source`: itself if it is one, else a copy.
+    """A local path of `source`: itself if it is local, else a copy.
 
     Copies are kept in `$RLLIB_LLM_CACHE`, by default in `~/.cache/rllib_llm`, one for each URL and
     state of its files; processes that want the same one at once each fetch it, and one wins.
@@ -272,9 +272,9 @@ def _fetch(url: UrlPath, files: list[FileInfo], target: Path) -> None:
 
 
 def keep_json_rows(file: Path, key: str, first: int | None, num_last: int = 0) -> None:
-    """Cut from the end of a file of JSON rows a row that is not whole, the last `num_last` ones,
-    and the rows whose `key` is `first` or higher back to the nearest lower one; none of these where
-    `first` is None."""
+    """Truncates a file of JSON rows: removes an incomplete last row, the last `num_last` rows, and
+    the rows from the end whose `key` is `first` or higher, back to the first lower one; None keeps
+    those."""
     if not file.is_file():
         return
     lines = whole_lines(file)
@@ -291,7 +291,7 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def replace_text(file: Place, text: str) -> None:
-    """Write `text` to `file`, whole or not at all: a process may be killed within it."""
+    """Writes `text` to `file` atomically, since a process may be killed meanwhile."""
     new = file.parent / f".{file.name}.new"
     new.write_text(text, encoding="utf-8")
     if isinstance(file, UrlPath) and isinstance(new, UrlPath):

@@ -1,4 +1,4 @@
-"""What is shown of errors, in a line or two, and of libraries, nothing that nobody can act on.
+"""Short error messages, and filters for library warnings that users cannot act on.
 
 Importing `rllib_llm` hides the latter, in scripts and in Ray's workers alike.
 `RLLIB_LLM_VERBOSE=1`, which `rllib -v` sets, shows all of it. Of Tune's own settings those are kept
@@ -36,7 +36,7 @@ def is_library(file: str) -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """What was raised and where, in one line: "KeyError: 'a', raised in my_rewards.py:6 (boom)".
+    """The exception and its place in one line: "KeyError: 'a', raised in my_rewards.py:6 (boom)".
 
     The place is the innermost one outside of libraries; without one, the innermost of all.
     """
@@ -50,8 +50,8 @@ def raised(error: BaseException) -> str:
 
 
 def explains_itself(error: BaseException) -> bool:
-    """Whether the text of an exception says what is wrong and what to do, so that the places in
-    this package add nothing: its own ValueErrors."""
+    """Whether an exception's text explains the problem and the remedy, so that its place in this
+    package need not be shown: true for its own ValueErrors."""
     if not isinstance(error, ValueError):
         return False
     if type(error).__module__.partition(".")[0] == "rllib_llm":
@@ -130,7 +130,7 @@ def place(frame: re.Match[str]) -> str:
 
 
 def _explains_itself(kind: str, frames: list[re.Match[str]]) -> bool:
-    """Whether an exception's text says what to do: this package's own ValueErrors."""
+    """Whether an exception's text explains what to do: this package's own ValueErrors."""
     if kind.startswith("rllib_llm."):
         try:
             return issubclass(import_dotted(kind), ValueError)
@@ -174,8 +174,8 @@ def quiet_libraries() -> None:
 
 
 def short_failure(record: logging.LogRecord) -> bool:
-    """Replaces, in Tune's log of a trial of ours that failed, the frames of Ray and of this package
-    by what a person can act on; the whole stands in the trial's error.txt. A filter of a logger."""
+    """A log filter that replaces, in Tune's log of a failed trial of ours, the frames of Ray and
+    this package by a short explanation; the trial's error.txt has the whole."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and "rllib_llm" in str(error):
         record.msg = failure_text(record.getMessage(), str(error))

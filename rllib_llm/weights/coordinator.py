@@ -1,5 +1,5 @@
-"""The named actor that knows which weights are the newest, for receivers that the driver does not
-ask: replicas of a server, evaluators of other runs.
+"""The named actor that knows the newest weights, for receivers that the driver does not call:
+server replicas, evaluators of other runs.
 
     publisher ── announce(weights) ──▶ coordinator ◀── wait_for(version), report_lost ── receivers
 
@@ -57,7 +57,7 @@ class VersionLog:
         self._lost: set[str] = set()  # keys among those kept
 
     def begin_epoch(self) -> int:
-        """A number for a new publisher, whose first announcement fences off all before it.
+        """A number for a new publisher, whose first announcement fences off all earlier ones.
 
         Being asked fences off nobody: a question whose asker gave up, and asked again, is answered
         late when the process is restarted or wakes up.
@@ -95,15 +95,15 @@ class VersionLog:
             self._lost.add(key)
 
     def latest(self) -> PublishedWeights | None:
-        """The newest publication whose bytes nobody has missed."""
+        """The newest publication whose bytes were not reported lost."""
         found = [kept for kept in self._kept if kept.key not in self._lost]
         return found[-1] if found else None
 
     def newer(
         self, min_version: int = 0, after: tuple[int, int] | None = None
     ) -> PublishedWeights | None:
-        """The latest publication if its version is at least `min_version`, and it comes after the
-        (epoch, version) that the asker has."""
+        """The latest publication, if its version is at least `min_version` and it is newer than the
+        caller's (epoch, version)."""
         head = self.latest()
         if head is None or head.version < min_version or (after and head.order <= after):
             return None
@@ -160,7 +160,7 @@ class WeightsCoordinator:
         return self._log.is_last_epoch(epoch)
 
     async def announce(self, published: PublishedWeights) -> Announced:
-        """See `VersionLog.announce`; wakes those who wait."""
+        """See `VersionLog.announce`; wakes waiting receivers."""
         self._note_call()
         verdict = self._log.announce(published)
         async with self._changed:
@@ -253,7 +253,7 @@ class CoordinatorClient:
         return self._actor.call("begin_epoch")
 
     def announce(self, published: PublishedWeights) -> Announced:
-        """Tells of a publication; may be said again at any time."""
+        """Announces a publication; may be repeated at any time."""
         return self._actor.call("announce", published)
 
     def latest(self) -> PublishedWeights | None:
@@ -272,7 +272,7 @@ class CoordinatorClient:
         return self._actor.call("wait_for", min_version, timeout, after, waits=timeout)
 
     def report_lost(self, key: str) -> None:
-        """Says that the bytes of a publication could not be had."""
+        """Reports that a publication's bytes could not be fetched."""
         self._actor.call("report_lost", key)
 
     def stats(self) -> dict[str, int]:

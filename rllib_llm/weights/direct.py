@@ -29,8 +29,8 @@ from rllib_llm.weights.flat_buffer import FlatBuffer, fill_slots, lay_out
 
 @dataclass(frozen=True)
 class DirectSnapshot:
-    """`ref` is of a `FlatBuffer` whose bytes are a tensor in the memory of the process that put it
-    there, for as long as the reference lives."""
+    """`ref` refers to a `FlatBuffer` whose bytes are a tensor in the publishing process's memory,
+    for as long as the reference lives."""
 
     ref: ray.ObjectRef
     num_bytes: int
@@ -105,7 +105,7 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has the tensor; Ray lets go of it with the last reference to it."""
+        """Whether the tensor is unused; Ray releases it with the last reference."""
         return self._taken is None or self._taken() is None
 
     def take(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ ALIGNMENT = 64  # bytes: a cache line, and what vectorised loads want
 
 
 class TicketError(RuntimeError):
-    """What a ticket stands for cannot be read by this process, or not any more."""
+    """A ticket that this process cannot read, or can no longer read."""
 
 
 class ChecksumError(RuntimeError):
@@ -136,8 +136,8 @@ def scatter(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Scat
 
 
 def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
-    """Moves tensors of the CPU that have storage of their own next to each other in memory, each in
-    a storage of its own still: `scatter` makes one part of them, which is copied faster than many.
+    """Moves CPU tensors with storage of their own next to each other in memory, each still in its
+    own storage, so that `scatter` can copy them as one part, which is faster.
 
     They are changed in place; a tensor made from one of them before keeps the old memory.
     """
@@ -226,8 +226,8 @@ def _merge(arrays: list[np.ndarray]) -> list[np.ndarray]:
 def _from_parts(
     parts: list[np.ndarray], slots: dict[str, Slot], checksum: int | None
 ) -> FlatBuffer:
-    """One array of all parts: a view where they lie one behind the other, as the object store has
-    them, for each is a multiple of the alignment long; a copy where they do not."""
+    """One array of all parts: a view if they are contiguous, as in the object store (each length is
+    a multiple of the alignment); otherwise a copy."""
     merged = _merge(parts)
     data = merged[0] if len(merged) == 1 else np.concatenate([np.empty(0, np.uint8), *merged])
     return FlatBuffer(data, slots, checksum)

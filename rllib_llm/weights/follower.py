@@ -56,7 +56,8 @@ class WeightsFollower:
 
     @property
     def in_use(self) -> PublishedWeights | None:
-        """What the model holds whole: None before the first, and after a load that failed."""
+        """The weights that the model holds completely; None before the first and after a failed
+        load."""
         return self._receiver.in_use
 
     def require(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:

@@ -126,7 +126,7 @@ def _error(call: str) -> OSError:
 
 
 class LoadableModule(Protocol):
-    """What a module must offer to be loaded."""
+    """The interface of a module into which weights can be loaded."""
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers themselves, by name."""

@@ -39,11 +39,11 @@ class DeviceWeightsError(TicketError):
 
 
 class Memory(Protocol):
-    """Says, in any process, which memory it is."""
+    """Identifies a memory in any process."""
 
     @property
     def key(self) -> str:
-        """Its own among all."""
+        """Its unique key."""
 
     def attach(self) -> torch.Tensor:
         """That memory, [num_bytes] uint8; raises DeviceWeightsError where it cannot be had."""

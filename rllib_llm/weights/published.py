@@ -10,7 +10,7 @@ import ray
 
 
 class WeightsLostError(RuntimeError):
-    """Published weights could not be had; whoever published them has to do it again."""
+    """Published weights could not be fetched and must be published again."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Publishing beside the training loop: the learner waits for one copy of its weights, no more.
+"""Publishes weights in the background: the learner waits only for one copy of them.
 
     learner ── submit ──▶ staging buffer ── thread: put ──▶ object store
                                             thread: announce ──▶ coordinator
@@ -56,7 +56,7 @@ class _Job:
 
 
 class BackgroundPublisher:
-    """Announces weights to a coordinator from a thread of its own, and looks in on it.
+    """Announces weights to a coordinator from its own thread, and monitors the coordinator.
 
     The process that makes it owns the bytes: they are gone when it ends. Let it be the one that
     lives longest, the algorithm's rather than a learner's.
@@ -126,7 +126,7 @@ class BackgroundPublisher:
             return self._changed.wait_for(self._is_idle, timeout)
 
     def wait_epoch(self, timeout: float = MAX_SECONDS_TO_ANNOUNCE) -> int:
-        """The epoch of what was handed over last, once it is published.
+        """The epoch of the last weights handed over, once they are published.
 
         Raises:
             TimeoutError: it is not, in so many seconds.
@@ -166,7 +166,7 @@ class BackgroundPublisher:
         }
 
     def _withdraw_pending(self) -> int:
-        """Drops what was not begun; a staging buffer that the thread does not read."""
+        """Drops a pending publication and its staging buffer if the thread is not reading it."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -283,8 +283,8 @@ class WeightsPublisher:
         self._num_republished = 0
 
     def publish_again(self, version: int) -> PublishedWeights:
-        """Publishes what is the current weights still, which somebody could not get; through the
-        object store from now on."""
+        """Publishes the current weights again after a receiver could not fetch them, from now on
+        through the object store."""
         if self._transport != "store":
             logger.warning("Weights go through the object store from version %d on", version)
             self._transport = "store"

@@ -24,7 +24,7 @@ _KEPT = 2  # folders; a server may read the one before the newest while that is 
 
 
 class PushedServer(ABC):
-    """A server that is told where new weights lie.
+    """A server that is notified where new weights are.
 
     Args:
         base_url: of the server, with or without "/v1" at its end.
@@ -106,7 +106,7 @@ class VLLMServer(PushedServer):
 
 
 class SGLangServer(PushedServer):
-    """SGLang's, which waits for the requests under way by itself."""
+    """SGLang's server, which itself waits for requests in progress."""
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
         body = {

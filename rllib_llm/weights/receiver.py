@@ -33,8 +33,8 @@ MAX_WAIT_SECONDS = 5.0  # a node before this one may have died
 
 
 def may_pull(node: str, nodes: Sequence[str], holders: Collection[str]) -> bool:
-    """Whether it is the turn of `node` among `nodes`, in their order, while `holders` have whole
-    copies. Whoever is not among `nodes` need not wait."""
+    """Whether it is the turn of `node` among `nodes`, in order, while `holders` have whole copies.
+    Nodes not in `nodes` need not wait."""
     lacking = [other for other in nodes if other not in holders]
     return node not in lacking or lacking.index(node) < max(1, len(holders))
 
@@ -72,8 +72,8 @@ PASSING_ERRORS = (*LOST_ERRORS, GetTimeoutError, RayActorError, RaySystemError)
 
 
 def failure_metrics(failures: Counter[str]) -> dict[str, float]:
-    """`failures/<kind>`; the usual kinds are named before they happen, so that every result has
-    the same columns."""
+    """`failures/<kind>`; the usual kinds are always present, so that every result has the same
+    columns."""
     counts = {kind.__name__: 0 for kind in PASSING_ERRORS} | dict(failures)
     return {f"failures/{kind}": float(count) for kind, count in counts.items()}
 
@@ -84,7 +84,7 @@ def wait_among_nodes(published: PublishedWeights) -> None:
 
 
 class Transfer:
-    """Gets published weights, and counts what it took.
+    """Fetches published weights and records the cost.
 
     get: `ray.get` or what stands for it. sleep, uniform, wait_for_turn: likewise.
     timeout_seconds: of one attempt; a transfer slower than that counts as failed.
@@ -114,9 +114,9 @@ class Transfer:
         *,
         open_ticket: Callable[[Any], FlatBuffer] = lambda ticket: ticket,
     ) -> tuple[PublishedWeights, FlatBuffer]:
-        """The weights that `latest` names, asked again at each attempt, and their bytes, checked
-        where they carry a checksum. `report` is told of weights whose bytes are gone or damaged;
-        `open_ticket` makes the bytes of what lies in the store.
+        """Fetches the weights that `latest` returns, calling it again at each attempt, and verifies
+        checksums. `report` receives weights whose bytes are lost or damaged; `open_ticket` reads
+        the object from the store.
 
         Raises:
             WeightsLostError: every attempt failed, or the ticket cannot be opened by this process.
@@ -147,11 +147,11 @@ class Transfer:
         ) from last
 
     def get(self, ref: ray.ObjectRef) -> Any:
-        """The object, if it comes within the timeout of one attempt."""
+        """The object, if it arrives within the timeout of one attempt."""
         return self._get(ref, timeout=self._timeout_seconds)
 
     def unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:
-        """What is raised where these bytes will never be read here: trying again is of no use."""
+        """The error for bytes that this process can never read, so that retrying is pointless."""
         self.failures[type(error).__name__] += 1
         return WeightsLostError(
             f"weights_version={published.version} must be readable where they were left: {error}. "

@@ -34,7 +34,7 @@ from rllib_llm.weights.on_device import CudaIpcTransport
 
 
 class Ticket(Protocol):
-    """What the object store holds of an export."""
+    """An export's record in the object store."""
 
     @property
     def transport(self) -> str:
@@ -49,7 +49,7 @@ class Transport(Protocol):
     """One way for weights from process to process."""
 
     def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Ticket:
-        """A ticket for `tensors` as they are now. How long it is valid is said by each transport.
+        """A ticket for the current `tensors`. Each transport documents how long it is valid.
 
         checksum: the receiver compares a CRC-32 of the bytes, where they pass through host memory.
         """
@@ -152,7 +152,7 @@ class _OwnTransport:
 
 
 class ExportableModule(Protocol):
-    """What a module must offer for its weights to be exported."""
+    """The interface of a module whose weights can be exported."""
 
     def published_tensors(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers themselves that receivers need, by name."""
@@ -162,8 +162,8 @@ class ExportableModule(Protocol):
 
 
 class WeightsExporter:
-    """Exports the policy of one learner: made when that is built, its `weights_exporter`, and gone
-    with it. What a transport keeps between exports, such as buffers on a GPU, is kept here."""
+    """Exports the policy of one learner: created as its `weights_exporter`, and destroyed with it.
+    Keeps a transport's state between exports, such as GPU buffers."""
 
     def __init__(self, module: ExportableModule):
         self._module = module

@@ -1,4 +1,4 @@
-"""Prompts and rewards: what the environment is made of, and what becomes of its scores."""
+"""Settings of prompts and rewards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ CONVERSATION_ENV = "rllib_llm/Conversation-v0"
 
 
 class Prompts(Settings):
-    """What is completed. Without an environment it is rllib_llm/RLHF-v0's. Alias: the same names in
-    `env_config`; `prompts: {data: ...}` is `env_config: {prompts: ...}`. Use one of the two."""
+    """The prompts to complete. Without an environment they are rllib_llm/RLHF-v0's. Alias: the same
+    names in `env_config`; `prompts: {data: ...}` is `env_config: {prompts: ...}`. Use one of the
+    two."""
 
     prompts: Any = setting(
         None,

@@ -1,4 +1,4 @@
-"""What is trained, where it starts from, and the processes that train it."""
+"""Settings of the model, its initial weights, and the processes that train it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMOTE_LEARNERS = Condition(
 
 
 class StartingPoint(Settings):
-    """What the texts are sampled from."""
+    """The model that samples the texts."""
 
     model: str | None = setting(
         None,
@@ -40,7 +40,7 @@ class StartingPoint(Settings):
 
 
 class LanguageModel(StartingPoint):
-    """What the model starts from and what of it is trained."""
+    """The model's initial weights, and which of its parameters are trained."""
 
     chat_template: str | None = setting(
         None,
@@ -114,7 +114,7 @@ LANGUAGE_MODEL = Section.of("language_model", LanguageModel)
 
 
 class Learners(Settings):
-    """The processes that learn; RLlib's settings beside ours."""
+    """Learner processes; RLlib's settings and ours."""
 
     learner_strategy: Literal["ddp", "fsdp"] = setting(
         "ddp",
@@ -131,7 +131,7 @@ LEARNERS = Section.of("learners", Learners)
 
 
 class FaultTolerance(Settings):
-    """What happens to processes that die or hang; RLlib's settings beside ours."""
+    """Handling of processes that die or hang; RLlib's settings and ours."""
 
     learner_timeout_s: float | Literal["auto"] | None = setting(
         "auto",
@@ -166,7 +166,7 @@ FAULT_TOLERANCE = Section.of("fault_tolerance", FaultTolerance)
 
 
 class SamplerFaults(Settings):
-    """What happens to processes that die or hang; RLlib's settings beside ours."""
+    """Handling of processes that die or hang; RLlib's settings and ours."""
 
     sampler_timeout_s: float | Literal["auto"] | None = setting(
         "auto",

@@ -1,5 +1,4 @@
-"""What is done about tokens that older weights, or another engine, sampled; groups that are learnt
-from more than once."""
+"""Corrections for tokens sampled by older weights or by another engine; replay of groups."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _TYPES: Mapping[str, Any] = types.MappingProxyType({
 
 
 def _rows(rows: str) -> tuple[Setting, ...]:
-    """One row for each line "name (type): meaning" of `rows`. RLlib checks few of its types: the
-    rest would fail where the value is used. Ranges are its own to check."""
+    """One row for each line "name (type): meaning" of `rows`. Types are checked here because RLlib
+    checks few of them; ranges are left to RLlib."""
     parts = (line.strip().partition(": ") for line in rows.strip().splitlines())
     return tuple(
         Setting(

@@ -1,4 +1,4 @@
-"""How completions are sampled, by RL and by `rllib generate`'s algorithm, and what is kept."""
+"""Settings of sampling (RL and `rllib generate`) and of stored rollouts."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ GENERATE = Section.of("sampling", Generate)
 
 
 class GenerateModel(StartingPoint):
-    """What the texts are sampled from."""
+    """The model that samples the texts."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", "what the weights are kept in"
@@ -275,7 +275,7 @@ STORED = Condition("store_rollouts is on", lambda c: c.store_rollouts, "with sto
 
 
 class Rollouts(Settings):
-    """What is kept of all that was sampled."""
+    """Storage of rollouts."""
 
     store_rollouts: bool = setting(
         True,

@@ -1,4 +1,4 @@
-"""Who may be how far ahead, which groups are learnt from, and what becomes of the others."""
+"""Settings of asynchronous training: staleness, schedules, filters of groups."""
 
 from __future__ import annotations
 

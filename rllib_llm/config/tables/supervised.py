@@ -1,5 +1,4 @@
-"""What supervised stages and the pretraining share learn from; direct preference optimisation: its
-loss, and what it measures the policy against."""
+"""Settings of supervised data (SFT, pretraining loss) and of direct preference optimisation."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from rllib_llm.shared.dotted import import_dotted
 
 
 class AgentEnv(ConversationEnv):
-    """Tasks for an agent, which brings its own turns and tools."""
+    """Tasks for an external agent, which brings its own loop and tools."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "agent": None,  # run(base_url, task), async or not, or its dotted path
@@ -94,7 +94,7 @@ def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
 
 
 class AgentSession(Protocol):
-    """What one agent said and was told."""
+    """The messages of one agent's session."""
 
     conversations: list[Conversation]
     limit: str
@@ -104,7 +104,7 @@ class AgentSession(Protocol):
 
 
 class AgentServer(Protocol):
-    """A server with OpenAI's interface, whose sessions keep what was sampled token by token."""
+    """An OpenAI-compatible server whose sessions record every sampled token."""
 
     def running(self) -> AbstractContextManager[None]:
         """Answers in the block."""
@@ -117,8 +117,8 @@ class AgentServer(Protocol):
         max_turns: int,
         template_settings: Mapping[str, Any],
     ) -> AbstractContextManager[tuple[str, AgentSession]]:
-        """A session: its base URL, and what is said in it. `sampling`: fields of a chat completion
-        that hold whatever the agent asks for."""
+        """Opens a session; its base URL and record. `sampling`: request fields that override the
+        agent's."""
 
     def check_open(self) -> None:
         """Raises RuntimeError where the engine has ended."""
@@ -219,7 +219,7 @@ async def _play(env: AgentEnv, attempt: Attempt, url: str, session: AgentSession
 
 
 def _take(attempt: Attempt, session: AgentSession) -> None:
-    """What was said in a session."""
+    """The conversation of a session."""
     for conversation in session.conversations:
         attempt.conversation.adopt(conversation)
     attempt.truncated = session.limit

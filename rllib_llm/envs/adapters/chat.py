@@ -63,7 +63,8 @@ class ChatEnv(ConversationEnv):
         return Response(words, done=last is not None and last in words)
 
     def _seen_by_player(self, conversation: Conversation) -> Messages:
-        """What was said, from the other side; tools and their results are the policy's own."""
+        """The conversation from the other player's side, without the policy's tool calls and
+        results."""
         system = self.settings["system_of_player"]
         messages: Messages = []
         if system is not None:

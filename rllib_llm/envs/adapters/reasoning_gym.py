@@ -205,7 +205,7 @@ class Tasks(MadeRows):
         return self._made[which, level]
 
     def packed(self, index: int) -> dict[str, str]:
-        """The task at `index` as a process is told of it that scores."""
+        """The task at `index`, packed for the scoring process."""
         which, entry = self.entry(index)
         config = self._config(which, self.level(index))
         return {"name": self.specs[which].name, "config": _packed(config), "entry": _packed(entry)}
@@ -269,7 +269,7 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
 
 
 class Scorer(Judge):
-    """A reward function: what each completion is worth for its task.
+    """A reward function: reasoning-gym's score of each completion.
 
     Args:
         tasks: of the data set's column `task`.

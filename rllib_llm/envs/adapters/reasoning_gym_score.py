@@ -1,4 +1,4 @@
-"""What an answer is worth by reasoning-gym; runs in a contained process, see `envs/sandbox.py`.
+"""Scores answers by reasoning-gym; runs in a sandboxed process, see `envs/sandbox.py`.
 
 Several data sets evaluate answers, by `eval` or through sympy. Where they want a literal they get
 no more than that, and sympy reads formulas only: no answer computes its own score. The rest is held
@@ -58,7 +58,7 @@ def _is_nan(answer: str) -> bool:
 
 
 def packed(text: str) -> Any:
-    """What was pickled, in base64."""
+    """The pickled object in base64."""
     return pickle.loads(base64.b64decode(text))
 
 
@@ -74,7 +74,7 @@ def dataset(name: str, config: str) -> Any:
 
 @functools.cache
 def _guard_sympy() -> None:
-    """Has sympy evaluate formulas alone: what it makes of a text is Python, and run as such."""
+    """Restricts sympy's parser to formulas: it would run any text as Python."""
     import sympy.parsing.sympy_parser as parser
 
     write = parser.stringify_expr
@@ -139,7 +139,7 @@ def _prepare(name: str, config: str, **task: Any) -> bool:
 
 @functools.cache
 def _evaluates(name: str, config: str) -> bool:
-    """Whether the code of a data set, or what it takes from others of reasoning-gym, evaluates."""
+    """Whether the code of a data set, or code it uses from reasoning-gym, calls `eval`."""
     modules = {base.__module__ for base in type(dataset(name, config)).__mro__}
     for module in list(modules):
         given = vars(sys.modules[module]).values()

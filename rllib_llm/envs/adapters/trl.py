@@ -75,7 +75,7 @@ class TRLEnv(ConversationEnv):
         return self._named_factories[name]
 
     def _tools_with(self, name: str | None = None) -> list[Any]:
-        """The tools beside environments, and those of an environment."""
+        """The general tools, and the tools of an environment."""
         factory = self.factory if name is None else self._named_factories[name]
         own = [] if factory is None else _methods(factory())
         return [*(_as_trl(as_tool(tool)) for tool in super().tools()), *map(_TRLTool, own)]
@@ -130,7 +130,7 @@ class TRLEnv(ConversationEnv):
 
 
 class _TRLTool(FunctionTool):
-    """A tool whose result is written as TRL writes it."""
+    """A tool whose result is formatted as TRL formats it."""
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         result = await super().run(arguments)

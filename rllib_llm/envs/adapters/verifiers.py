@@ -64,7 +64,7 @@ def _as_chat(message: Any) -> dict[str, Any]:
 
 
 def new_trace(task: Any) -> Any:
-    """verifiers' record of a conversation that begins, with a state of its own."""
+    """A new verifiers trace with its own state."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
@@ -76,7 +76,7 @@ def new_trace(task: Any) -> Any:
 
 
 def write_nodes(trace: Any, conversation: Conversation) -> None:
-    """Writes what was said into the record, in place of what it has."""
+    """Replaces the nodes of a trace by those of the conversation."""
     import verifiers.v1 as vf
     from verifiers.v1.types import Usage
 
@@ -234,8 +234,8 @@ class VerifiersEnv(ConversationEnv):
     def _record(
         self, conversation: Conversation, results: Sequence[Message] = ()
     ) -> tuple[Any, Any]:
-        """The task of a conversation, and verifiers' record of what was said so far; `results`:
-        what tools have answered, which are not in it yet."""
+        """The task of a conversation and its verifiers trace so far; `results`: tool results that
+        are not in it yet."""
         trace = conversation.state[_TRACE]
         write_nodes(trace, conversation)
         for message in results:
@@ -339,7 +339,7 @@ def _checked(toolsets: Sequence[Any]) -> list[Any]:
 
 
 def _methods(toolset: Any) -> list[Callable[..., Any]]:
-    """What a toolset offers as tools."""
+    """The methods that a toolset offers as tools."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     return list(discover_decorated(toolset, "tool"))

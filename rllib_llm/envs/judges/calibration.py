@@ -75,7 +75,7 @@ def calibrate(
     label_column: str = "label",
     num_bins: int = 5,
 ) -> Calibration:
-    """What a judge says of rows with "prompt", "completion" and a label, against that label.
+    """Compares a judge's scores with labels, on rows with "prompt", "completion" and a label.
 
     Args:
         judge: a reward function as `RewardSum` takes it; it must read texts.

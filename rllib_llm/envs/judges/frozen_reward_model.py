@@ -164,7 +164,7 @@ def _check_template(template: str) -> None:
 
 
 class RewardModelScorer(Judge):
-    """Scores of completions by a sequence classifier; each replica loads its own.
+    """Scores of completions by a sequence classifier; each replica loads its own copy.
 
     Where the reward model has the policy's tokenizer it reads the token ids exactly as they were
     sampled (prompt, then all tokens of the completion mask, so EOS where the completion has one),

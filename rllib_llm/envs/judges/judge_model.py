@@ -35,7 +35,7 @@ class UnreadableReply(ValueError):
 
 
 class ReplyCache:
-    """Replies by the content of what was asked: in memory, and in a folder where one is named.
+    """A cache of replies, keyed by the request's content; in memory, and in a folder if given.
 
     The name of the judge is part of the content, the server's address is not: give a judge that has
     changed another name. A folder may be shared by replicas, and by runs.
@@ -167,7 +167,7 @@ class JudgeModel:
         read: Callable[[str], Read],
         response_format: Mapping[str, Any] | None = None,
     ) -> list[Read | Invalid]:
-        """What the judge says to each question, in their order.
+        """The judge's replies to the questions, in their order.
 
         Args:
             questions: chats whose last message it is to answer.
@@ -236,7 +236,7 @@ def _verdict(reply: str, read: Callable[[str], Read]) -> Read | Invalid:
 
 
 def without_thoughts(reply: str) -> str:
-    """What a judge says behind its thoughts, `<think>...</think>`.
+    """A judge's reply without its thoughts, `<think>...</think>`.
 
     Raises:
         UnreadableReply: thoughts that do not end.
@@ -251,7 +251,7 @@ def without_thoughts(reply: str) -> str:
 
 
 def _reply(answer: Any) -> tuple[str, bool]:
-    """The text of an answer, and whether it was cut off; what raises here is asked again."""
+    """The text of a response, and whether it was truncated; an exception here leads to a retry."""
     choice = answer["choices"][0]
     text = choice["message"]["content"]
     if not isinstance(text, str) or not text.strip():

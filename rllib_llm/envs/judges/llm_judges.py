@@ -254,7 +254,7 @@ class RubricJudge(SchemaJudge):
 
 
 class ReferenceJudge(SchemaJudge):
-    """1 where the judge finds that a completion says the same as the reference, else 0.
+    """1 if the judge finds that the completion agrees with the reference, else 0.
 
     Args:
         base_url, model: see `JudgeModel`.

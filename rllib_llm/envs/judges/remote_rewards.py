@@ -127,7 +127,7 @@ class RemoteReward(Judge):
         return {"prompts": prompts, "completions": completions, "columns": dict(columns)}
 
     def _scores(self, answer: Any) -> list[float | Invalid]:
-        """The scores in an answer; what raises here is asked again."""
+        """The scores in a response; an exception here leads to a retry."""
         if self._shape == "slime":
             found = answer[self._reward_key] if isinstance(answer, Mapping) else answer
             return [_score(found, "")]

@@ -1,4 +1,4 @@
-"""One reward function: where it comes from, what it may take, how it is called."""
+"""One reward function: how it is loaded, inspected and called."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class RewardBatch:
 
 
 class Judge(Protocol):
-    """Something that judges completions, and says how it wants to be called; see `RewardTerm`,
-    which calls plain functions and judges alike."""
+    """Protocol of objects that score completions and declare how they are called; see `RewardTerm`,
+    which calls functions and judges alike."""
 
     wants_tokens: bool = False
     wants_texts: bool = False
@@ -106,7 +106,7 @@ class Judge(Protocol):
         not this judge's; or these and {metric name: numbers}. It may be async."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers by name, of all calls so far or of the last one."""
+        """Metrics by name, of all calls so far or of the last one."""
         return {}
 
 
@@ -221,7 +221,7 @@ class RewardTerm:
         return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
-        """What the function returns for `batch` (an awaitable where it is async)."""
+        """Calls the function with `batch`; returns an awaitable if it is async."""
         if self.wants_tokens:
             return self.function(
                 batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
@@ -253,7 +253,7 @@ class RewardTerm:
         return self.function(**taken)
 
     def metrics(self) -> dict[str, float]:
-        """What the function reports by a `metrics()` method of its own, as "<name>/<metric>"."""
+        """The metrics of the function's own `metrics()` method, as "<name>/<metric>"."""
         report = _attribute(self.function, "metrics", None)
         return {f"{self.name}/{key}": value for key, value in report().items()} if report else {}
 
@@ -303,15 +303,15 @@ def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
-    """A chat as text that depends on no template: of a single message its words, else a line for
-    each message, with who said it and the tools that were called."""
+    """A chat as text, independent of templates: the text of a single message, else a line for each
+    message with its role and tool calls."""
     if len(chat) == 1 and not chat[0].get("tool_calls"):
         return _words(chat[0])
     return "\n".join(shown_message(message) for message in chat)
 
 
 def shown_message(message: Mapping[str, Any]) -> str:
-    """A message in one line: who says what, and calls which tools."""
+    """A message as one line: role, text and tool calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     called = "".join(f" {call['name']}({call['arguments']})" for call in calls)
     return f"[{message['role']}] {_words(message)}{called}"

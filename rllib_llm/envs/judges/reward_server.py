@@ -31,7 +31,7 @@ _SPECIAL_TOKENS = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])*")
 
 
 class RewardRequest(BaseModel):
-    """What is to be judged, in the shape of this package."""
+    """A scoring request in this package's format."""
 
     prompts: list[str]
     completions: list[str]
@@ -39,7 +39,7 @@ class RewardRequest(BaseModel):
 
 
 class OpenRLHFRequest(BaseModel):
-    """What is to be judged, as OpenRLHF asks; `query` is prompt and completion in one."""
+    """A scoring request in OpenRLHF's format; `query` is prompt and completion together."""
 
     query: list[str]
     prompts: list[str]
@@ -47,7 +47,7 @@ class OpenRLHFRequest(BaseModel):
 
 
 class SlimeRequest(BaseModel):
-    """What is to be judged, as slime asks: one completion."""
+    """A scoring request in slime's format: one completion."""
 
     prompt: str
     response: str
@@ -125,7 +125,7 @@ class RewardService:
 
 
 class _Gate:
-    """Reads requests of those who have the token."""
+    """Authenticates requests by token."""
 
     def __init__(self, token: str) -> None:
         if not token:
@@ -150,7 +150,7 @@ class _Gate:
 
 
 def _behind_prompt(query: str, prompt: str) -> str:
-    """What a query says behind its prompt, before which special tokens may stand (BOS, padding).
+    """The part of a query after its prompt, which special tokens (BOS, padding) may precede.
 
     Raises:
         HTTPException: the prompt is not in it; all of it would be judged.

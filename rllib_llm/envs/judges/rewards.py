@@ -95,7 +95,7 @@ class RewardSum:
 
     @property
     def wants_texts(self) -> bool:
-        """True where any function reads texts, so that the batch must be decoded."""
+        """True if any function needs texts, so that the batch must be decoded."""
         return not all(term.wants_tokens for term in self.terms)
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -253,7 +253,7 @@ async def _in_time(term: RewardTerm, awaitable: Awaitable[Any]) -> Any:
 def _waited_for(
     term: RewardTerm, batch: RewardBatch, judging: Future[RewardResult]
 ) -> RewardResult:
-    """What a coroutine function said. The loop of one that blocks it is left to itself."""
+    """The result of a coroutine function. If it blocks its event loop, the loop is abandoned."""
     limit = None if term.timeout_s is None else 2 * term.timeout_s + _LOOP_SECONDS
     try:
         return judging.result(limit)
@@ -267,13 +267,13 @@ def _waited_for(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the function itself raised."""
+    """The exception that the function itself raised."""
     return error.__cause__ or error if isinstance(error, ExitedError) else error
 
 
 @functools.lru_cache(maxsize=1)
 def _loop() -> EventLoop:
-    """That of all reward functions in this process."""
+    """The event loop of all reward functions in this process."""
     return EventLoop("async-rewards")
 
 
@@ -320,7 +320,7 @@ def join_rows(rows: Sequence[RewardResult]) -> RewardResult:
 
 
 def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResult:
-    """What a function returned: scores, or (scores, metrics).
+    """Parses a function's return value: scores, or (scores, metrics).
 
     Raises:
         RewardError: it is of the wrong length or type.

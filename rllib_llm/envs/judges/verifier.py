@@ -34,7 +34,7 @@ class Verifier(Judge):
         self._columns = tuple(columns)
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
-        """What the function returned for each completion, `Invalid` where it did not end well."""
+        """The function's result for each completion; `Invalid` if it failed or timed out."""
         given = {name: required_column(columns, "columns", name) for name in self._columns}
         return self._pool.map(
             [

@@ -70,7 +70,7 @@ class MCPServers:
         self._timeout_s = timeout_s
 
     async def connect(self) -> list[MCPTool]:
-        """The tools of all servers.
+        """Connects to all servers; returns their tools.
 
         Raises:
             ToolError: one cannot be reached.
@@ -120,7 +120,7 @@ class _Server:
         return listed
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """What a tool returned; raises as `MCPTool.run`."""
+        """The tool's result; raises as `MCPTool.run`."""
         client = await self._connected()
         try:
             return await asyncio.wait_for(client.call_tool(name, arguments), timeout_s)
@@ -163,7 +163,7 @@ class _Server:
             self._lost.set()
 
     async def _keep(self, first: asyncio.Future[list[Any]]) -> None:
-        """Holds a connection open, and opens another where it is lost, after growing pauses."""
+        """Keeps a connection open and reconnects with backoff."""
         attempt = 0
         while True:
             opened: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
@@ -223,7 +223,7 @@ async def _ended(task: asyncio.Task) -> None:
 
 
 async def _listed_by(client: Any) -> list[Any]:
-    """The tools of a server, of all pages."""
+    """A server's tools, from all pages of its list."""
     listed: list[Any] = []
     cursor = None
     for _ in range(_MOST_PAGES):
@@ -236,7 +236,7 @@ async def _listed_by(client: Any) -> list[Any]:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether an error is what a server answered, and not that its connection closed."""
+    """Whether an error is the server's answer, rather than a closed connection."""
     from mcp.shared.exceptions import MCPError
     from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 

@@ -40,7 +40,7 @@ class PythonTool:
         self.schema = tool_schema(name, description, code)
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
-        """What the program prints, errors included.
+        """The program's output, including errors.
 
         Raises:
             TimeoutError: it did not end in time; it and what it started are ended.

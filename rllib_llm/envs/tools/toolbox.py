@@ -48,8 +48,8 @@ class ToolError(ValueError):
 
 
 class Tool(Protocol):
-    """What a policy can call. A tool with a `timeout_s` holds its calls to that limit itself; one
-    that raises `Away` cannot be asked now, and the rollout is not valid."""
+    """A tool that a policy can call. With a `timeout_s` it enforces that limit itself. One that
+    raises `Away` is unavailable, and the rollout is invalid."""
 
     name: str
     schema: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Tool(Protocol):
 
 
 def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is told of a tool; `parameters`: their JSON schema, an object's."""
+    """The tool's description for the model; `parameters`: JSON schema of its arguments."""
     function = {"name": name, "description": description, "parameters": dict(parameters)}
     return {"type": "function", "function": function}
 
@@ -102,7 +102,7 @@ class FunctionTool:
         return tool
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
-        """What the function returns for the arguments."""
+        """The function's result for these arguments."""
         return await call(self.function, **arguments)
 
 
@@ -143,7 +143,7 @@ class Toolbox:
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
-        """The same tools where one conversation has functions of its own behind them.
+        """The same tools with one conversation's own functions.
 
         Raises:
             ToolError: a function that is none of the tools.
@@ -162,7 +162,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools, for the chat template."""
+        """The schemas of all tools, for the chat template."""
         return [dict(tool.schema) for tool in self.tools.values()]
 
     async def run(self, asked: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
@@ -239,7 +239,8 @@ def as_text(result: Any) -> str:
 
 
 def _alarm_in(function: Callable[..., Any]) -> str:
-    """What of alarms a function uses, itself or in what it wraps or calls by name; "" for none."""
+    """Signal alarms used by a function, directly or in functions that it wraps or calls; "" for
+    none."""
     first = inspect.unwrap(function)
     first = getattr(first, "__func__", first)
     held = [cell.cell_contents for cell in getattr(first, "__closure__", None) or ()]

@@ -272,7 +272,7 @@ def _exact_norm_gradients(
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Rows of `tensor` [tokens, ...] in blocks that fit a cache, with what is computed of them."""
+    """Blocks of rows of `tensor` [tokens, ...] that fit a cache, each with its outputs."""
     rows_per_block = max(1, 2**17 // tensor[0].numel())
     for start in range(0, len(tensor), rows_per_block):
         yield slice(start, start + rows_per_block)

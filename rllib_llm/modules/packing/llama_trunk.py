@@ -31,7 +31,7 @@ _COMMON_PARTS = (
 
 
 def is_fusible(trunk: nn.Module) -> bool:
-    """Whether `fused_hidden` computes what the trunk computes, and sooner.
+    """Whether `fused_hidden` supports this trunk, and is faster.
 
     Exact classes only, float32 or bfloat16 on a CPU and nothing in between: quantised layers,
     adapters, hooks, compiled layers, dropout and gradient checkpointing are the model's own

@@ -1,4 +1,4 @@
-"""A causal language model taken apart, so that the head runs only where it is needed.
+"""Splits a causal language model into trunk and head, so that the head runs only where needed.
 
 The head of most models is a linear layer; some scale or soft-cap its logits in their own forward.
 Taking a model apart is therefore checked against the model itself, once per instance; a model that
@@ -26,7 +26,8 @@ _PROBE_LOGIT = 100.0
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the logits of its linear head: logits * multiplier / divisor, soft-cap.
+    """A model's transformation of its linear head's logits: logits * multiplier / divisor,
+    soft-cap.
 
     The soft-cap c is c tanh(logits / c) (Gemma 2); the scales are Cohere's and Granite's. Computed
     in the logits' own dtype, as the models do.
@@ -48,7 +49,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class TrunkAndHead:
-    """The two halves of a causal language model: logits(hidden(ids)) is what the model computes."""
+    """The two halves of a causal language model: logits(hidden(ids)) equals the model's output."""
 
     trunk: nn.Module
     head: nn.Module

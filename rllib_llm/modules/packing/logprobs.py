@@ -31,7 +31,7 @@ _HALF_CHUNKS = 4
 
 @dataclass
 class CompletionOutputs:
-    """What a policy says about completions; 0 wherever the completion mask is False.
+    """A policy's outputs for completions; 0 wherever the completion mask is False.
 
     logprobs [batch, completion_len] float32; entropy [batch, completion_len] float32 in nats, or
     None; hidden [batch, completion_len, hidden], the trunk's last state at the position that

@@ -55,7 +55,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Rows one behind another, each attending to its own past.
+    """Rows concatenated, each attending to its own past.
 
     starts [rows + 1] int32: where each begins, and where the last ends. longest: tokens of a row.
     """
@@ -80,7 +80,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class MaskedLayout:
-    """All tokens at once; `mask` says which of them each one sees."""
+    """Attention over all tokens at once; `mask` says which tokens each one attends to."""
 
     mask: BlockMask
 

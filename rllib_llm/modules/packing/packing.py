@@ -17,7 +17,7 @@ from rllib_llm.modules.packing.packed_attention import Layout
 
 @dataclass(frozen=True)
 class WantedTokens:
-    """What the model reads, and where in it the tokens to be scored are predicted.
+    """The model's packed input, and the positions that predict the tokens to be scored.
 
     input_ids [batch, length], right-padded, or [1, tokens] with `position_ids` [1, tokens] and the
     `layout` of their attention; num_padding: how many of them are padding; targets, predicted_at

@@ -81,7 +81,7 @@ def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def label_index(config: PretrainedConfig, label: int | str | None = None) -> int:
-    """Returns the output whose log-odds are the score, in a classifier with several.
+    """Returns the index of the output whose log-odds are the score, in a classifier with several.
 
     label: its number or its name in `config.label2id`. None: the one named positive, pos, good or
     chosen, else of two labels the second, as in most sentiment and preference models.

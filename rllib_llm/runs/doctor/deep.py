@@ -66,7 +66,7 @@ def _whole_run(stage: Stage, seconds: float) -> str:
 
 
 def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
-    """What an iteration says of its sampler: log-probs, weights, rewards."""
+    """An iteration's results about sampling: log-probs, weights, rewards."""
     gap = result.get("sampler", {}).get("logprob_gap")
     config = stage.config
     kind = "bfloat16" if config.dtype == "bfloat16" or decided(config) else "float32"
@@ -100,8 +100,8 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
 
 
 def chat_rules(stage: Stage) -> Iterator[Finding]:
-    """Whether the chat template only appends: a conversation that goes on is the tokens so far and
-    more."""
+    """Whether the chat template only appends, so that a continued conversation extends its
+    tokens."""
     from rllib_llm.data.chats import render
 
     tokenizer = stage.config.load_tokenizer()

@@ -72,8 +72,8 @@ def examine(
 def examine_experiment(
     experiment: Experiment, machine: Machine, is_here: bool = True
 ) -> Iterator[Finding]:
-    """Findings about one experiment: first of the rules that `rllib train` refuses to run by; where
-    none of these is broken, of all others."""
+    """Findings about one experiment: first by the rules that `rllib train` enforces; if none is
+    broken, by all others."""
     from rllib_llm.runs import plan
     from rllib_llm.runs.yaml_experiments import StandIn, model_of
 
@@ -104,7 +104,7 @@ def examine_experiment(
 
 
 def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterator[Finding]:
-    """Findings about a stage whose settings are accepted."""
+    """Findings about a stage with valid settings."""
     yield from plan_rules(stage)
     yield from model_rules(stage)
     yield from memory_rules(stage, machine)
@@ -115,9 +115,9 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
 
 
 def before_a_run(experiments: list[Experiment]) -> None:
-    """What `rllib train` tells before it begins: the errors that the rules for plans, models and
-    data find in experiments whose settings are accepted; their warnings are warned of. Reward
-    functions are not called, and the machine, which may be another, is not looked at.
+    """The checks of `rllib train` before a run: errors found by the rules for plans, models and
+    data in experiments with valid settings; warnings are printed. Reward functions are not called,
+    and the machine, which may be another, is not checked.
 
     Raises:
         UserError: the errors, a line each.

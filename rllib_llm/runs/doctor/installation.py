@@ -1,4 +1,4 @@
-"""Rules about what is installed: versions that were tried, packages at odds, whether Ray starts."""
+"""Rules about the installation: tested versions, conflicting packages, whether Ray starts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _installed_requirements(versions: Mapping[str, str]) -> dict[str, list[str]]
 
 
 def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator[Finding]:
-    """What is wrong with one requirement, "name>=1,<2; marker"; extras are left out."""
+    """The problem with one requirement, "name>=1,<2; marker", if any; extras are ignored."""
     try:
         requirement = Requirement(text)
     except InvalidRequirement:
@@ -119,7 +119,7 @@ STORE_BYTES = 80 * 1024**2  # the least that Ray accepts
 
 
 def ray_rules() -> Iterator[Finding]:
-    """Starts a small Ray of its own, unless one runs in this process, and asks it for an answer."""
+    """Starts a small Ray cluster, unless this process has one, and runs a task in it."""
     import ray
 
     started = not ray.is_initialized()

@@ -24,7 +24,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Machine:
-    """What rules about resources look at; bytes unless said otherwise.
+    """Facts about the machine for rules about resources; bytes unless said otherwise.
 
     cpus: that this process may use: affinity, and the quota of its control group.
     features: of the processor, as Linux names them ("amx_bf16", "avx512_bf16", ...).
@@ -80,7 +80,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def _memory_limit() -> int:
-    """What the control group of this process leaves it, without bound where it sets none."""
+    """The memory limit of this process's control group; infinite without one."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
@@ -249,7 +249,7 @@ TIGHT = 0.8  # of the memory
 
 @dataclass(frozen=True)
 class Share:
-    """What one kind of process holds: `count` of them with `num_bytes` each."""
+    """The memory of one kind of process: `count` of them with `num_bytes` each."""
 
     process: str
     count: int
@@ -258,7 +258,7 @@ class Share:
 
 
 def memory_shares(stage: Stage) -> list[Share]:
-    """What each kind of process of a stage holds; [] where a model's size is not known."""
+    """The memory of each kind of process of a stage; [] if a model's size is unknown."""
     try:
         sizes = {name: num_parameters(folder) for name, folder in stage.models().items()}
     except TruncatedWeightsError:  # a finding of its own

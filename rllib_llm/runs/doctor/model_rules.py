@@ -99,7 +99,7 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
 
 
 def _round_trip(tokenizer: Any, model: str) -> Iterator[Finding]:
-    """Text that becomes other text, where the vocabulary holds every sign of it."""
+    """Text that the tokenizer changes although the vocabulary has all its characters."""
     ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         return  # a vocabulary of few signs, as the toys have

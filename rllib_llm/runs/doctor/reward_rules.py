@@ -64,8 +64,8 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
 
 
 def example_batch(stage: Stage, rows: Any) -> RewardBatch:
-    """The first four prompts with completions of four kinds: the row's own answer where it has
-    one, that of another row, the prompt itself, and nothing at all."""
+    """The first four prompts with four kinds of completions: the row's own answer if it has one,
+    another row's, the prompt itself, and the empty text."""
     from rllib_llm.envs.prompts import PromptSource
 
     source = PromptSource(rows, prompt_column=stage.env.get("prompt_column"), shuffle=False)

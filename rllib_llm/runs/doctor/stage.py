@@ -61,7 +61,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """What is wrong, without the remedy."""
+        """The problem, without the remedy."""
         return sentence(self.found, self.rule, self.reason)
 
     def text(self) -> str:
@@ -92,7 +92,7 @@ MAX_ROWS = 20_000  # of a data set that are looked at
 
 @dataclass
 class Stage:
-    """An experiment whose settings were accepted.
+    """An experiment with valid settings.
 
     config: of the first point of its search space.
     env: every setting of its environment with the defaults, {} where it is not one of ours.
@@ -116,8 +116,8 @@ class Stage:
 
     @property
     def is_conversation(self) -> bool:
-        """Whether its environment answers: only there is known what is judged, and how long it
-        gets."""
+        """Whether its environment is a conversation, whose judged texts and lengths are known only
+        there."""
         return bool(self.env) and "max_prompt_len" not in self.env
 
     @property
