@@ -307,9 +307,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         )
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
-        groups["weights"] = weights_metrics(
-            self.weights.published, self.weights.metrics(), sampled
-        )
+        groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
         groups["throughput"] = throughput(sampled, seconds)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {

@@ -117,7 +117,7 @@ def train(
 
 
 def _no_algorithm(algo: str | None, env: str | None, config: str) -> None:
-    """Refuse an algorithm on the command line if the file names one."""
+    """Refuse options on the command line that a file sets itself."""
     for name, value in (("--algo", algo), ("--env", env), ("--config", config)):
         if value not in (None, "{}"):
             raise UserError(

@@ -59,8 +59,7 @@ def check_evaluation(config: Any) -> None:
 
 
 def _held_out(config: Any) -> dict[str, Any]:
-    """Checks how many completions an evaluation samples per prompt, and the metrics made of
-    them."""
+    """The settings behind the number of an evaluation's completions, and its metrics."""
     overlay = config.evaluation_config if not config.in_evaluation else None
     settings = {
         "explore": config.explore if config.in_evaluation else False,

@@ -179,7 +179,7 @@ class ChatFormat:
         *,
         last_id: int | None,
     ) -> Suffix:
-        """The tokens to append after a sampled turn, or None if a new path must begin.
+        """The tokens to append after a sampled turn, or that a new path must begin.
 
         Args:
             before: messages that the turn answered.

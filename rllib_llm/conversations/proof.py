@@ -65,7 +65,7 @@ def prove(chat_format: ChatFormat) -> list[Proof]:
 
 
 def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Proof:
-    """Whether the renderer appends the same as the template after a turn, however the turn ended.
+    """Whether the renderer appends what the template does, however a turn ended.
 
     The turns themselves may differ: that it keeps them where the template drops their thoughts is
     what a renderer is for.

@@ -244,7 +244,7 @@ class Part(NamedTuple):
 
 
 def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
-    """The training rows of a data set of forked rollouts; None if its rows are used as they are.
+    """The training rows of conversations with thoughts; None if rows are used as they are.
 
     Many templates write the thoughts of the newest turn alone:
 

@@ -356,7 +356,7 @@ class LlamaStep:
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
     ) -> torch.Tensor:
-        """As `__call__`, with one attention function per layer; rows of several blocks are
+        """As `__call__`, given what each layer's rows attend to; rows of several blocks are
         concatenated."""
         return self.head.apply(self.norm(self._states(tokens, positions, seen)))
 

@@ -178,9 +178,9 @@ class RLHFLearner(LanguageModelLearner):
             rows[columns.OLD_LOGPROBS] = old
 
     def _process_scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [B] after penalties, running scaling and clipping, equal for all rows of a
-        rollout; and the factors [B] by which parts of a score must be multiplied to be scaled and
-        clipped alike."""
+        """Scores [B] after penalties, clipping and running scaling, in this order, equal for all
+        rows of a rollout; and the factors [B] by which parts of a score must be multiplied to be
+        scaled and clipped alike."""
         config = self.config
         whole = RolloutRows.of_batch(batch)
         lengths = whole.total(columns.written_mask(batch).sum(dim=1))

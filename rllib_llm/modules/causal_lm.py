@@ -88,8 +88,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             self.save_memory(self.critic)
 
     def _sampling_value_head(self) -> nn.Module | None:
-        """Computes values while sampling, if the learner's own module samples and they are as exact
-        as those of a forward pass."""
+        """The value head to run while sampling, if the learner's own module samples and its values
+        are as exact as those of a forward pass."""
         config = self.model_config
         if not self.has_critic or config["critic"] != "shared" or config["dtype"] != "float32":
             return None

@@ -38,6 +38,7 @@ from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 if TYPE_CHECKING:  # it imports transformers
     from rllib_llm.engines.vllm_engine import VLLMEngine
 
+
 class ForeignPolicy(ABC):
     """What others have in common: weights that nobody can look at.
 

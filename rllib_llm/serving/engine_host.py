@@ -85,9 +85,7 @@ class EngineHost(Protocol):
     async def ready(self) -> None:
         """Waits, in that loop, until the engine has accepted earlier requests."""
 
-    def submit_all(
-        self, rows: Sequence[Row], grammar: str | None = None
-    ) -> list[Future[Ended]]:
+    def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
         """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open.
 
         Args:
@@ -173,9 +171,7 @@ class ThreadHost:
     async def ready(self) -> None:
         """Returns at once: this host accepts all requests."""
 
-    def submit_all(
-        self, rows: Sequence[Row], grammar: str | None = None
-    ) -> list[Future[Ended]]:
+    def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
         if grammar is not None:
             rows = [replace(each, guide=self._grammars.guide(grammar)) for each in rows]
         return self.loop.submit_all(rows)

@@ -102,9 +102,7 @@ class EngineProcess:
 
     # --- completions -------------------------------------------------------------------------
 
-    def submit_all(
-        self, rows: Sequence[Row], grammar: str | None = None
-    ) -> list[Future[Ended]]:
+    def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
         futures: list[Future[Ended]] = [Future() for _ in rows]
         sent = []
         for each, future in zip(rows, futures, strict=True):

@@ -65,7 +65,7 @@ def test_help_has_real_defaults_units_and_ranges():
     # PPO-ptx makes four passes in mini-batches of 32; the base class one over everything.
     assert "num_epochs: int = 4" in text and "minibatch_size: int | None = 32" in text
     assert "num_epochs: int = 1" in pydoc.render_doc(GRPOConfig.training)
-    assert "ptx_max_length: What is kept of each pretraining text (at least 2 tokens)." in text
+    assert "ptx_max_length: How much of each pretraining text is kept (at least 2 tokens)." in text
     assert "ref_kl_coeff" in text and "off_policy_weights is set." in text
     # What an algorithm does not use is not shown.
     assert "vf_clip_param" in text

@@ -16,35 +16,35 @@ class Prompts(Settings):
 
     prompts: Any = setting(
         None,
-        "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows or a function",
+        "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows, or a function",
         short="data",
         trl=("train_dataset",),
         also=("prompt_data", "prompts_file"),
     )
     eval_prompts: Any = setting(
         None,
-        "held-out prompts, the same way, instead of eval_fraction",
+        "held-out prompts in the same form, instead of eval_fraction",
         short="eval_data",
     )
     eval_fraction: float = setting(
-        0.0, "the share of the prompts that is held out", least=0, most=1
+        0.0, "the share of the prompts held out for evaluation", least=0, most=1
     )
     prompt_column: str | None = setting(
         None,
-        'where a row has its prompt; None: "prompt", "messages" or the only column',
+        'the column with the prompt; None: "prompt", "messages" or the only column',
         short="column",
         also=("prompt_key", "input_key", "dataset_text_field"),
     )
     max_prompt_len: int = setting(
         128,
-        "the longest prompt",
+        "the maximum length of a prompt",
         unit="tokens",
         least=1,
         also=("max_prompt_length", "prompt_max_len"),
     )
     prompt_overflow: Literal["truncate_left", "error"] = setting(
         "truncate_left",
-        "what happens to a longer one",
+        "the treatment of longer prompts",
         short="overflow",
         also=("truncation_side", "truncation"),
     )
@@ -76,7 +76,7 @@ class Rewards(Settings):
     )
     score_clip: float | None = setting(
         None,
-        "what scores are held to, in both directions; None: nothing",
+        "scores are clipped to ± this value; None: not clipped",
         above=0,
         rllib=("clip_rewards",),
         also=("reward_clip", "cliprange_reward"),
@@ -90,7 +90,7 @@ class Rewards(Settings):
     )
     missing_eos_penalty: float = setting(
         0.0,
-        "what is taken off the score of a completion that hit the limit",
+        "the penalty for completions that reach the length limit",
         least=0,
         also=("non_eos_penalty", "truncation_penalty"),
         reason="it is taken off the score",
@@ -98,14 +98,14 @@ class Rewards(Settings):
     )
     length_penalty: float = setting(
         0.0,
-        "what is taken off the score per completion token",
+        "the penalty per completion token",
         least=0,
         reason="it is taken off the score per token",
         remedy="0: none",
     )
     overlong_buffer: int = setting(
         0,
-        "the last part of max_new_tokens, over which DAPO's soft punishment grows; 0: off",
+        "the length of DAPO's soft overlong punishment at the end of max_new_tokens; 0: off",
         unit="tokens",
         least=0,
         trl=("soft_overlong_punishment",),
@@ -113,8 +113,8 @@ class Rewards(Settings):
     )
     planned_iterations: int | None = setting(
         None,
-        "how many iterations the run is to have, told to functions that take "
-        "trainer_state, as its max_steps; a file's `stop` says it, where it can",
+        "the planned number of iterations, passed to reward functions with `trainer_state` "
+        "as `max_steps`; taken from a file's `stop` if possible",
         least=1,
         reason="functions may go by how far a run is",
         remedy="None: not known",
@@ -139,58 +139,58 @@ class Conversation(Settings):
     )
     max_turns: int = setting(
         8,
-        "the turns of the assistant, after which a rollout is judged as it stands",
+        "the maximum number of assistant turns; the rollout is then judged as it is",
         least=1,
     )
     max_tokens: int | None = setting(
         None,
-        "the tokens of a whole conversation; None: what the model reads",
+        "the maximum length of a whole conversation; None: the model's context length",
         least=1,
     )
     max_seconds: float = setting(
         600.0,
-        "the time of a rollout; a slower one is not valid",
+        "the time limit of a rollout; a slower one is invalid",
         unit="seconds",
         above=0,
     )
     max_concurrent: int = setting(
         256,
-        "the rollouts under way at once in a sampler",
+        "the concurrent rollouts of a sampler",
         least=1,
     )
     tool_errors: Literal["message", "invalid"] = setting(
         "message",
-        "what a failed call does",
-        note='"message": the policy is told; "invalid": nothing is learnt from the rollout.',
+        "the treatment of failed tool calls",
+        note=('"message": the policy sees the error; "invalid": the rollout is not trained on.'),
     )
     tool_timeout_s: float = setting(
         10.0,
-        "the time of one call of a tool",
+        "the time limit of a tool call",
         unit="seconds",
         above=0,
     )
     max_tool_chars: int = setting(
         4000,
-        "the characters of a tool's result; of a longer one beginning and end are kept",
+        "the maximum length of a tool result; longer ones are cut in the middle",
         least=1,
     )
     tool_syntax: Literal["hermes", "xml", "mistral", "llama3", "none"] | None = setting(
         None,
-        "how calls are written; None: as the chat template writes them",
+        "the syntax of tool calls; None: the chat template's",
     )
     history: Literal["fork", "keep"] = setting(
         "fork",
-        "what happens where the template changes old turns",
-        note='"fork": a row of its own; "keep": old turns stay as they were sampled.',
+        "the treatment of templates that change earlier turns",
+        note='"fork": start a new row; "keep": keep earlier turns as they were sampled.',
     )
     renderer: str | None = setting(
         "auto",
-        "who writes turns: one of the package renderers, by hub id or family",
+        "the renderer of turns from the package `renderers`, by hub id or family",
         note="None: the chat template.",
     )
     template_settings: dict | None = setting(
         None,
-        "further variables of the chat template, such as {enable_thinking: false}",
+        "variables of the chat template, such as {enable_thinking: false}",
     )
 
 

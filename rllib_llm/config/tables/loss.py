@@ -53,37 +53,41 @@ class Loss(Settings):
 
     critic: Literal["shared", "separate", "none"] = setting(
         "none",
-        "where values come from",
-        note='"shared": a value head on the policy\'s trunk; "separate": a model of its own.',
+        "the source of values",
+        note=('"shared": a value head on the policy\'s trunk; "separate": a model of its own.'),
         rllib=("vf_share_layers", "use_critic"),
     )
     critic_model: str | None = setting(
         None,
-        "what a separate critic starts from, usually the reward model",
+        "the initial model of a separate critic, usually the reward model",
         acts=(SEPARATE,),
         also=("value_model", "critic_path"),
     )
     policy_loss: str = setting(
         "ppo",
-        "which ratio of new to old probabilities the loss holds",
-        note='"ppo": of each token; "gspo": a completion\'s geometric mean; "rloo": a '
-        'completion\'s whole ratio; "cispo": of each token, detached.',
+        "the probability ratio in the loss",
+        note=(
+            '"ppo": per token; "gspo": a completion\'s geometric mean; "rloo": a completion\'s '
+            'whole ratio; "cispo": per token, detached.'
+        ),
         choices=tuple(POLICY_LOSSES),
         trl=("importance_sampling_level",),
         also=("loss_type", "policy_loss_fn", "adv_estimator"),
     )
     loss_reduction: str = setting(
         "token_mean",
-        "how the losses of tokens become one number",
-        note='"token_mean" (DAPO): every token of the mini-batch weighs the same; '
-        '"sequence_mean" (GRPO): every completion does; "dr_grpo": sums over max_new_tokens.',
+        "the reduction of token losses to one number",
+        note=(
+            '"token_mean" (DAPO): all tokens of the mini-batch have equal weight; '
+            '"sequence_mean" (GRPO): all completions do; "dr_grpo": sums over max_new_tokens.'
+        ),
         choices=tuple(REDUCTIONS),
         trl=("loss_type",),
         also=("loss_agg_mode", "loss_aggregation", "reduction"),
     )
     clip_param: float = setting(
         0.2,
-        "ε: ratios are held to 1 - ε, and to 1 + ε unless `clip_param_high` is set",
+        "ε: ratios are clipped to [1 - ε, 1 + ε]; the upper bound can be set by `clip_param_high`",
         least=0,
         trl=("epsilon",),
         also=("cliprange", "clip_range", "eps_clip", "clip_ratio", "clip_epsilon"),
@@ -101,7 +105,7 @@ class Loss(Settings):
     )
     dual_clip: float | None = setting(
         None,
-        "the bound on the loss of negative advantages; None: off",
+        "the bound on the loss of negative advantages (dual clip); None: off",
         above=1,
         trl=("delta",),
         also=("clip_ratio_c",),
@@ -110,7 +114,7 @@ class Loss(Settings):
     )
     vf_clip_param: float | None = setting(
         0.2,
-        "how far values may go from the old ones; None: as far as they like",
+        "the largest change of values from the old ones; None: unlimited",
         above=0,
         acts=(CRITIC,),
         trl=("cliprange_value",),
@@ -130,14 +134,14 @@ class Loss(Settings):
     )
     entropy_coeff: float = setting(
         0.0,
-        "the weight of the policy's entropy, a bonus",
+        "the weight of the entropy bonus",
         also=("entropy_coef", "ent_coef"),
         reason="it is one number for the whole run: schedules of it are not built in",
         remedy="Use 0.0 for none, or change it between runs with population-based training",
     )
     gamma: float = setting(
         1.0,
-        "the discount of later rewards",
+        "the discount factor",
         least=0,
         most=1,
         also=("discount",),
@@ -157,8 +161,8 @@ class Loss(Settings):
     )
     target_kl: float | None = setting(
         None,
-        "the approximate KL to the old policy, beyond 1.5 times which a batch's epochs "
-        "stop; None: never",
+        "stops a batch's epochs when the approximate KL to the old policy exceeds 1.5 "
+        "times this value; None: never",
         unit="nats per token",
         above=0,
         rllib=("kl_target",),
@@ -167,11 +171,11 @@ class Loss(Settings):
     )
     whiten_advantages: bool = setting(
         True,
-        "whether advantages get mean 0 and variance 1 over the batch of all learners",
+        "whether advantages are whitened over the batch of all learners",
         also=("normalize_advantage", "normalize_advantages", "advantage_norm"),
     )
     whiten_rewards: bool = setting(
-        False, "whether token rewards get variance 1 over the batch of all learners"
+        False, "whether token rewards are scaled to variance 1 over the batch of all learners"
     )
     scale_by_std: bool = setting(
         True,
@@ -182,9 +186,12 @@ class Loss(Settings):
     )
     drop_zero_variance_groups: bool = setting(
         False,
-        "whether groups with equal scores stay out of the loss",
-        note="The batch is smaller then. DAPO's dynamic sampling is filters=['reward_spread'], "
-        "which has other prompts sampled in their place; with it there are none to drop.",
+        "whether groups with equal scores are left out of the loss",
+        note=(
+            "This makes the batch smaller. DAPO's dynamic sampling is "
+            "filters=['reward_spread'], which samples other prompts instead, so that there are "
+            "none to drop."
+        ),
     )
 
 
@@ -196,8 +203,8 @@ class Reference(Settings):
 
     reference: Any = setting(
         None,
-        "the frozen model, or {model, quantization, dtype, device}",
-        note="Without a model it is the policy's own start.",
+        "the frozen reference, or {model, quantization, dtype, device}",
+        note="Default: the policy's initial weights.",
         keys=("quantization", "dtype", "device"),
         short="model",
         trl=("ref_model",),
@@ -206,7 +213,7 @@ class Reference(Settings):
     )
     ref_kl_coeff: float = setting(
         0.05,
-        "β, the weight of the KL to the reference in nats; 0: off",
+        "β, the weight of the KL to the reference, in nats; 0: off",
         least=0,
         short="kl_coeff",
         trl=("beta",),
@@ -217,7 +224,7 @@ class Reference(Settings):
     )
     ref_kl_in: Literal["reward", "loss"] = setting(
         "reward",
-        "where the KL is taken off",
+        "where the KL is subtracted",
         note='"reward": per token (Ziegler 2019); "loss" (Shao 2024).',
         acts=(PENALISED, MOVES),
         short="kl_in",
@@ -226,9 +233,11 @@ class Reference(Settings):
     )
     ref_kl_estimator: Literal["k1", "k2", "k3", "full"] = setting(
         "k1",
-        "how the KL is computed",
-        note='k1 to k3: Schulman, "Approximating KL divergence"; "full": the exact KL over the '
-        "vocabulary, which a reference in the environment cannot give.",
+        "the estimator of the KL",
+        note=(
+            'k1 to k3: Schulman, "Approximating KL divergence"; "full": the exact KL over the '
+            "vocabulary, not available from a reference in the environment."
+        ),
         acts=(PENALISED, MOVES),
         short="kl_estimator",
         trl=("kl_estimator",),
@@ -236,20 +245,22 @@ class Reference(Settings):
     )
     ref_kl_unbiased: bool = setting(
         True,
-        "whether the loss's KL is weighed by each token's π/π_old, so that its mean "
-        "gradient is that of the exact KL",
-        note="k1 and k3 take the ratio's gradient too, which is not 0 on policy either "
-        "(DeepSeek-V3.2, 3.1; default, as in TRL since 1.10); k2 takes the ratio alone. It is "
-        "the token's with every policy_loss: GSPO's geometric mean over a completion, which "
-        "TRL takes with it, is no importance weight, and the KL would be of another policy. "
-        "False: Shao 2024's, whose gradient for k3 is that of the KL the other way round.",
+        "whether the KL in the loss is weighted by each token's π/π_old, so that its "
+        "expected gradient is that of the exact KL",
+        note=(
+            "For k1 and k3 the ratio's gradient is included, which is not 0 on policy either "
+            "(DeepSeek-V3.2, 3.1; the default, as in TRL since 1.10); for k2 the ratio is "
+            "detached. The ratio is per token with every policy_loss: GSPO's geometric mean, "
+            "which TRL uses with it, is no importance weight and would give the KL of another "
+            "policy. False: as in Shao 2024, whose gradient for k3 is that of the reverse KL."
+        ),
         acts=(IN_LOSS, SAMPLED_KL),
         short="kl_unbiased",
         trl=("use_bias_correction_kl",),
     )
     ref_kl_target: float | None = setting(
         None,
-        "what an adaptive β aims at; None: β is fixed",
+        "the target of an adaptive β; None: β is fixed",
         unit="nats per completion",
         above=0,
         acts=(PENALISED,),
@@ -260,7 +271,7 @@ class Reference(Settings):
     )
     ref_kl_horizon: float = setting(
         10_000.0,
-        "over how much the adaptive β changes by at most a fifth",
+        "the number over which the adaptive β changes by at most a fifth",
         unit="samples",
         above=0,
         acts=(ADAPTIVE,),
@@ -271,10 +282,12 @@ class Reference(Settings):
     )
     reference_in: Literal["environment", "policy", "learner"] | None = setting(
         None,
-        "who computes the reference's log-probs",
-        note='"environment": a frozen model in every sampler, quantised if so set; "policy": '
-        'the trunk with its adapters off (with lora, where it is the default); "learner": a '
-        "copy in every learner.",
+        "where the reference's log-probs are computed",
+        note=(
+            '"environment": by a frozen model in every sampler, optionally quantised; '
+            '"policy": by the trunk without its adapters (default with lora); "learner": by a '
+            "copy in every learner."
+        ),
         acts=(PENALISED,),
         short="place",
         remedy="Use None to have it chosen",

@@ -33,7 +33,7 @@ class StartingPoint(Settings):
         None,
         "a Hugging Face folder, a hub id, or the dotted path of a function that returns "
         "(model, tokenizer)",
-        note="It gives tokenizer and weights.",
+        note="The source of tokenizer and weights.",
         attribute="pretrained_model",
         also=("model_name_or_path", "model_name", "pretrained_model_name_or_path", "base_model"),
     )
@@ -44,14 +44,14 @@ class LanguageModel(StartingPoint):
 
     chat_template: str | None = setting(
         None,
-        "how conversations become text: a Jinja file, or the template itself",
-        note="Where the tokenizer has none, or another is wanted. It is saved with the model.",
+        "a Jinja chat template, or its file",
+        note="For tokenizers without one, or to replace theirs. Saved with the model.",
         trl=("chat_template_path",),
     )
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "what the weights being trained are kept in",
-        note="In bfloat16 optimiser steps below about 1e-3 of a weight are lost.",
+        "the dtype of the trained weights",
+        note="In bfloat16, optimiser steps below about 1e-3 of a weight are lost.",
         also=("torch_dtype", "model_dtype"),
         reason="float16 holds nothing below 6e-8, where gradients vanish, and losses are not "
         "scaled here",
@@ -59,53 +59,58 @@ class LanguageModel(StartingPoint):
     )
     mixed_precision: Literal["bf16", "auto"] | None = setting(
         None,
-        "what the model computes in, in learners and samplers",
-        note='"bf16": a bfloat16 copy, cast from the float32 weights once per optimiser step; '
-        "weights, sums of gradients and optimiser stay float32, and so do norms, log-probs, "
-        "losses and values. For GPUs and for processors with AMX or AVX512-BF16. None: all in "
-        '`dtype`. "auto": "bf16" where learners have the hardware, else None; decided where a '
-        "run begins, said, and kept in its checkpoints.",
+        "the precision of computations in learners and samplers",
+        note=(
+            '"bf16": compute with a bfloat16 copy, cast from the float32 weights after each '
+            "optimiser step; weights, gradient sums, optimiser state, norms, log-probs, losses "
+            "and values stay float32. For GPUs and CPUs with AMX or AVX512-BF16. None: compute "
+            'in `dtype`. "auto": "bf16" if the learners\' hardware supports it, else None; '
+            "decided at the start of a run, logged, and stored in checkpoints."
+        ),
         also=("autocast_dtype", "bf16", "fp16", "precision"),
         reason="float16 needs scaled losses, which are not built in",
         remedy="Use 'bf16' or 'auto'",
     )
     float32_products: str = setting(
         "mkl",
-        "which library multiplies float32 matrices on a processor, in learners and samplers",
-        note='"mkl": what torch takes by itself; "onednn": twice as fast on AMD\'s with '
-        'AVX-512, alike on Intel\'s. "auto": the one that is faster on this kind of '
-        "processor; decided where a run begins, and kept in its checkpoints, since the two "
-        "round differently. bfloat16 is oneDNN's always.",
+        "the library for float32 matrix products on a CPU, in learners and samplers",
+        note=(
+            '"mkl": torch\'s default; "onednn": twice as fast on AMD CPUs with AVX-512, equal '
+            'on Intel. "auto": the faster one for this kind of CPU; decided at the start of a '
+            "run and stored in checkpoints, since the two round differently. bfloat16 always "
+            "uses oneDNN."
+        ),
         choices=(*LIBRARIES, "auto"),
         acts=(COMPUTES_FLOAT32,),
     )
     attn_implementation: Literal["sdpa", "flash_attention_2", "flex_attention"] = setting(
         "sdpa",
-        "the kernel that computes attention in learners",
-        note='"sdpa": torch\'s own, the rows of a group share their prompt. "flash_attention_2": '
-        "flash attention for rows of different lengths, each row with its own prompt; for long "
-        'completions on GPUs, in bfloat16. "flex_attention": torch\'s flex attention, compiled, '
-        "which shares prompts. None of them computes anything for padding. Samplers decode with "
-        "kernels of their own.",
+        "the attention kernel of learners",
+        note=(
+            '"sdpa": torch\'s own; rows of a group share their prompt. "flash_attention_2": '
+            "flash attention for rows of different lengths, each with its own prompt; for long "
+            'completions on GPUs, in bfloat16. "flex_attention": torch\'s flex attention, '
+            "compiled; shares prompts. None of them computes padding. Samplers have kernels of "
+            "their own."
+        ),
         also=("attention_implementation", "use_flash_attention_2", "flash_attention"),
     )
     gradient_checkpointing: bool = setting(
         False,
         "whether only the layers' inputs are kept for the backward pass",
-        note="The rest is computed again: less memory for about a third more time.",
+        note="Saves memory; activations are recomputed, which takes about a third more time.",
     )
     lora: dict[str, Any] | None = setting(
         None,
-        "the adapters that are trained on the frozen model, {r, alpha, dropout, "
-        "target_modules, ...}",
-        note="{} is r=16, alpha=32 on all linear layers; None: all weights are trained.",
+        "the trained adapters, {r, alpha, dropout, target_modules, ...}",
+        note="{} means r=16, alpha=32 on all linear layers; None: all weights are trained.",
         trl=("peft_config",),
         also=("lora_config", "use_lora", "use_peft", "lora_r", "lora_alpha", "rank"),
         remedy="Use {} for r=16, alpha=32, None to train all weights",
     )
     quantization: Literal["none", "int8", "nf4"] = setting(
         "none",
-        "what the frozen model under adapters is kept in (QLoRA)",
+        "the quantisation of the frozen model under adapters (QLoRA)",
         also=("load_in_4bit", "load_in_8bit", "quantization_config", "quantisation"),
     )
 
@@ -118,9 +123,12 @@ class Learners(Settings):
 
     learner_strategy: Literal["ddp", "fsdp"] = setting(
         "ddp",
-        "what each of several learners holds",
-        note='"ddp": the whole model. "fsdp": a share of weights, gradients and optimiser '
-        "(FSDP2), a layer being gathered while it computes. The numbers are the same.",
+        "the distribution of the model over several learners",
+        note=(
+            '"ddp": each holds the whole model. "fsdp": weights, gradients and optimiser are '
+            "sharded (FSDP2), and each layer is gathered while it is computed. The results are "
+            "the same."
+        ),
         acts=(SEVERAL_LEARNERS,),
         short="strategy",
         also=("fsdp", "deepspeed"),
@@ -135,10 +143,12 @@ class FaultTolerance(Settings):
 
     learner_timeout_s: float | Literal["auto"] | None = setting(
         "auto",
-        "how long a learner may take to answer before the run ends with an error",
-        note='So that Tune can restart it. "auto": ten times the slowest answer of its kind so '
-        "far and at least 120 s, 1800 s for the first. Set a number to notice a hang sooner, "
-        "None to wait for ever.",
+        "the time limit of a learner's answer, after which the run ends with an error",
+        note=(
+            'Tune can then restart it. "auto": ten times the slowest answer of its kind so far '
+            "and at least 120 s, 1800 s for the first. Set a number to detect hangs sooner; "
+            "None: no limit."
+        ),
         unit="seconds",
         above=0,
         acts=(REMOTE_LEARNERS,),
@@ -147,8 +157,8 @@ class FaultTolerance(Settings):
     )
     setup_timeout_s: float | None = setting(
         7200.0,
-        "how long a trial may take to be set up before it is killed",
-        note="So that Tune can restart it; None: for ever.",
+        "the time limit of a trial's setup, after which it is killed",
+        note="Tune can then restart it; None: no limit.",
         unit="seconds",
         above=0,
         reason="a process that has not answered by then is killed",
@@ -156,9 +166,11 @@ class FaultTolerance(Settings):
     )
     overseer: bool = setting(
         False,
-        "whether a run under Tune can be watched and told what to do while it goes on",
-        note="`rllib status`, `rllib top`, `rllib pause` and the like. A small process of its "
-        "own; the run does not depend on it.",
+        "whether a run under Tune can be watched and controlled while it runs",
+        note=(
+            "With `rllib status`, `top`, `pause` and others. Starts a small process, on which "
+            "the run does not depend."
+        ),
     )
 
 
@@ -170,10 +182,12 @@ class SamplerFaults(Settings):
 
     sampler_timeout_s: float | Literal["auto"] | None = setting(
         "auto",
-        "how long a sampler may take to answer a request before it is killed and started again",
-        note="Its prompts go to another; doubled for a request that was already taken from a "
-        'silent one. "auto": ten times the slowest answer so far, in proportion to the prompts '
-        "asked for, and at least 120 s; 1800 s for the first. None: for ever.",
+        "the time limit of a sampler's answer, after which it is killed and restarted",
+        note=(
+            "Its prompts go to another sampler; for a request taken from a silent sampler the "
+            'limit is doubled. "auto": ten times the slowest answer so far, in proportion to '
+            "the number of prompts, and at least 120 s; 1800 s for the first. None: no limit."
+        ),
         unit="seconds",
         above=0,
         reason="a process that has not answered by then is killed",

@@ -42,14 +42,16 @@ class OffPolicy(Settings):
 
     off_policy: str | None = setting(
         None,
-        "how data of older weights is corrected; None: it is fresh",
-        note='"decoupled": the learner computes the log-probs of the policy before the update, '
-        "at which the clipped ratio begins, and weighs each token by its probability there "
-        'over the sampler\'s (AReaL, Fu et al. 2025); "decoupled_loglinear": without that '
-        "forward pass, between the sampler's log-probs and the present ones by the token's "
-        'age (A-3PO); "bypass": the clipped ratio is to the sampler\'s log-probs, whatever '
-        "their age. With None old log-probs are the sampler's too, but in half precision with "
-        "a critic they are computed again.",
+        "the correction of off-policy data; None: the data is fresh",
+        note=(
+            '"decoupled": the learner computes the log-probs of the policy before the update, '
+            "relative to which ratios are clipped, and weights each token by its probability "
+            'there over the sampler\'s (AReaL, Fu et al. 2025); "decoupled_loglinear": the same '
+            "without that forward pass, interpolating between the sampler's and the current "
+            'log-probs by the token\'s age (A-3PO); "bypass": ratios are relative to the '
+            "sampler's log-probs, whatever their age. With None, old log-probs are the "
+            "sampler's too, but with a critic in half precision they are recomputed."
+        ),
         choices=OFF_POLICIES,
         also=(
             "recompute_old_logprobs",
@@ -62,9 +64,11 @@ class OffPolicy(Settings):
     )
     off_policy_weights: str | None = setting(
         "truncate",
-        "what becomes of importance weights outside the bounds; None: all weigh 1",
-        note='"truncate": they are cut to the bounds; "mask": the token (or completion) is '
-        "left out, while denominators still count it.",
+        "the treatment of importance weights outside the bounds; None: all weights are 1",
+        note=(
+            '"truncate": clip them to the bounds; "mask": leave the token (or completion) out '
+            "of the loss, but not out of its denominator."
+        ),
         choices=WEIGHT_MODES,
         acts=(DECOUPLED,),
         trl=("vllm_importance_sampling_correction",),
@@ -73,7 +77,7 @@ class OffPolicy(Settings):
     )
     off_policy_level: str = setting(
         "token",
-        "what one importance weight is of",
+        "the unit of an importance weight",
         note='"sequence": a whole completion; unbiased, but far from 1 for long ones.',
         choices=WEIGHT_LEVELS,
         acts=(DECOUPLED, WEIGHED),
@@ -104,10 +108,12 @@ class OffPolicy(Settings):
     )
     rejection: str | None = setting(
         None,
-        "which estimate of the KL from the sampler's policy keeps tokens out of the "
-        "loss; None: none",
-        note="Denominators still count what is rejected (`off_policy/rejected_share`). k1 is "
-        "minus the log-ratio, k3 is never negative.",
+        "the estimator of the KL to the sampler's policy by which tokens are left out of "
+        "the loss; None: none is",
+        note=(
+            "Denominators still count rejected tokens (`off_policy/rejected_share`). k1 is "
+            "minus the log-ratio; k3 is never negative."
+        ),
         choices=KL_ESTIMATORS,
         acts=(CHOSEN,),
         also=("rollout_rs",),
@@ -115,16 +121,16 @@ class OffPolicy(Settings):
     )
     rejection_level: Literal["sequence", "token"] = setting(
         "sequence",
-        "what is rejected",
-        note='"sequence": completions, by the mean over their tokens; "token": single ones.',
+        "the unit of rejection",
+        note=('"sequence": completions, by the mean over their tokens; "token": single tokens.'),
         acts=(CHOSEN, REJECTS),
     )
     rejection_lower: float | None = setting(
-        None, "what is rejected below; None: nothing", unit="nats", acts=(CHOSEN, REJECTS)
+        None, "the lower bound of rejection; None: none", unit="nats", acts=(CHOSEN, REJECTS)
     )
     rejection_upper: float | None = setting(
         None,
-        "what is rejected above; None: nothing",
+        "the upper bound of rejection; None: none",
         note="0.05 suits the mean k3 of completions.",
         unit="nats",
         acts=(CHOSEN, REJECTS),
@@ -148,8 +154,8 @@ class Replay(Settings):
 
     replay_groups: int = setting(
         0,
-        "how many earlier groups each batch has beside its fresh ones",
-        note="0: none. They are older than the policy: `off_policy` must be set.",
+        "the replayed groups in each batch, in addition to its fresh ones",
+        note="0: none. They are older than the policy, so `off_policy` must be set.",
         unit="groups",
         least=0,
         short="groups",
@@ -158,7 +164,7 @@ class Replay(Settings):
     )
     replay_capacity: int | None = setting(
         None,
-        "how many groups the buffer holds; None: four batches",
+        "the capacity of the replay buffer; None: four batches",
         unit="groups",
         least=1,
         acts=(REPLAYS,),
@@ -167,15 +173,15 @@ class Replay(Settings):
     )
     replay_eviction: str = setting(
         "oldest",
-        "which group goes where there is no room",
-        note='"most_used": of those that were learnt from most often the oldest.',
+        "the group that a full buffer evicts",
+        note='"most_used": the oldest of those trained most often.',
         choices=EVICTIONS,
         acts=(REPLAYS,),
         short="eviction",
     )
     replay_max_uses: int = setting(
         4,
-        "after how many, the first included, a group leaves the buffer",
+        "the updates, including the first, after which a group leaves the buffer",
         unit="updates",
         least=2,
         acts=(REPLAYS,),
@@ -186,7 +192,7 @@ class Replay(Settings):
     replay_recency: float = setting(
         0.0,
         "α: the i-th oldest group is drawn with weight i^α",
-        note="0: all alike.",
+        note="0: uniformly.",
         least=0,
         acts=(REPLAYS,),
         short="recency",

@@ -36,15 +36,17 @@ class Optimiser(Settings):
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
-        "how the learning rate decays to 0 after warm-up",
+        "the decay of the learning rate to 0 after warm-up",
         trl=("lr_scheduler_type",),
         also=("lr_scheduler", "scheduler_type"),
     )
     lr_num_warmup_updates: int = setting(
         0,
         "the length of the linear warm-up",
-        note="Step u (from 0) of n takes (u + 1)/(n + 1) of `lr`, so that none is wasted at 0 "
-        "as transformers' first is.",
+        note=(
+            "Step u (from 0) of n uses (u + 1)/(n + 1) of `lr`; the first step is not at 0, as "
+            "in transformers."
+        ),
         unit="optimiser steps",
         least=0,
         trl=("warmup_steps",),
@@ -53,7 +55,7 @@ class Optimiser(Settings):
     )
     lr_num_updates: int | None = setting(
         None,
-        "the step at which the decay reaches 0; later ones learn nothing",
+        "the step at which the decay reaches 0; later steps change nothing",
         unit="optimiser steps",
         least=1,
         acts=(DECAY,),
@@ -61,15 +63,17 @@ class Optimiser(Settings):
     )
     adam_betas: tuple[float, float] = setting(
         (0.9, 0.999),
-        "the decay of AdamW's two moments",
+        "the decay rates of AdamW's two moments",
         trl=("adam_beta1", "adam_beta2"),
         also=("betas",),
     )
     adam_epsilon: float = setting(
         1e-5,
-        "what AdamW adds to the root of the second moment",
-        note='1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of '
-        'RLHF with PPO").',
+        "AdamW's ε, added to the root of the second moment",
+        note=(
+            '1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of RLHF '
+            'with PPO").'
+        ),
         above=0,
         also=("adam_eps", "eps"),
         reason="gradients are divided by it",
@@ -77,15 +81,15 @@ class Optimiser(Settings):
     )
     weight_decay: float = setting(
         0.0,
-        "the decay of AdamW, decoupled from the gradient",
-        note="Norms and biases do not decay, as in transformers' Trainer.",
+        "AdamW's decoupled weight decay",
+        note="Not applied to norms and biases, as in transformers' Trainer.",
         least=0,
         reason="it shrinks the weights",
         remedy="Use 0 for none",
     )
     grad_clip: float | None = setting(
         1.0,
-        "the largest global norm of a gradient",
+        "the maximum global norm of gradients",
         above=0,
         trl=("max_grad_norm",),
         also=("clip_grad", "gradient_clipping", "grad_norm"),
@@ -93,11 +97,11 @@ class Optimiser(Settings):
         remedy="Use null for none",
     )
     grad_clip_by: str = setting(
-        "global_norm", "how gradients are clipped", acts=(NEVER_CLIPPED_SO,)
+        "global_norm", "the kind of gradient clipping", acts=(NEVER_CLIPPED_SO,)
     )
     num_epochs: int = setting(
         1,
-        "how often an iteration passes over its batch",
+        "the passes of an iteration over its batch",
         least=1,
         trl=("num_iterations", "num_ppo_epochs"),
         rllib=("num_sgd_iter",),
@@ -107,7 +111,7 @@ class Optimiser(Settings):
     )
     train_batch_size_per_learner: int = setting(
         64,
-        "the completions, texts or pairs that a learner has from one iteration",
+        "the completions, texts or pairs per learner in an iteration",
         unit="rows",
         least=1,
         trl=("generation_batch_size",),
@@ -118,8 +122,8 @@ class Optimiser(Settings):
     )
     minibatch_size: int | None = setting(
         None,
-        "the rows of one optimiser step per learner",
-        note="None: all. A default above the whole batch means the whole batch.",
+        "the rows per optimiser step and learner",
+        note="None: all. A default above the batch size means the whole batch.",
         unit="rows",
         least=1,
         trl=("gradient_accumulation_steps",),
@@ -130,8 +134,10 @@ class Optimiser(Settings):
     )
     minibatch_tokens: int | None = setting(
         None,
-        "the tokens of one optimiser step per learner, instead of minibatch_size",
-        note="Prompt and completion, without padding; rows are many where they are short.",
+        "the tokens per optimiser step and learner, instead of minibatch_size",
+        note=(
+            "Counts prompt and completion without padding, so short rows give more rows per step."
+        ),
         unit="tokens",
         least=1,
         reason=SHARE,
@@ -139,8 +145,8 @@ class Optimiser(Settings):
     )
     micro_batch_size: int | None = setting(
         None,
-        "the rows whose activations are held at a time",
-        note="Gradients are the same.",
+        "the rows per forward and backward pass",
+        note="Does not change the gradients.",
         unit="rows",
         least=1,
         trl=("per_device_train_batch_size",),
@@ -150,8 +156,8 @@ class Optimiser(Settings):
     )
     micro_batch_tokens: int | None = setting(
         16_384,
-        "the same as a budget of tokens, padding included",
-        note="Rows of like length go together. Set None to use micro_batch_size.",
+        "the tokens per forward and backward pass, padding included",
+        note="Rows of similar length are grouped. Set None to use micro_batch_size.",
         unit="tokens",
         least=1,
         also=("ppo_max_token_len_per_gpu", "max_tokens_per_batch"),
@@ -160,8 +166,8 @@ class Optimiser(Settings):
     )
     refused_batch_dir: str | None = setting(
         None,
-        "where a mini-batch with a non-finite loss is written",
-        note="None: a new folder among the system's temporary files, named in the log.",
+        "the folder for mini-batches with a non-finite loss",
+        note="None: a new temporary folder, named in the log.",
     )
 
 

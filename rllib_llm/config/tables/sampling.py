@@ -38,7 +38,7 @@ class Drawn(Settings):
 
     temperature: float = setting(
         1.0,
-        "what logits are divided by, in the sampler and in the loss",
+        "the divisor of logits, in the sampler and in the loss",
         above=0,
         also=("temp",),
         reason="logits are divided by it",
@@ -46,7 +46,7 @@ class Drawn(Settings):
     )
     top_p: float = setting(
         1.0,
-        "the probability mass of the likeliest tokens that stay",
+        "sample only from the likeliest tokens with this total probability",
         note="1.0: off, which keeps sampling on-policy.",
         above=0,
         most=1,
@@ -55,7 +55,7 @@ class Drawn(Settings):
     )
     top_k: int = setting(
         0,
-        "how many of the likeliest tokens stay",
+        "sample only from this many likeliest tokens",
         note="0: off, which keeps sampling on-policy; 1: greedy.",
         unit="tokens",
         least=0,
@@ -63,14 +63,14 @@ class Drawn(Settings):
     )
     min_new_tokens: int = setting(
         0,
-        "the shortest completion, EOS included",
+        "the minimum length of a completion, EOS included",
         unit="tokens",
         least=0,
         also=("min_tokens", "min_length"),
     )
     max_new_tokens: int = setting(
         64,
-        "the longest completion, EOS included",
+        "the maximum length of a completion, EOS included",
         unit="tokens",
         least=1,
         trl=("max_completion_length",),
@@ -85,7 +85,7 @@ class Drawn(Settings):
     )
     stop_token_ids: list[int] | None = setting(
         None,
-        "what ends a completion",
+        "the tokens that end a completion",
         note="None: all EOS ids of the model.",
         unit="token ids",
         also=("eos_token_id", "stop_token_id", "stop_tokens"),
@@ -99,7 +99,7 @@ class Sampling(Drawn):
 
     num_completions: int = setting(
         1,
-        "how many completions each prompt gets",
+        "the completions per prompt",
         note="Group algorithms need at least 2.",
         least=1,
         trl=("num_generations",),
@@ -116,8 +116,8 @@ class Sampling(Drawn):
     )
     sampling_batch_size: int | None = setting(
         None,
-        "how many completions a sampler decodes at once",
-        note="The next prompts take the places of those that have ended; None: all that fit.",
+        "the completions that a sampler decodes at once",
+        note="Waiting prompts take the places of finished rows; None: as many as fit.",
         least=1,
         rllib=("num_envs_per_env_runner",),
         also=("max_num_seqs", "micro_rollout_batch_size", "local_rollout_forward_batch_size"),
@@ -126,30 +126,32 @@ class Sampling(Drawn):
     )
     sampling_parts: int | None = setting(
         None,
-        "how many parts the prompts of an iteration are cut into, each for one sampler",
-        note="It bounds how many samplers a run can be scaled to while it goes on (`rllib "
-        "scale`): the parts stay as they are, and with them what is learnt, bit for bit. None: "
-        "one for each of num_env_runners.",
+        "the parts into which an iteration's prompts are split, each for one sampler",
+        note=(
+            "It limits how far a running run can be scaled (`rllib scale`): the parts stay the "
+            "same, so what is learnt does too, bit for bit. None: num_env_runners."
+        ),
         least=1,
         reason=COUNTS,
         remedy="Use the most samplers that the run may grow to",
     )
     cuda_graphs: bool = setting(
         True,
-        "whether the decode steps of Llama-shaped models are recorded on a CUDA device "
-        "and replayed",
-        note="False launches each operation by itself. No effect on a CPU.",
+        "whether decode steps of Llama-shaped models are recorded as CUDA graphs",
+        note="False launches each operation separately. No effect on a CPU.",
         acts=(TORCH_SAMPLES,),
         also=("enforce_eager",),
     )
     engine: Literal["torch", "vllm", "openai"] = setting(
         "torch",
-        "what generates in remote samplers",
-        note='"torch" is our decode loop; "openai", a server with that interface, is for '
-        "evaluation, in `evaluation_config`, and with `endpoint: tokens` among its "
-        "engine_settings for training: such a server gives token ids, log-probs and versions "
-        "of the weights that it follows. A sampler in the driver's process shares "
-        'the learner\'s module and generates with "torch" instead of "vllm".',
+        "the engine of remote samplers",
+        note=(
+            '"torch": our decode loop. "openai": a server with that interface; for evaluation '
+            "(in `evaluation_config`), or with `endpoint: tokens` among its engine_settings "
+            "for training, where the server returns token ids, log-probs and the versions of "
+            "the weights that it follows. A sampler in the driver's process shares the "
+            'learner\'s module and uses "torch" instead of "vllm".'
+        ),
         acts=(OWN_MODULE,),
         trl=("use_vllm",),
         also=("backend", "rollout_engine"),
@@ -157,54 +159,65 @@ class Sampling(Drawn):
     )
     engine_settings: dict[str, Any] | None = setting(
         None,
-        "further arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: "
-        "tokens`, `TokenCompletions`",
+        "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
+        "`TokenCompletions`",
         acts=(ENGINE_OF_ITS_OWN,),
         also=("vllm_kwargs", "engine_kwargs"),
         remedy="Write it as {name: value}",
     )
     generate_function: str | None = setting(
         None,
-        "the dotted path of a function that makes the completions of a prompt, in the "
-        "place of plain sampling",
-        note="It may be async; see `rllib_llm.rollouts.foreign_policies`. It can ask the policy, "
-        "and what it returns is checked.",
+        "the dotted path of a function that generates a prompt's completions, instead of "
+        "plain sampling",
+        note=(
+            "It may be async and can query the policy; its results are checked. See "
+            "`rllib_llm.rollouts.foreign_policies`."
+        ),
         acts=(TORCH_GENERATES,),
         also=("rollout_function", "rollout_func", "custom_generate_function_path"),
         remedy="Write 'my_module.my_function'",
     )
     pass_at: list[int] | None = setting(
         None,
-        "the k of pass@k, pass^k and maj@k among the held-out results",
-        note="Of what `pass_on` says, with intervals; wants an evaluation_config with explore: "
-        "true and at least k for num_completions. None: none.",
+        "the k of pass@k, pass^k and maj@k in evaluations",
+        note=(
+            "Computed from `pass_on`, with intervals; needs an evaluation_config with explore: "
+            "true and num_completions of at least k. None: none."
+        ),
         unit="completions",
         reason="each is a number of completions of a prompt",
         remedy="Write [1, 4]",
     )
     pass_on: str | None = setting(
         None,
-        "the component of the reward, 0 or 1, that says what has passed",
+        "the reward component, 0 or 1, that decides what passes",
         note="None: the score itself.",
     )
     answer_pattern: str | None = setting(
         None,
-        "the regular expression of what a completion votes for in maj@k",
-        note="The first group of its last match, or all of the match; a completion without one "
-        "votes for nothing that is right. None: all that the completion says.",
+        "the regular expression of the answer for which a completion votes in maj@k",
+        note=(
+            "The first group of its last match, or the whole match; completions without a "
+            "match vote for no right answer. None: the whole completion."
+        ),
         remedy="Write '<answer>(.*?)</answer>'",
     )
     eval_envs: dict[str, dict[str, Any]] | None = setting(
         None,
-        "further environments with held-out results, by name: eval/<name>/<metric>",
-        note="Each of {env, env_config, evaluation_duration, pass_at, ...}, laid over "
-        "`evaluation_config`. None: training's environment alone.",
+        "additional evaluation environments by name: eval/<name>/<metric>",
+        note=(
+            "Each is {env, env_config, evaluation_duration, pass_at, ...}, merged over "
+            "`evaluation_config`. None: only the training environment."
+        ),
         remedy="Write {hard: {env_config: {digits: 4}}}",
     )
     log_samples_every: int = setting(
         10,
-        "how far training samples in samples.jsonl are apart",
-        note="Before the first ten, say, those of iterations 1, 2, 3, 5 and 9 too. 0: none.",
+        "the interval between training samples in samples.jsonl",
+        note=(
+            "Additional samples early on (iterations 1, 2, 3, 5 and 9 for an interval of 10). "
+            "0: none."
+        ),
         unit="iterations",
         least=0,
         trl=("log_completions",),
@@ -213,7 +226,7 @@ class Sampling(Drawn):
     )
     num_logged_samples: int = setting(
         8,
-        "how much is written to samples.jsonl each time",
+        "the number of rows written to samples.jsonl each time",
         unit="rows",
         least=0,
         trl=("num_completions_to_print",),
@@ -230,21 +243,21 @@ class Generate(Drawn):
 
     opening_tokens: int | None = setting(
         None,
-        "what of a text makes its `prompt`, less a word that is cut",
+        "the number of a text's first tokens that become its `prompt`, without a cut word",
         note="None: no prompts.",
         unit="tokens",
         least=1,
     )
     eval_fraction: float = setting(
         0.0,
-        "the share of the texts that go to eval.jsonl",
-        note="Texts of the same opening stay together.",
+        "the share of the texts written to eval.jsonl",
+        note="Texts with the same opening stay together.",
     )
     batch_size: int = setting(
-        64, "how many texts one iteration samples at once", least=1, remedy="Use 64"
+        64, "the texts sampled at once in an iteration", least=1, remedy="Use 64"
     )
     num_gpus: float = setting(
-        0, "how many GPUs the process that samples has", note="0: it samples on the CPU.", least=0
+        0, "the GPUs of the sampling process", note=("0: it samples on the CPU."), least=0
     )
 
 
@@ -255,7 +268,7 @@ class GenerateModel(StartingPoint):
     """The model that samples the texts."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", "what the weights are kept in"
+        "float32", "the dtype of the weights"
     )
 
 
@@ -279,22 +292,24 @@ class Rollouts(Settings):
 
     store_rollouts: bool = setting(
         True,
-        "whether every completion is kept as a row of Parquet in the trial's folder",
-        note="Trained, rejected, failed and held-out ones, with tokens, log-probs, rewards and "
-        "advantages, written in the background: `rllib rollouts RUN` shows them.",
+        "whether every completion is stored as a row of Parquet in the trial's folder",
+        note=(
+            "Includes rejected, failed and held-out ones, with tokens, log-probs, rewards and "
+            "advantages; written in the background. `rllib rollouts RUN` shows them."
+        ),
         short="store",
     )
     store_on_error: Literal["go_on", "stop"] = setting(
         "go_on",
-        "what a run does when rollouts cannot be written, the disk being full, say",
-        note='"go_on": it says so once and keeps no more; "stop": it ends with the error.',
+        "the reaction when rollouts cannot be written, for example on a full disk",
+        note='"go_on": warn once and store no more; "stop": end with an error.',
         acts=(STORED,),
         short="on_error",
     )
     store_keep_iterations: int | None = setting(
         None,
-        "rollouts of so many iterations are kept, the newest; older files are removed",
-        note="None: of all iterations.",
+        "keep only the rollouts of so many newest iterations",
+        note="None: keep all.",
         least=1,
         acts=(STORED,),
         short="keep_iterations",

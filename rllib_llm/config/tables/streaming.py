@@ -35,9 +35,11 @@ class Streaming(Settings):
 
     max_staleness: int = setting(
         0,
-        "how much older than the learner's the weights that sampled a group may be",
-        note="0: samplers wait while the learner learns; 1 or more: they go on, and "
-        "`off_policy` says how the older data is corrected.",
+        "the maximum age of the weights that sampled a group",
+        note=(
+            "0: samplers wait while the learner trains; 1 or more: they continue, and "
+            "`off_policy` corrects for the older data."
+        ),
         unit="updates",
         least=0,
         also=(
@@ -54,37 +56,44 @@ class Streaming(Settings):
     )
     schedule: Literal["lockstep", "free"] = setting(
         "lockstep",
-        "which weights sample a group",
-        note='"lockstep": those that follow from its place in the order, so that a run is the '
-        "same bit for bit whatever the timing, the number of samplers and the faults; "
-        '"free": the newest there are.',
+        "the weights that sample a group",
+        note=(
+            '"lockstep": determined by the group\'s position, so a run is the same bit for bit '
+            'whatever the timing, the number of samplers and the faults; "free": the newest '
+            "available."
+        ),
         acts=(STREAMS,),
         remedy="Use 'lockstep'",
     )
     in_flight: Literal["finish", "recompute", "keep"] = setting(
         "finish",
-        "what becomes of completions that are being sampled when new weights come",
-        note='"finish": they go on with the weights that they began with, beside new ones that '
-        'begin on the new weights, which takes a second copy of them; "recompute": they go on '
-        'with the new weights, their KV cache computed again; "keep": with the new weights '
-        "and the old cache. Each token carries the version that sampled it.",
+        "the treatment of completions in flight when new weights arrive",
+        note=(
+            '"finish": they finish on their own weights while new ones start on the new '
+            'weights, which needs a second copy of the weights; "recompute": they continue on '
+            'the new weights with a recomputed KV cache; "keep": on the new weights with the '
+            "old cache. Each token records the version that sampled it."
+        ),
         acts=(STREAMS, FREE, BY_ROW),
         also=("pause_mode",),
         remedy="Use 'finish'",
     )
     mask_stale_prefix: bool = setting(
         False,
-        "whether of a completion that several versions sampled only the tokens of the "
-        "last are learnt from",
+        "whether, in completions sampled by several versions, only the tokens of the last "
+        "version are trained",
         acts=(STREAMS, FREE, BY_ROW),
         also=("mask_offpolicy_in_partial_rollout",),
     )
     window: int = setting(
         1,
-        "among how many groups, from the oldest that is not learnt from yet, the next is chosen",
-        note="1: strict order, no prompt overtakes another; above it finished groups may "
-        "overtake unfinished ones, and a group's age is at most max_staleness + "
-        "⌈(window − 1)/P⌉ for P groups of an iteration.",
+        "the number of groups, counted from the oldest untrained one, from which the next "
+        "is chosen",
+        note=(
+            "1: strict order. Above it, finished groups may overtake unfinished ones, and a "
+            "group's age is at most max_staleness + ⌈(window − 1)/P⌉ for P groups per "
+            "iteration."
+        ),
         unit="groups",
         least=1,
         acts=(STREAMS, FREE),
@@ -94,37 +103,39 @@ class Streaming(Settings):
     )
     on_stale: Literal["train", "drop"] = setting(
         "train",
-        "what becomes of groups that are older than max_staleness when their turn "
-        "comes, since others overtook them",
-        note='"drop": they are counted as rejected (`rollouts/rejected/stale`).',
+        "the treatment of groups older than max_staleness when their turn comes, since "
+        "others overtook them",
+        note='"drop": count them as rejected (`rollouts/rejected/stale`).',
         acts=(STREAMS, FREE),
         remedy="Use 'train'",
     )
     oversample: float = setting(
         1.0,
-        "the groups on their way, over those that an iteration learns from",
-        note="1.25: a quarter more prompts are begun than are needed; with schedule='free' the "
-        "first that are finished are learnt from, and the rest carried over to the next "
-        "iteration. Nothing is thrown away. `window` is then at least as wide as all that are "
-        "begun for one.",
+        "the ratio of groups in flight to those of an iteration",
+        note=(
+            "1.25: start a quarter more prompts than needed; with schedule='free' the first to "
+            "finish are trained and the rest carried over to the next iteration, so that "
+            "nothing is lost. `window` is then at least the number started for one iteration."
+        ),
         least=1,
         also=("over_sampling_batch_size", "oversample_ratio"),
         remedy="Use 1",
     )
     filters: list[Any] | None = setting(
         None,
-        "which groups are learnt from",
-        note="Names (`reward_spread`, `least_reward`, `length`, `distinct`), dotted paths of "
-        "functions of one group that return (keep, reason), or {name: ..., and settings}. "
-        "Other prompts are sampled in the place of what is refused; ['reward_spread'] is "
-        "DAPO's dynamic sampling.",
+        "the filters of groups to train on",
+        note=(
+            "Names (`reward_spread`, `least_reward`, `length`, `distinct`), dotted paths of "
+            "functions of one group that return (keep, reason), or {name: ..., and settings}. "
+            "Other prompts are sampled instead of rejected ones; ['reward_spread'] is DAPO's "
+            "dynamic sampling."
+        ),
         also=("dynamic_sampling", "filter_groups", "dynamic_sampling_filter_path"),
         remedy="Write ['reward_spread']",
     )
     max_resampling: float = setting(
         20.0,
-        "how many groups in a row filters may refuse, over those of an iteration, "
-        "before the run ends with an error",
+        "how many batches of groups in a row filters may reject before the run ends with an error",
         unit="batches",
         least=1,
         acts=(FILTERED,),
@@ -133,9 +144,11 @@ class Streaming(Settings):
     )
     groups_per_lease: int | None = setting(
         None,
-        "how many consecutive prompts a sampler takes at once",
-        note="None: an eighth of an iteration's. They are sampled as one batch: more of them "
-        "are quicker to decode, fewer share out more evenly.",
+        "the consecutive prompts that a sampler takes at once",
+        note=(
+            "None: an eighth of an iteration's. They are sampled as one batch: larger leases "
+            "decode faster, smaller ones distribute more evenly."
+        ),
         unit="groups",
         least=1,
         acts=(STREAMS,),

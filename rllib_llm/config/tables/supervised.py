@@ -21,14 +21,14 @@ class Supervised(Settings):
     )
     eval_data: Any = setting(
         None,
-        "held-out rows, the same way",
+        "held-out rows in the same form",
         note="None: no evaluation.",
         trl=("eval_dataset",),
         also=("validation_data", "eval_file"),
     )
     max_length: int = setting(
         256,
-        "what is kept of each text",
+        "how much of each text is kept",
         unit="tokens",
         least=2,
         also=("max_seq_length", "max_seq_len", "model_max_length"),
@@ -37,7 +37,7 @@ class Supervised(Settings):
     )
     shuffle: bool = setting(
         True,
-        "whether rows are drawn in a seeded order, new in every epoch",
+        "whether rows are drawn in a seeded random order, new in every epoch",
         trl=("shuffle_dataset",),
     )
 
@@ -50,8 +50,8 @@ class LossOn(Settings):
 
     loss_on: Literal["completion", "all"] = setting(
         "completion",
-        "which tokens are targets",
-        note='"completion" leaves prompts and user turns out of the loss; "all" does not.',
+        "the tokens in the loss",
+        note='"completion": without prompts and user turns; "all": every token.',
         trl=("completion_only_loss", "assistant_only_loss"),
         remedy="Use 'completion' to leave prompts out",
     )
@@ -65,7 +65,7 @@ class RewardModel(Settings):
 
     center_rewards_coeff: float = setting(
         0.0,
-        "the weight of the squared scores, which holds their mean near 0",
+        "the weight of the squared scores, which keeps their mean near 0",
         note='Eisenstein et al. 2023, "Helping or Herding?"; 0: off, 0.01 is usual.',
         least=0,
         trl=("center_rewards_coefficient",),
@@ -74,9 +74,11 @@ class RewardModel(Settings):
     )
     normalization_data: Any = setting(
         None,
-        "reference samples whose scores get mean 0 and standard deviation 1",
-        note="Texts as for SFT, usually the policy's before training. Each is read to its "
-        "first `max_length` tokens, EOS included. None: the held-out pairs.",
+        "reference texts on which scores are normalised to mean 0 and standard deviation 1",
+        note=(
+            "In the same form as SFT data, usually the policy's samples before training; each "
+            "is truncated to `max_length` tokens, EOS included. None: the held-out pairs."
+        ),
     )
 
 
@@ -104,9 +106,11 @@ class Ptx(Settings):
     )
     ptx_eval_data: Any = setting(
         None,
-        "held-out pretraining texts, the same way",
-        note="Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
-        "not measured.",
+        "held-out pretraining texts in the same form",
+        note=(
+            "Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
+            "not measured."
+        ),
     )
     ptx_batch_size: int = setting(
         8,
@@ -118,7 +122,7 @@ class Ptx(Settings):
     )
     ptx_max_length: int = setting(
         128,
-        "what is kept of each pretraining text",
+        "how much of each pretraining text is kept",
         unit="tokens",
         least=2,
         reason="every token but the first is predicted",
@@ -134,20 +138,24 @@ class Preferences(Settings):
 
     loss_type: str = setting(
         "sigmoid",
-        "which loss is taken of a pair",
-        note='"sigmoid": DPO. "ipo": the margin is led to 1/(2β) instead of ever upwards (Azar '
-        'et al. 2023). "kto": each completion is judged for itself, against the policy\'s KL '
-        "from the reference, for which two more forward passes are made (Ethayarajh et al. "
-        '2024). "sigmoid_norm": DPO on log-probs per token, so that long completions weigh no '
-        "more; with `reference_free` it is SimPO (Meng et al. 2024).",
+        "the loss of a pair",
+        note=(
+            '"sigmoid": DPO. "ipo": drives the margin to 1/(2β) instead of ever upwards (Azar '
+            'et al. 2023). "kto": scores each completion by itself, against the policy\'s KL to '
+            "the reference, which takes two more forward passes (Ethayarajh et al. 2024). "
+            '"sigmoid_norm": DPO on log-probs per token, so that long completions weigh no '
+            "more; with `reference_free` it is SimPO (Meng et al. 2024)."
+        ),
         choices=PREFERENCE_LOSSES,
         remedy="Use 'sigmoid' for DPO",
     )
     ref_kl_coeff: float = setting(
         0.1,
-        "β, how much a log-ratio to the reference counts",
-        note="Lower lets the policy move farther away; τ of IPO. 0.1 to 0.5 for sums over "
-        "tokens; per token about 2 to 10.",
+        "β, the weight of log-ratios to the reference",
+        note=(
+            "Lower values let the policy move farther away; τ of IPO. 0.1 to 0.5 for sums over "
+            "tokens; about 2 to 10 per token."
+        ),
         above=0,
         trl=("beta",),
         reason="log-ratios are multiplied by it",
@@ -155,14 +163,14 @@ class Preferences(Settings):
     )
     label_smoothing: float = setting(
         0.0,
-        "the share of the pairs that are taken to be the wrong way round",
+        "the assumed share of wrongly labelled pairs",
         note="Below 0.5 (conservative DPO); 0: none. For the sigmoid losses.",
         least=0,
         remedy="Use 0 for none",
     )
     target_margin: float = setting(
         0.0,
-        "γ, what the rewards of a pair are to be apart",
+        "γ, the target margin between the rewards of a pair",
         note="SimPO: about β/2; 0: none. For the sigmoid losses.",
         least=0,
         trl=("simpo_gamma",),
@@ -170,7 +178,7 @@ class Preferences(Settings):
         remedy="Use 0 for none",
     )
     reference_free: bool = setting(
-        False, "whether log-probs stand for log-ratios, without a reference"
+        False, "whether log-probs replace log-ratios, without a reference"
     )
 
 
