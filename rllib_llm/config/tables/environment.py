@@ -76,7 +76,7 @@ class Rewards(Settings):
     )
     score_clip: float | None = setting(
         None,
-        "scores are clipped to ± this value; None: not clipped",
+        "the bound to which scores are clipped, in both directions; None: not clipped",
         above=0,
         rllib=("clip_rewards",),
         also=("reward_clip", "cliprange_reward"),
@@ -155,7 +155,7 @@ class Conversation(Settings):
     )
     max_concurrent: int = setting(
         256,
-        "the concurrent rollouts of a sampler",
+        "the number of concurrent rollouts of a sampler",
         least=1,
     )
     tool_errors: Literal["message", "invalid"] = setting(

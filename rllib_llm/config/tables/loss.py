@@ -161,8 +161,7 @@ class Loss(Settings):
     )
     target_kl: float | None = setting(
         None,
-        "stops a batch's epochs when the approximate KL to the old policy exceeds 1.5 "
-        "times this value; None: never",
+        "the approximate KL to the old policy, 1.5 times which ends a batch's epochs; None: never",
         unit="nats per token",
         above=0,
         rllib=("kl_target",),

@@ -154,7 +154,7 @@ class Replay(Settings):
 
     replay_groups: int = setting(
         0,
-        "the replayed groups in each batch, in addition to its fresh ones",
+        "the number of replayed groups in each batch, in addition to its fresh ones",
         note="0: none. They are older than the policy, so `off_policy` must be set.",
         unit="groups",
         least=0,
@@ -181,7 +181,7 @@ class Replay(Settings):
     )
     replay_max_uses: int = setting(
         4,
-        "the updates, including the first, after which a group leaves the buffer",
+        "the number of updates, including the first, after which a group leaves the buffer",
         unit="updates",
         least=2,
         acts=(REPLAYS,),

@@ -101,7 +101,7 @@ class Optimiser(Settings):
     )
     num_epochs: int = setting(
         1,
-        "the passes of an iteration over its batch",
+        "the number of passes of an iteration over its batch",
         least=1,
         trl=("num_iterations", "num_ppo_epochs"),
         rllib=("num_sgd_iter",),
@@ -111,7 +111,7 @@ class Optimiser(Settings):
     )
     train_batch_size_per_learner: int = setting(
         64,
-        "the completions, texts or pairs per learner in an iteration",
+        "the number of completions, texts or pairs per learner in an iteration",
         unit="rows",
         least=1,
         trl=("generation_batch_size",),
@@ -122,7 +122,7 @@ class Optimiser(Settings):
     )
     minibatch_size: int | None = setting(
         None,
-        "the rows per optimiser step and learner",
+        "the number of rows per optimiser step and learner",
         note="None: all. A default above the batch size means the whole batch.",
         unit="rows",
         least=1,
@@ -134,7 +134,7 @@ class Optimiser(Settings):
     )
     minibatch_tokens: int | None = setting(
         None,
-        "the tokens per optimiser step and learner, instead of minibatch_size",
+        "the number of tokens per optimiser step and learner, instead of minibatch_size",
         note=(
             "Counts prompt and completion without padding, so short rows give more rows per step."
         ),
@@ -145,7 +145,7 @@ class Optimiser(Settings):
     )
     micro_batch_size: int | None = setting(
         None,
-        "the rows per forward and backward pass",
+        "the number of rows per forward and backward pass",
         note="Does not change the gradients.",
         unit="rows",
         least=1,
@@ -156,7 +156,7 @@ class Optimiser(Settings):
     )
     micro_batch_tokens: int | None = setting(
         16_384,
-        "the tokens per forward and backward pass, padding included",
+        "the number of tokens per forward and backward pass, padding included",
         note="Rows of similar length are grouped. Set None to use micro_batch_size.",
         unit="tokens",
         least=1,

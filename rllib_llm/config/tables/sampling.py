@@ -46,7 +46,7 @@ class Drawn(Settings):
     )
     top_p: float = setting(
         1.0,
-        "sample only from the likeliest tokens with this total probability",
+        "the total probability of the likeliest tokens that are sampled from",
         note="1.0: off, which keeps sampling on-policy.",
         above=0,
         most=1,
@@ -55,7 +55,7 @@ class Drawn(Settings):
     )
     top_k: int = setting(
         0,
-        "sample only from this many likeliest tokens",
+        "the number of likeliest tokens that are sampled from",
         note="0: off, which keeps sampling on-policy; 1: greedy.",
         unit="tokens",
         least=0,
@@ -99,7 +99,7 @@ class Sampling(Drawn):
 
     num_completions: int = setting(
         1,
-        "the completions per prompt",
+        "the number of completions per prompt",
         note="Group algorithms need at least 2.",
         least=1,
         trl=("num_generations",),
@@ -116,7 +116,7 @@ class Sampling(Drawn):
     )
     sampling_batch_size: int | None = setting(
         None,
-        "the completions that a sampler decodes at once",
+        "the number of completions that a sampler decodes at once",
         note="Waiting prompts take the places of finished rows; None: as many as fit.",
         least=1,
         rllib=("num_envs_per_env_runner",),
@@ -126,7 +126,7 @@ class Sampling(Drawn):
     )
     sampling_parts: int | None = setting(
         None,
-        "the parts into which an iteration's prompts are split, each for one sampler",
+        "the number of parts into which an iteration's prompts are split, each for one sampler",
         note=(
             "It limits how far a running run can be scaled (`rllib scale`): the parts stay the "
             "same, so what is learnt does too, bit for bit. None: num_env_runners."
@@ -254,10 +254,13 @@ class Generate(Drawn):
         note="Texts with the same opening stay together.",
     )
     batch_size: int = setting(
-        64, "the texts sampled at once in an iteration", least=1, remedy="Use 64"
+        64, "the number of texts sampled at once in an iteration", least=1, remedy="Use 64"
     )
     num_gpus: float = setting(
-        0, "the GPUs of the sampling process", note=("0: it samples on the CPU."), least=0
+        0,
+        ("the number of GPUs of the sampling process"),
+        note=("0: it samples on the CPU."),
+        least=0,
     )
 
 
@@ -308,8 +311,8 @@ class Rollouts(Settings):
     )
     store_keep_iterations: int | None = setting(
         None,
-        "keep only the rollouts of so many newest iterations",
-        note="None: keep all.",
+        "how many iterations' rollouts are kept, the newest",
+        note="None: all.",
         least=1,
         acts=(STORED,),
         short="keep_iterations",

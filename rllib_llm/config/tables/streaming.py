@@ -144,7 +144,7 @@ class Streaming(Settings):
     )
     groups_per_lease: int | None = setting(
         None,
-        "the consecutive prompts that a sampler takes at once",
+        "the number of consecutive prompts that a sampler takes at once",
         note=(
             "None: an eighth of an iteration's. They are sampled as one batch: larger leases "
             "decode faster, smaller ones distribute more evenly."

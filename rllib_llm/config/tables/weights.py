@@ -46,9 +46,9 @@ class Weights(Settings):
     )
     serve: dict[str, Any] | None = setting(
         None,
-        "starts a server that answers with the current policy during the run",
+        "the settings of a server that answers with the current policy during the run",
         note=(
-            "Settings of `rllib serve` by name, `{}` for the defaults; it follows "
+            "By the names of `rllib serve`, `{}` for the defaults; it follows "
             "`weights_name` on the run's cluster and ends with the run."
         ),
         remedy="Write {port: 8000}",
