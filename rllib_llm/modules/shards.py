@@ -42,7 +42,8 @@ def gather(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
 
 def _full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor().cpu()
+        full = tensor.detach().full_tensor()
+        return full.cpu() if torch.distributed.get_rank() == 0 else full
     return tensor.detach()
 
 
