@@ -1,4 +1,4 @@
-"""What GRPO, RLOO and REINFORCE++ share: the RLHF loop without a critic."""
+"""The base of GRPO, RLOO and REINFORCE++: the RLHF loop without a critic."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def pass_metrics(
 
 
 def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
-    """What each row's rollout votes for, white space at its ends aside; None where nothing matches.
-    Of a conversation it is the assistant's last message."""
+    """The answer that each row votes for, stripped; None without a match. In a conversation it is
+    taken from the assistant's last message."""
     texts = batch.texts["completion"]
     if "messages" in batch.texts:
         said = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]

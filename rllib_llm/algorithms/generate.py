@@ -25,7 +25,7 @@ TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
 
 
 class GenerateConfig(TabledConfig):
-    """What texts are sampled from, and how: no training, no environment."""
+    """Settings for sampling texts without training or an environment."""
 
     sections: tuple[Section, ...] = (GENERATE_MODEL, GENERATE)
     rllib_sections: tuple[Section, ...] = (GENERATE_SEED,)

@@ -66,7 +66,7 @@ while os.getppid() == pid:
 
 @contextmanager
 def killed_after(seconds: float | None) -> Iterator[None]:
-    """Has this process killed unless the block ends within `seconds`; None: no limit."""
+    """Kills this process unless the block ends within `seconds`; None: no limit."""
     if seconds is None:
         yield
         return

@@ -45,7 +45,7 @@ DECIDED = ("mixed_precision", "float32_products")  # the settings that may be "a
 
 
 def decided(config: Any, on_processor: Callable[[], bool] = multiplies_bfloat16) -> str | None:
-    """What `mixed_precision` of a config is on the hardware of its learners: "bf16" or None.
+    """The resolved `mixed_precision` of a config on its learners' hardware: "bf16" or None.
 
     on_processor: says whether this machine's processor multiplies bfloat16.
     """
@@ -86,7 +86,7 @@ def with_decided_precision(config: Any) -> Any:
 
 
 class LanguageModelConfig(TabledConfig):
-    """What every stage that trains a model shares; subclasses add sections of their own."""
+    """Settings of every stage that trains a model; subclasses add sections of their own."""
 
     sections: tuple[Section, ...] = (LANGUAGE_MODEL, OPTIMISER, LEARNERS, FAULT_TOLERANCE)
     minibatch_size: int | None
@@ -106,7 +106,8 @@ class LanguageModelConfig(TabledConfig):
         self.num_cpus_for_main_process = 1
 
     def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of two settings that say the same thing in other units, the one not given is off."""
+        """Turns off one of two settings that express the same in different units, if the other is
+        given."""
         follows = dict(super().implied(given))
         if given.get("micro_batch_size") is not None:
             follows["micro_batch_tokens"] = None

@@ -128,7 +128,7 @@ class OwnLoop:
         raise NotImplementedError
 
     def add_gradients(self, sampled: JudgedBatch) -> None:
-        """Has learners add the gradients of a batch."""
+        """Adds the gradients of a batch on all learners."""
         raise NotImplementedError
 
     def publish_next(self) -> None:

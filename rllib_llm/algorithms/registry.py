@@ -52,7 +52,7 @@ def get_algorithm_class(name: str) -> type:
 
 
 class _ByName:
-    """What Tune's registry keeps, pickled, for an algorithm: unpickled, it is the class."""
+    """The entry of an algorithm in Tune's registry; unpickles as its class."""
 
     def __init__(self, name: str):
         self.name = name

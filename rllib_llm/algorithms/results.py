@@ -1,6 +1,6 @@
-"""What an iteration reports: by group and name as in `runs/metrics.py`, under the names that RLlib
-uses for all algorithms, and at the top under short names, since Tune's reporter takes the first
-four numbers of a result for columns; and where its rollouts are kept."""
+"""An iteration's results: by group and name as in `runs/metrics.py`, under RLlib's common names,
+and under short names at the top, since Tune's reporter shows the first four numbers; also where
+rollouts are stored."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_sampling(
 def weights_metrics(
     published: PublishedWeights, publisher: Mapping[str, float], sampled: JudgedBatch
 ) -> dict[str, Any]:
-    """Of the weights published last, and how far behind them the oldest row was sampled."""
+    """Metrics of the last published weights, and the staleness of the oldest row."""
     found = {
         "version": published.version,
         "publish_seconds": published.publish_seconds,

@@ -109,7 +109,7 @@ class RewardModel(Supervised):
 
 
 def _mean_and_std(totals: Counter[str]) -> dict[str, float]:
-    """Of scores, from their sum, their squares' sum and their count."""
+    """Mean and standard deviation of scores, from their sum, sum of squares and count."""
     mean = totals["score_sum"] / totals["score_count"]
     square = totals["score_square_sum"] / totals["score_count"]
     return {"score_mean": mean, "score_std": max(0.0, square - mean**2) ** 0.5}

@@ -186,7 +186,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         self._record_trained(sampled, told)
 
     def _record_trained(self, sampled: JudgedBatch, told: dict[str, Any]) -> None:
-        """Has the batch kept, with the advantages that the first learner found."""
+        """Stores the batch with the first learner's advantages."""
         if not self.config.store_rollouts:
             return
         found = {name: told[name] for name in (columns.ADVANTAGES,) if name in told}
@@ -349,7 +349,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
     def scale_samplers(self, num_samplers: int) -> str:
         """Sets the number of samplers between two iterations; does not change what is learnt."""
         pool = self._pools[self.env_runner_group]
-        # Where groups stream, each is leased by whoever has nothing to do.
+        # Where groups stream, idle samplers lease them.
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:

@@ -161,7 +161,7 @@ class RLHFConfig(LanguageModelConfig):
         return math.ceil(round((self.oversample - 1) * self.num_prompts_per_iteration, 6))
 
     def serving_settings(self) -> ServingSettings:
-        """What every sampler goes by."""
+        """Settings common to all samplers."""
         rules = self.stream_rules()
         return ServingSettings(
             num_completions=self.num_completions,
@@ -196,8 +196,8 @@ class RLHFConfig(LanguageModelConfig):
         return self.weights_name is not None or bool(self.weights_push)
 
     def get_default_env_runner_class(self) -> type:
-        """What samples where no `env_runner_cls` is set. Not a default of the setting itself: a
-        config would bring with it all that samplers compute with, seconds of imports."""
+        """The EnvRunner class if no `env_runner_cls` is set. Not the setting's default, since a
+        config would then import everything that samplers need, which takes seconds."""
         from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
         return RLHFEnvRunner

@@ -144,7 +144,7 @@ class Supervised(LanguageModelAlgorithm):
         return dict(self.eval_metrics)
 
     def held_out_means(self) -> dict[str, float]:
-        """What an evaluation reports, without noting that there was one.
+        """The metrics of an evaluation, without recording it.
 
         Raises:
             ValueError: there is no `eval_data`.

@@ -136,7 +136,7 @@ def config(folder: Path) -> Any:
 
 
 def name_class(folder: Path) -> None:
-    """Has the checkpoint in `folder` name its class instead of describing it."""
+    """Makes the checkpoint in `folder` refer to its class by name instead of pickling it."""
     with (folder / FILE).open("rb") as stream:
         made = pickle.load(stream)
     made["class"] = importable(made["class"])
@@ -144,8 +144,8 @@ def name_class(folder: Path) -> None:
 
 
 def importable(cls: type) -> type:
-    """What Ray derived `cls` from; `cls` itself where it is not Ray's or has no place to be found
-    in, as in the script that is run."""
+    """The class from which Ray derived `cls`; `cls` itself if it is not Ray's or cannot be
+    imported, as in the main script."""
     alike = [base for base in cls.__mro__ if base.__name__ == cls.__name__]
     return next((base for base in alike if _is_found(base)), cls)
 
@@ -155,8 +155,8 @@ def _is_found(cls: type) -> bool:
 
 
 class _Reader(pickle.Unpickler):
-    """Has None where something of this package is gone: a method that Ray listed, and nobody calls
-    by that name now."""
+    """An unpickler that replaces missing names of this package by None: methods that Ray listed and
+    that have been renamed since."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:

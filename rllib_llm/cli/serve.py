@@ -90,7 +90,7 @@ def _named(pairs: Any) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name in _SECRETS:
             raise UserError(
-                f"--set={name}=... must be left out: whoever lists processes reads it. Set "
+                f"--set={name}=... must be left out: any user can list command lines. Set "
                 f"RLLIB_SERVE_{name.upper()} in the environment, or {name}_file."
             )
         found[name] = yaml.safe_load(value)

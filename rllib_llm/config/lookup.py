@@ -95,7 +95,7 @@ def known_names(config_class: ConfigClass) -> frozenset[str]:
 
 @cached
 def other_names(config_class: ConfigClass) -> Mapping[str, Setting]:
-    """What TRL, RLlib's PPO and others call our settings -> our row."""
+    """Names of our settings in TRL, RLlib's PPO and others -> our row."""
     found: dict[str, Setting] = {}
     known = known_names(config_class)
     for kind in ("trl", "rllib", "also"):

@@ -99,7 +99,7 @@ def signature(config_class: ConfigClass, section: str) -> inspect.Signature:
 
 @functools.cache
 def rllib_parameters(section: str) -> dict[str, inspect.Parameter]:
-    """What RLlib's method of that name takes; nothing, where there is none."""
+    """The parameters of RLlib's method of that name, if there is one."""
     method = getattr(AlgorithmConfig, section, None)
     if method is None:
         return {}

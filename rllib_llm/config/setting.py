@@ -104,7 +104,7 @@ class Setting:
         return self.short or self.name
 
     def value(self, config: Any) -> Any:
-        """What `config` has for it."""
+        """Its value in `config`."""
         if self.place == IN_ENV:
             return config.env_config.get(self.name, self.default)
         return getattr(config, self.attribute or self.name)
@@ -299,7 +299,7 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
     if origin in (int, float):
         finite = False if origin is float else None
         return Annotated[kind, Field(ge=least, gt=above, le=most, allow_inf_nan=finite)]
-    if origin is dict:  # what is in it is checked by whoever reads it
+    if origin is dict:  # its contents are checked by its readers
         return Annotated[dict, Field(strict=False)]
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
         return Annotated[kind, Field(strict=False), BeforeValidator(_sequence)]

@@ -323,7 +323,7 @@ class ChatFormat:
         return self.encode(token)[-1]
 
     def _find_ends(self) -> _Ends:
-        """What ends an assistant's turns: texts of tokens."""
+        """The token texts that end an assistant's turn."""
         user, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}
         alone, history = self.render([user, says]), self.render([user, says, user])
         tail, old_tail = _behind(alone, _MARKER), _behind(history, _MARKER)
@@ -456,7 +456,7 @@ def _broken_up(value: Any, special: Sequence[str]) -> Any:
 
 
 def _behind(text: str, part: str) -> str:
-    """What follows the last `part` of a text; "" where there is none."""
+    """The text after the last `part`; "" without one."""
     return text[text.rfind(part) + len(part) :] if part in text else ""
 
 

@@ -27,7 +27,7 @@ from rllib_llm.shared.padding import pad_left, pad_right
 
 @dataclass
 class Node:
-    """What one append added.
+    """The result of one append.
 
     parent: index of the node before it; None: it begins a path. messages: what it says, as chat
     templates take it; a node that begins a later path repeats what was said before. token_ids:

@@ -183,7 +183,7 @@ def _texts(turns: Messages) -> Iterator[str]:
 
 
 def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
-    """Goes through the dialogue as a rollout does, and compares what came of it."""
+    """Plays the dialogue as a rollout would, and checks the result."""
     conversation = Conversation(chat_format)
     waiting: Messages = []
     for place, turn in enumerate(turns):

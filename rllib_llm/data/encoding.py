@@ -118,7 +118,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 
 class TokenTexts:
-    """What single tokens of a vocabulary are, as text and as bytes.
+    """Single tokens of a vocabulary as text and as bytes.
 
     Args:
         tokenizer: of the model.

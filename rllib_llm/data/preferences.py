@@ -110,8 +110,9 @@ class PreferenceSource:
 
 
 class PairSource(PreferenceSource):
-    """Whole texts, prompt and answer, as a reward model reads them: `chosen_ids`, `chosen_mask`,
-    `rejected_ids`, `rejected_mask`, each [count, L], right-padded. Long ones keep their end."""
+    """Whole texts (prompt and answer) for a reward model: `chosen_ids`, `chosen_mask`,
+    `rejected_ids`, `rejected_mask`, each [count, L], right-padded. Long texts are truncated at the
+    start."""
 
     def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
         prompt = row.get("prompt")

@@ -135,13 +135,13 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The file's name."""
         end = "" if self.first == self.last else f"-{self.last:08d}"
         return f"part-{self.first:08d}{end}.parquet"
 
     @property
     def newest_iteration(self) -> int:
-        """Of its rows."""
+        """The newest iteration among its rows."""
         return max(iteration for _, iteration in self.pieces)
 
 

@@ -91,8 +91,8 @@ class RolloutStore:
         self._seconds = {"wait": 0.0, "write": 0.0}
 
     def put(self, iteration: int, num_rows: int, make: MakeTable) -> None:
-        """Has the `num_rows` rows that `make` gives written as rows of `iteration`; it is called
-        in the writer's thread. Waits while the queue is full.
+        """Queues the `num_rows` rows returned by `make`, which runs in the writer's thread, as rows
+        of `iteration`. Blocks while the queue is full.
 
         Raises:
             RolloutStoreError: writing failed, and `on_error` is "stop".

@@ -198,7 +198,8 @@ def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
 
 
 def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str | Callable[[], Any]:
-    """What `text` names: files, a data set folder or hub id, or a function that gives the rows.
+    """The source that `text` names: files, a data set folder or hub id, or a function that returns
+    the rows.
 
     Raises:
         DataSourceError, DottedPathError: certainly nothing that could be read.

@@ -230,7 +230,7 @@ class PromptQueue:
             self._groups.extend(groups)
 
     def remove(self, columns: set[int]) -> None:
-        """Takes rows out, by their columns of the buffers."""
+        """Removes rows, given by their columns of the buffers."""
         kept: deque[Group] = deque()
         for group in self._groups:
             stays = [i for i, column in enumerate(group.columns) if column not in columns]
@@ -250,7 +250,7 @@ class PromptQueue:
         self._groups = kept
 
     def forget_prefixes(self) -> None:
-        """Has all of them computed: the weights have changed."""
+        """Invalidates all cached prefixes after a change of weights."""
         self._groups = deque(replace(group, prefix=None) for group in self._groups)
 
     def are_turns(self) -> bool:
@@ -273,7 +273,7 @@ class PromptQueue:
         return sum(len(self._groups[i].columns) for i in range(count))
 
     def take(self, count: int) -> list[Group]:
-        """Takes the first groups out."""
+        """Removes and returns the first groups."""
         return [self._groups.popleft() for _ in range(count)]
 
 

@@ -29,7 +29,7 @@ class Completions:
     """[batch, T] float32, of the state before each token, 0 behind the end; where a critic was."""
     versions: torch.Tensor | None = None
     """[batch, T] int32, of the weights that sampled each token, -1 where that is unknown or there
-    is none; where whoever generates says so."""
+    is none; where the caller says so."""
 
     def columns(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """The columns of a training batch, on `device`, or where they are."""

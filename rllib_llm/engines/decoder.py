@@ -91,7 +91,7 @@ class Decoder:
         self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.rows = BatchRows(self.device, self._vocab_size)
         self.counts = TokenCounts(self._vocab_size, self.device)
-        # By column of the buffers, of rows that have one; whoever adds and takes rows keeps it.
+        # By column of the buffers, for rows with settings; kept by the methods that add and remove.
         self.guides: dict[int, Guide] = {}
         # Columns whose keys and values are wanted when they leave, and those that have left.
         self.wanted: set[int] = set()
@@ -211,12 +211,12 @@ class Decoder:
         return self._keep(self.rows.alive.cpu())
 
     def remove(self, columns: set[int]) -> None:
-        """Takes rows out, in the batch or waiting."""
+        """Removes rows from the batch and the queue."""
         self.queue.remove(columns)
         self._keep(torch.from_numpy(~np.isin(self.rows.columns, list(columns))))
 
     def forget_all(self) -> None:
-        """Takes all rows out, in the batch or waiting, and frees the cache's memory."""
+        """Removes all rows and frees the cache's memory."""
         self.close()
         self.queue = PromptQueue()
         self.rows = BatchRows(self.device, self._vocab_size)

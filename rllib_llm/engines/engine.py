@@ -68,10 +68,10 @@ def generate(
             their own; no effect elsewhere. Changes speed and memory only.
         value_head: of the trunk's last state, its layer as `linear`; then the completions have
             values. The model must be one that `lm_head.take_apart` takes apart.
-        on_step: called after each step, for whoever watches.
+        on_step: called after each step, to report progress.
         on_fewer_rows: called with the rows that are decoded at once, where a GPU's memory does not
             suffice for as many as were meant; the same completions are made of them.
-        plan: of the model, by whoever generates with it again and again.
+        plan: of the model, for callers that generate with it repeatedly.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, more positions than

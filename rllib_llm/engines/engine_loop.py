@@ -226,7 +226,7 @@ class EngineLoop:
                 self._post(lambda: self._abort([row_id]))
 
     def _post(self, task: Callable[[], None], *futures: Future) -> None:
-        """Has the thread do something before its next step; if it ends first, the futures get the
+        """Queues a task for the thread's next step; if the thread ends first, the futures get its
         error."""
         with self._turn:
             self.check_open()

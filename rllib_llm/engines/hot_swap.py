@@ -165,8 +165,8 @@ class LaneEngine:
         version: int | None,
         done: Future[list[Scores]],
     ) -> None:
-        """Has texts scored in the next steps, see `TorchEngine.score`, all by one version; no other
-        weights take its place meanwhile.
+        """Scores texts in the next steps, see `TorchEngine.score`, all by one version, which is
+        kept until they are done.
 
         Args:
             texts: token ids of each.

@@ -46,8 +46,8 @@ class SharedPromptLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def begin(self, num_rows: int, length: int, like: torch.Tensor, room: tuple[int, int]) -> None:
-        """Has `num_rows` rows, where there were none, with `length` positions in use, which the
-        caller writes.
+        """Initialises an empty cache with `num_rows` rows and `length` positions, which the caller
+        fills.
 
         Args:
             num_rows: at most those of `room`.
@@ -146,7 +146,7 @@ class SharedPromptLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def grow(self, positions: int) -> None:
-        """Has room for so many positions."""
+        """Grows to so many positions."""
         self._grow(self.keys, 0, positions)
 
     def shift(self, positions: int) -> None:
@@ -326,8 +326,8 @@ class KeptPrefixes:
             self._pop(next(iter(self._prefixes)))
 
     def take(self, name: Hashable, token_ids: Sequence[int]) -> Prefix | None:
-        """What of the prefix `token_ids` begin with, at least one of them left to be computed; None
-        where there is nothing."""
+        """The longest cached prefix of `token_ids`, leaving at least one token to compute; None
+        without one."""
         found = self._pop(name)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""What to sample: the settings of one generation, checked where they enter."""
+"""Sampling parameters of one generation, validated on creation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an engine is: rows go in at any step, leave when they have ended, one token a step each.
+"""The interface of an engine: rows are added at any step, sample one token per step, and leave when
+finished.
 
 A row is one completion to be sampled: its prompt, what was sampled of it before, and settings and
 randomness of its own. Everything that samples stands on this: a batch is "add all, step until
@@ -163,10 +164,10 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int | None:
-        """Of the weights that new rows start on; None before it was given any."""
+        """The version of the weights on which new rows start; None before any were loaded."""
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Takes rows in; they get their first token in one of the next steps.
+        """Adds rows; they sample their first token in one of the next steps.
 
         Raises:
             ValueError: an id that is in the engine, more positions than the model has, a version
@@ -183,8 +184,8 @@ class Engine(Protocol):
         on. A row that has finished but was not returned yet has a `finish`."""
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
-        """Takes rows out, and returns their partial output; those that have ended already have the
-        `finish` that they ended with. Ids that are not in it are passed over."""
+        """Removes rows and returns their partial output; finished ones keep their `finish`. Unknown
+        ids are ignored."""
 
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"

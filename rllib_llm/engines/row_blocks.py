@@ -214,7 +214,7 @@ class RowBlock:
             self.cache.look_from(self.first)
 
     def make_room(self, is_bounded: bool) -> None:
-        """Has room for one more position: over those that are padding in every row, or more.
+        """Makes room for one more position, by overwriting common padding or by growing.
 
         Args:
             is_bounded: the cache has room for all that will come, so that it should not grow.

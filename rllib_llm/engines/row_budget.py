@@ -61,7 +61,7 @@ def with_fewer_rows(
     num_completions: int,
     told: Callable[[int], None] | None = None,
 ) -> Result:
-    """What `run(rows)` returns, or of half as many rows wherever a GPU's memory does not suffice.
+    """Returns `run(rows)`, called again with half as many rows whenever a GPU runs out of memory.
 
     Args:
         run: does its work from the beginning, with so many rows at once.

@@ -311,7 +311,7 @@ def choose_tokens(
 
 
 def _forbid(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Takes all chance from the tokens in logits [batch, vocab], in `rows` or in all."""
+    """Sets the probability of tokens in logits [batch, vocab] to 0, in `rows` or in all."""
     if rows is None:
         logits.index_fill_(-1, tokens, -torch.inf)
     else:

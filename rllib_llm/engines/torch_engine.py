@@ -31,7 +31,7 @@ _BLOCK = 512
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the tokens of a text from the second on: the first has nothing before it."""
+    """Log-probs of a text's tokens from the second on."""
 
     logprobs: list[float]
     """log_softmax(logits) of each token."""
@@ -223,7 +223,7 @@ class TorchEngine:
             self._decoder.queue.put([self._group(part) for part in groups.values()])
 
     def _reserve(self, rows: Sequence[Row]) -> None:
-        """Has columns of the buffers for rows."""
+        """Reserves columns of the buffers for rows."""
         longest = max((row.params.max_new_tokens for row in rows), default=0)
         batch = self._buffers.batch
         missing = len(rows) - len(self._free)

@@ -171,7 +171,7 @@ class VLLMEngine:
             take(output)
 
     def abort(self, names: Sequence[str]) -> None:
-        """Takes requests out."""
+        """Aborts requests."""
         if names:
             self._llm.llm_engine.abort_request(list(names))
         for name in names:

@@ -379,7 +379,7 @@ class JudgingChecker:
         return {name: value.to(device) for name, value in actions.items()}
 
     def check_step(self) -> None:
-        """What `step` returns, and that it leaves the actions alone."""
+        """Checks the results of `step`, and that it does not modify the actions."""
         self.env.reset(options=self.options)
         actions = self.random_actions()
         before = {name: value.clone() for name, value in actions.items()}
@@ -638,7 +638,7 @@ class ConversationChecker:
         end = env.chat_format.encode(env.chat_format.turn_end)
 
         async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> Ended:
-            generator = random.Random(f"{self.seed} {row} {turn}")  # whoever asks first
+            generator = random.Random(f"{self.seed} {row} {turn}")  # for the first caller
             ids = [*generator.choices(plain, k=min(room - 1, _WORDS)), *end]
             return Ended(row, ids, [-1.0] * len(ids), [0] * len(ids), "stop")
 

@@ -92,7 +92,7 @@ def check_limits(settings: Mapping[str, Any]) -> None:
             name="env_config['tool_errors']",
             value=settings["tool_errors"],
             rule="be 'message' or 'invalid'",
-            reason="the policy is told of a failed call, or the rollout is left out",
+            reason="the policy sees a failed call's error, or the rollout is left out",
             remedy="Choose",
         )
 
@@ -186,7 +186,7 @@ class ConversationEnv:
     def start(
         self, conversation: Conversation
     ) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
-        """What begins a conversation, by default `first_messages`."""
+        """The messages that begin a conversation, by default `first_messages`."""
         return self.first_messages(conversation)
 
     def first_messages(self, conversation: Conversation) -> Sequence[Message]:
@@ -248,7 +248,7 @@ class ConversationEnv:
 
     @property
     def device(self) -> torch.device:
-        """Of the columns that go out."""
+        """The device of the output columns."""
         return torch.device(self.settings["device"])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What conversations that are over earned: at their turns, at their end, by reward functions."""
+"""Scores of finished conversations: of their turns, of the whole, and by reward functions."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _copied(value: Any) -> Any:
 async def run_side_by_side(
     env: ConversationEnv, attempts: Sequence[Attempt], converse: Callable[[Attempt], Awaitable]
 ) -> None:
-    """Has all rollouts run, `max_concurrent` at once; what fails in one is noted in its attempt.
+    """Runs all rollouts, `max_concurrent` at a time; a failure is recorded in its own attempt.
 
     Raises:
         EngineFailed: of any of them.
@@ -161,7 +161,7 @@ class _Rollout:
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
     async def converse(self) -> None:
-        """Goes through the conversation."""
+        """Plays the conversation."""
         env, conversation = self.env, self.conversation
         self.attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
         conversation.append_messages(as_messages(await call(env.start, conversation)))

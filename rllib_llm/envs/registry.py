@@ -168,7 +168,7 @@ def register_user_env(env: str) -> bool:
 
 
 def _make_dotted(path: str, env_config: Mapping[str, Any]) -> Any:
-    """What `creator` makes of the callable that a dotted path names."""
+    """The environment that `creator` makes of the callable at a dotted path."""
     return creator(import_dotted(path, name="env"))(dict(env_config))
 
 

@@ -133,7 +133,7 @@ class Contained:
         )
 
     def read(self, until: float, *, most: int | None = None, line: bool = False) -> bytes:
-        """What it prints: a line, or all until its end or until there are `most` bytes.
+        """Reads its output: a line, or everything up to `most` bytes.
 
         Raises:
             TimeoutError: not by `until` (of `time.monotonic`).

@@ -75,7 +75,7 @@ def main() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(order["lifeline"])
-        with contextlib.suppress(OSError):  # whoever kills the supervisor ends the rest
+        with contextlib.suppress(OSError):  # killing the supervisor ends the rest
             _checked(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
         if is_apart and (payload := os.fork()):
             os._exit(_wait_as_first(payload))
@@ -89,7 +89,7 @@ def main() -> None:
             os.read(wake, 512)
         status = _reaped(child)
     _end_descendants()
-    with contextlib.suppress(RecursionError):  # whoever made it may be gone
+    with contextlib.suppress(RecursionError):  # its parent may be gone
         shutil.rmtree(order["folder"], ignore_errors=True)
     os._exit(_exit_code(status))
 
@@ -238,8 +238,8 @@ def _hold_files(writable: list[str]) -> None:
 
 
 def _refuse_calls(has_network: bool) -> None:
-    """Has calls fail with EACCES: `socket`, of whatever family (pairs of sockets and pipes work),
-    and those that change a file without writing to it, wherever it lies."""
+    """Makes system calls fail with EACCES: `socket` of any family (socket pairs and pipes still
+    work), and calls that change a file without writing to it."""
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no rule for {platform.machine()}")
     arch, socket, truncate, changes = _MACHINES[platform.machine()]

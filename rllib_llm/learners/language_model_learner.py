@@ -1,4 +1,4 @@
-"""What every learner here shares: mini-batches, micro-batches, one optimiser step for all learners.
+"""The base of all learners: mini-batches, micro-batches, one optimiser step for all learners.
 
     update(batch) -> prepare(batch) -> for each mini-batch:
         for each micro-batch: forward_train -> compute_loss_for_module -> backward

@@ -1,4 +1,4 @@
-"""What an update reports: means over its mini-batches, the settings that it used, refusals."""
+"""Metrics of an update: means over its mini-batches, its settings, refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WeightedMeans:
         return copied
 
     def take(self, other: WeightedMeans) -> None:
-        """Has the means of another from now on."""
+        """Replaces the means by those of another."""
         self._totals = {name: list(parts) for name, parts in other._totals.items()}
         self._counts = {name: list(parts) for name, parts in other._counts.items()}
 

@@ -286,7 +286,7 @@ class RLHFLearner(LanguageModelLearner):
 
     @property
     def _version(self) -> int:
-        """Of the weights before the current update, as samplers know it."""
+        """The version of the weights before the current update, as samplers know it."""
         return self._weights_seq_no - 1
 
     def _loss_kl(

@@ -114,8 +114,8 @@ class SharedPasses(TorchLearner):
         return [mine[part] for index in indices for part in index.chunk(self._num_parts)]
 
     def in_memory(self, run: Callable[[], Result], batch: Batch) -> Result:
-        """What `run()` gives, which makes passes over the micro-batches of `batch`; where a GPU's
-        memory does not suffice it is called again, with micro-batches of half as many rows.
+        """Returns `run()`, which makes passes over the micro-batches of `batch`; it is called again
+        with micro-batches of half as many rows whenever a GPU runs out of memory.
 
         Raises:
             torch.OutOfMemoryError: a row is too much, or there are shards, whose passes all

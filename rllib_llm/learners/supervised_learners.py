@@ -110,7 +110,7 @@ class RewardModelLearner(LanguageModelLearner):
 
 LOGPROBS = (columns.CHOSEN_LOGPROBS, columns.REJECTED_LOGPROBS)
 REF_LOGPROBS = (columns.REF_CHOSEN_LOGPROBS, columns.REF_REJECTED_LOGPROBS)
-# What is told of pairs, by its name in training and in an evaluation.
+# Metrics of pairs: name in training, name in an evaluation.
 MEANS = {
     "loss/dpo": "loss",
     "train/accuracy": "accuracy",

@@ -208,7 +208,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
 
 def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Of completions the sampled tokens are scored; all that come before them are read."""
+    """The columns of a batch of completions: sampled tokens are scored, earlier ones are
+    context."""
     return (
         batch[columns.PROMPT_IDS],
         batch[columns.PROMPT_MASK],

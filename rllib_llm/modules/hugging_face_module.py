@@ -1,4 +1,4 @@
-"""What RLModules around a Hugging Face model share: state, checkpoints, tied weights.
+"""The base of RLModules around a Hugging Face model: state, checkpoints, tied weights.
 
 On disk such a module is an ordinary Hugging Face folder (config.json, model.safetensors,
 tokenizer), with whatever RL adds to it in a second safetensors file beside it. A module with
@@ -69,7 +69,7 @@ class HuggingFaceModule(TorchRLModule):
 
     @property
     def computing_dtype(self) -> torch.dtype | None:
-        """What `mixed_precision` has the models compute in; None: in their own dtype."""
+        """The dtype of the models' computations under `mixed_precision`; None: their own."""
         return computing_dtype(self.model_config.get("mixed_precision"))
 
     @property
@@ -78,12 +78,12 @@ class HuggingFaceModule(TorchRLModule):
         return self.computing("model")
 
     def computing(self, name: str) -> Any:
-        """What computes in the place of the attribute `name`, "model" or "critic"."""
+        """The model that computes in place of the attribute `name`, "model" or "critic"."""
         return self._copies[name].model if name in self._copies else getattr(self, name)
 
     def make_computing_copies(self) -> None:
-        """Has copies compute from now on where `mixed_precision` is set: what trains the weights
-        calls it, once they are on their device, and `cast_weights` after every step."""
+        """Creates the copies that compute under `mixed_precision`. Called by the trainer once the
+        weights are on their device; `cast_weights` follows every step."""
         if self.computing_dtype is None:
             return
         for name in ("model", "critic"):
@@ -96,7 +96,7 @@ class HuggingFaceModule(TorchRLModule):
         return []
 
     def cast_weights(self) -> None:
-        """Has the copies take over the weights."""
+        """Copies the weights into the computing copies."""
         for made in self._copies.values():
             made.cast()
 
@@ -121,7 +121,7 @@ class HuggingFaceModule(TorchRLModule):
     # --- memory and speed --------------------------------------------------------------------
 
     def save_memory(self, *models: Any) -> None:
-        """Has the layers compute their activations again in the backward pass, if so set."""
+        """Enables gradient checkpointing, if set."""
         if self.model_config.get("gradient_checkpointing") and not self.inference_only:
             for model in models:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -165,7 +165,8 @@ class HuggingFaceModule(TorchRLModule):
         }
 
     def published_tensors(self) -> dict[str, torch.Tensor]:
-        """What computes the policy, by its names in a state: what samplers are given."""
+        """The tensors that samplers receive: those that compute the policy, by their names in a
+        state."""
         copy = self._copies.get("model")
         return {
             name: tensor if copy is None else copy.twin(tensor)

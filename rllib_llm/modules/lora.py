@@ -235,7 +235,7 @@ def _is_shared(model: nn.Module, weight: nn.Parameter) -> bool:
 
 
 def _declare_untied(model: Any) -> None:
-    """Has the model saved and loaded with input and output embeddings of their own."""
+    """Declares input and output embeddings untied, so that both are saved and loaded."""
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     model.all_tied_weights_keys = {}

@@ -87,12 +87,12 @@ class ComputingCopy:
         self.model: nn.Module = copy.deepcopy(weights, memo)
 
     def twin(self, weight: torch.Tensor) -> torch.Tensor:
-        """What computes in the place of one of the weights; itself where it is shared."""
+        """The computing copy of a weight; the weight itself if it is shared."""
         return self._twins.get(id(weight), weight)
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Takes over the weights as they are now."""
+        """Copies the current weights."""
         twins = [self._twins[id(weight)] for weight in self._trained]
         torch._foreach_copy_(twins, self._trained)
 

@@ -111,7 +111,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Has the plain linear layers of `model` multiply by oneDNN from now on."""
+    """Makes the plain linear layers of `model` use oneDNN."""
     for part in model.modules():
         if type(part) is nn.Linear:
             part.__class__ = OneDNNLinear
@@ -123,7 +123,7 @@ def multiplies_by_onednn(model: nn.Module) -> bool:
 
 
 def products_of(layer: nn.Module, inputs: Tensor) -> Products:
-    """What multiplies such inputs by the weight of `layer`."""
+    """The products for inputs of this kind with the weight of `layer`."""
     weight = layer.weight
     is_for = isinstance(layer, OneDNNLinear) and {inputs.dtype, weight.dtype} == {torch.float32}
     return ONEDNN if is_for and weight.device.type == inputs.device.type == "cpu" else TORCH

@@ -124,7 +124,8 @@ def bitsandbytes_layer(
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Has bitsandbytes leave 4-bit weights in the one form that all of it can read.
+    """Keeps bitsandbytes from repacking 4-bit weights into a form that not all of its code can
+    read.
 
     On a CPU with AVX512-BF16 its layers (0.50) repack their weights in place at the first forward
     pass in eval mode. The packed form has no gradient, cannot be dequantised or saved exactly, and

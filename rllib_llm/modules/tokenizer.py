@@ -148,7 +148,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
         if old is not None:
             found = f"The pad token {old!r} is an end-of-sequence token"
             reason = f"{choice!r} pads instead, and EOS is learned as usual"
-            # At this line whoever asks: Python then tells a process once.
+            # One line for all callers, so that Python shows the warning once.
             warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=1)
         return
     if tokenizer.eos_token is None:

@@ -1,5 +1,5 @@
-"""What happens to a judge's scores before they become rewards: clipping, scaling, penalties; and
-which rows belong together: those of a conversation that was forked weigh as one."""
+"""Processing of scores before they become rewards: clipping, scaling, penalties; and the grouping
+of rows, since the rows of a forked conversation weigh as one."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RunningScoreScale:
 
     @property
     def factor(self) -> float:
-        """What differences between scores are multiplied by."""
+        """The factor of differences between scores."""
         return 1.0 / (self.std + self.eps)
 
     def scale(self, scores: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class RolloutRows:
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Tensor]) -> RolloutRows:
-        """Of a batch's columns: each row is a rollout, but where conversations fork."""
+        """From a batch's columns: each row is a rollout, except where conversations fork."""
         if columns.ROW_WEIGHT in batch:
             return cls.of(batch[columns.ROW_ID])
         some = next(iter(batch.values()))

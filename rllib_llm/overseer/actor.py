@@ -148,7 +148,7 @@ class OverseerActor:
         self._overseer.leave(part)
 
     def pid(self) -> int:
-        """Of its process."""
+        """Its process id."""
         return os.getpid()
 
 

@@ -70,7 +70,7 @@ class Run:
         return told
 
     def _asked_again(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What became of commands; they stay as they were while nobody answers."""
+        """The current state of commands; unchanged while there is no answer."""
         ids = {command["id"]: command for command in told}
         try:
             found = self._ask("/commands?" + "&".join(f"id={one}" for one in ids))["commands"]

@@ -26,7 +26,7 @@ POLL_S = 1.0  # of a paused trial, between looks whether its link is still there
 
 
 class Scalable(Protocol):
-    """What commands act on."""
+    """The interface on which commands act."""
 
     def scale_samplers(self, num_samplers: int) -> str:
         """Sets the number of samplers from the next request on; returns a description of the

@@ -198,7 +198,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     @property
     def policy(self) -> SamplingPolicy:
-        """What generates."""
+        """The generating policy."""
         return self.sampler.policy
 
     @property
@@ -281,7 +281,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return self.sampler.generate(request, published)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """What `serve` returns, in any thread, whatever else is sampled meanwhile."""
+        """Judges for `serve`, in any thread, during sampling."""
         return self._told_of(self.sampler.judge(generated))
 
     def _told_of(self, batch: JudgedBatch) -> JudgedBatch:

@@ -19,7 +19,7 @@ MAX_JUDGING = 16  # batches of completions that are judged at the same time
 
 
 def unjudged(completions: Mapping[str, torch.Tensor], error: Exception) -> Judgement:
-    """Of completions none of which could be judged."""
+    """The judgement of completions none of which could be judged."""
     rewards = torch.zeros(len(completions[columns.COMPLETION_IDS]))
     scores = {columns.SCORES: rewards, columns.VALID: torch.zeros_like(rewards, dtype=torch.bool)}
     return Judgement(rewards, scores, cause=str(error))
@@ -95,7 +95,7 @@ class SamplingEnvironment:
         }
 
     def judge(self, completions: Mapping[str, torch.Tensor], global_step: int) -> Judgement:
-        """What `step` returns for completions of the last prompts.
+        """The results of `step` for completions of the last prompts.
 
         Args:
             completions: columns of them.

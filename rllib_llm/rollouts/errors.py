@@ -19,7 +19,7 @@ class SamplingError(RuntimeError):
 
 
 class BrokenSamplerError(SamplingError):
-    """What samplers run has a bug, a reward function say: asking again does not help."""
+    """A bug in code that samplers run, such as a reward function; retrying does not help."""
 
 
 class PublishedWeightsLostError(SamplingError):

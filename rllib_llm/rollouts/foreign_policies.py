@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # it imports transformers
 
 
 class ForeignPolicy(ABC):
-    """What others have in common: weights that nobody can look at.
+    """The base of policies whose weights are not accessible.
 
     Args:
         source: generates, and knows its model's tokenizer.
@@ -218,7 +218,7 @@ class Asked:
         )  # fmt: skip
 
     async def complete(self, *args: Any, **kwargs: Any) -> Ended:
-        """What `begin` begins, once it has ended."""
+        """Waits for the completion started by `begin`."""
         return await asyncio.wrap_future(self.begin(*args, **kwargs))
 
     def complete_now(self, *args: Any, **kwargs: Any) -> Ended:

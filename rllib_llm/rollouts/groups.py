@@ -72,7 +72,7 @@ class Lease:
 
     @property
     def positions(self) -> range:
-        """Of its groups."""
+        """The positions of its groups."""
         return range(self.position, self.position + self.num_groups)
 
 
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled any token that is there of it; -1 where there is none."""
+        """The oldest version that sampled any of its tokens; -1 without any."""
         if self.group is not None:
             return self.group.oldest_version
         return min((v for tokens in self.partial for v in tokens.versions if v >= 0), default=-1)
@@ -262,7 +262,7 @@ class GroupTable:
         return sum(entry.num_tokens for entry in self)
 
     def num_judged(self, num_oldest: int) -> int:
-        """Of so many of the oldest groups, those that are judged."""
+        """How many of the `num_oldest` oldest groups are judged."""
         oldest = itertools.islice(self, num_oldest)
         return sum(entry.group is not None for entry in oldest)
 

@@ -33,7 +33,7 @@ SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 class JournaledLedger:
     """A `Ledger` whose calls are logged in a file.
 
-    A call that a kill cut short while it was written was not made: whoever made it makes it again.
+    A call that a kill cut short while it was written was not made: its caller repeats it.
     Nor was one for which the disk had no room: it raises OSError.
 
     Args:

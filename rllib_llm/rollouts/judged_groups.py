@@ -40,7 +40,7 @@ def pack(batch: JudgedBatch) -> bytes:
 
 
 def unpack(payload: bytes) -> JudgedBatch:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     held = pickle.loads(payload)
     for name in ("columns", "components", "metrics"):
         held[name] = {key: torch.from_numpy(column) for key, column in held[name].items()}

@@ -77,7 +77,7 @@ class Leases:
         self._take_out(entry)
 
     def _take_out(self, entry: Entry) -> None:
-        """Of its lease, which has ended where there is nothing else in it."""
+        """Removes a group from its lease, which ends when it is empty."""
         held = self._held[entry.lease]
         del held[entry.position]
         if not held:
@@ -166,7 +166,7 @@ class Leases:
     # --- closed groups -------------------------------------------------------------------------
 
     def remember(self, entry: Entry) -> None:
-        """Of a group that is closed: under which lease it was handed in."""
+        """Remembers the lease under which a closed group was handed in."""
         self._of_closed[entry.position] = entry.lease
         while len(self._of_closed) > self._num_remembered:
             del self._of_closed[next(iter(self._of_closed))]

@@ -276,7 +276,7 @@ class SamplerLedger:
         self._actor, self._sampler = actor, sampler
 
     def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Future[Any]:
-        """What `LedgerActor.lease` returns."""
+        """See `LedgerActor.lease`."""
         call = self._actor.lease.remote(self._sampler, num_groups, list(holding), wait_s)
         return call.future()
 

@@ -1,4 +1,4 @@
-"""What becomes of groups, trained, rejected or failed, and where every sampled token went."""
+"""Outcomes of groups (trained, rejected, failed) and an account of every sampled token."""
 
 from __future__ import annotations
 

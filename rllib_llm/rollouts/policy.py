@@ -57,7 +57,7 @@ class SamplingPolicy(Protocol):
 
     @property
     def pad_token_id(self) -> int:
-        """What stands behind the end of a completion."""
+        """The token id after the end of a completion."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class SamplingPolicy(Protocol):
 
         Args:
             version: of the weights as they are; None where it has to be given some first.
-            load_weights: what the engine's `load` does. Without it whoever asked closes the engine
+            load_weights: what the engine's `load` does. Without it the caller closes the engine
                 before there are new weights.
 
         Raises:

@@ -116,7 +116,7 @@ class JudgedBatch:
         return means
 
     def mean_version(self) -> float:
-        """Of the weights that sampled each of the sampled tokens."""
+        """The mean version of the weights over the sampled tokens."""
         mask = self.sampled_mask
         versions = self.columns[columns.WEIGHTS_VERSION].where(mask, 0)
         return float(versions.sum().double() / mask.sum())
@@ -214,7 +214,7 @@ def take_rows(batch: JudgedBatch, rows: Column) -> JudgedBatch:
 
 
 def _filler(name: str, pad_token_id: int) -> int:
-    """What stands in a column where there is no token."""
+    """The value of a column where there is no token."""
     if name in _TOKEN_IDS:
         return pad_token_id
     return NO_VERSION if name == columns.WEIGHTS_VERSION else 0

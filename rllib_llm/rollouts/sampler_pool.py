@@ -26,7 +26,7 @@ LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report
 class SamplerActors:
     """Handles of the samplers that RLlib's group has created, by worker (from 1, and never twice).
 
-    A call belongs to whoever made it: one that nobody asks about any more is in nobody's way.
+    A call belongs to its caller: an abandoned one blocks nobody else.
     RLlib is told who is dead and who is back, so that what it reports stays true.
     """
 
@@ -225,7 +225,7 @@ class SamplerPool:
         return next((f"Sampler {worker}: {error}" for worker, error in self._errors()), "")
 
     def _errors(self) -> Iterator[tuple[int, RayError]]:
-        """What those that are down answer with, by worker."""
+        """The errors of those that are down, by worker."""
         for worker in self._down():
             try:
                 self.actors.answer(self.actors.call(worker, "ping"), SECONDS_TO_ANSWER)

@@ -103,7 +103,7 @@ class StreamRules:
 
 @dataclass(frozen=True)
 class ServingSettings:
-    """What every sampler of a stream goes by.
+    """Settings common to all samplers of a stream.
 
     num_completions: of each prompt.
     groups_per_lease: that it asks for at once.
@@ -137,7 +137,7 @@ def texts_are_due(version: int, every: int) -> bool:
 
 
 class Schedule:
-    """What both have in common.
+    """The base of both schedules.
 
     Args:
         rules: how far ahead, in which order.
@@ -160,11 +160,11 @@ class Schedule:
         self.admit_all()
 
     def version(self, entry: Entry) -> int | None:
-        """Of the weights that sample a group; None where there are none yet."""
+        """The version that samples a group; None if there is none yet."""
         return self.step
 
     def admit_all(self) -> None:
-        """Whatever there is room for now."""
+        """Admits as many groups as there is room for."""
         raise NotImplementedError
 
     def decide(self, positions: Iterable[int]) -> None:

@@ -150,8 +150,8 @@ class _Ragged:
         return pa.ListArray.from_arrays(self._offsets, pa.array(self.values(column)))
 
     def spans(self, versions: Tensor) -> pa.ListArray:
-        """Of each row the runs {version, start, end} of tokens that the same weights sampled,
-        counted from the completion's first token; what nobody sampled lies between them."""
+        """Each row's runs {version, start, end} of tokens sampled by the same weights, counted from
+        the completion's first token; tokens that were not sampled lie between them."""
         flat = self.values(versions)
         firsts = self._offsets.to_numpy()[:-1]
         begins = np.ones(len(flat) + 1, dtype=bool)
@@ -178,8 +178,7 @@ def _offsets(lengths: np.ndarray) -> pa.Array:
 
 
 def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.Array:
-    """Of each row the numbers by name, as JSON; those left out that nobody reported (NaN) or that
-    JSON cannot hold (infinite)."""
+    """Each row's numbers by name, as JSON, without missing (NaN) and infinite ones."""
     rows: list[dict[str, float]] = [{} for _ in range(num_rows)]
     for name in sorted(found):
         # The shortest decimal of a float32: 0.1, not 0.10000000149.

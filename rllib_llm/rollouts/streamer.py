@@ -58,7 +58,7 @@ class Judging:
 
     @property
     def positions(self) -> range:
-        """Of the groups."""
+        """The positions of its groups."""
         first = self.request.position
         return range(first, first + self.request.num_prompts)
 
@@ -81,7 +81,7 @@ class JudgeThreads:
         self._under_way: list[Judging] = []
 
     def begin(self, lease: Lease, generated: UnjudgedBatch, *, continues: bool = False) -> None:
-        """Has the groups of a lease, or one of them, judged."""
+        """Starts judging the groups of a lease, or one of them."""
         call = self._threads.submit(self._groups, generated, continues)
         self._under_way.append(Judging(lease, generated.request, call))
 
@@ -108,7 +108,7 @@ class JudgeThreads:
 
     @property
     def calls(self) -> list[Future[list[JudgedGroup]]]:
-        """What can be waited for."""
+        """The futures to wait for."""
         return [each.call for each in self._under_way]
 
     def finished(self) -> list[Judging]:
@@ -444,8 +444,8 @@ class Streamer:
 
 
 def be_streaming(runner: Any, order: StreamOrder) -> SampleFailure | None:
-    """Has a sampler be at work for a stream, and not for another; what ended its thread since the
-    last call, if anything did."""
+    """Makes a sampler work for a stream, and no other; returns the error that ended its thread
+    since the last call, if any."""
     streamer, failure = runner.streamer, None
     if streamer is None or streamer.key != order.key or not streamer.is_at_work:
         stop_streaming(runner)
@@ -456,7 +456,7 @@ def be_streaming(runner: Any, order: StreamOrder) -> SampleFailure | None:
 
 
 def stop_streaming(runner: Any) -> None:
-    """Has a sampler lease nothing any more."""
+    """Makes a sampler stop leasing."""
     if runner.streamer is not None:
         runner.streamer.stop()
         runner.streamer = None

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES_PER_SAMPLER = 3  # in a row, without an answer in between
 POLL_SECONDS = 0.2  # for answers, between looks at who died; those of all are seen at once
 SECONDS_BETWEEN_LOOKS = 1.0
-LEAST_STARVED_SECONDS = 0.2  # that the ledger is told of
+LEAST_STARVED_SECONDS = 0.2  # reported to the ledger
 SECONDS_GONE = 10.0  # in which the last call of a sampler that left may still be given a lease
 ADVICE = (
     "Look for the reason in the workers' logs (out of memory is common), and raise "
@@ -54,7 +54,7 @@ class Workers:
     """Samplers of the groups that a ledger leases."""
 
     def work(self) -> None:
-        """Has them at work; called again and again while a batch is waited for.
+        """Keeps the samplers busy; called repeatedly while a batch is awaited.
 
         Raises:
             SamplingError: nobody can sample.
@@ -393,7 +393,7 @@ class LeasingWorkers(RemoteWorkers):
         return healthy
 
     def _give_back_of_gone(self) -> None:
-        """Has the leases of samplers that left wait again."""
+        """Requeues the leases of samplers that have left."""
         numbers = {worker: self._actors.number(worker) for worker in self._actors.workers}
         for worker in self._numbers.keys() - numbers.keys():
             self._gone[self._numbers[worker]] = self._looked

@@ -26,7 +26,7 @@ SETTINGS = (
 
 
 def data_settings(settings: Mapping[str, Any]) -> str:
-    """What of an experiment's settings `check_data` depends on, as text."""
+    """The settings of an experiment that `check_data` depends on, as text."""
     return repr({name: settings.get(name) for name in SETTINGS})
 
 

@@ -129,7 +129,7 @@ class Experiment(BaseModel):
     pass_criteria: dict[str, Number] = Field(
         default_factory=dict, description="the least values of the last result that count as a pass"
     )
-    description: str = Field("", description="what the experiment does, for whoever reads the file")
+    description: str = Field("", description="what the experiment does, for readers of the file")
 
     def __init__(
         self, name: str, run: Any = None, env: Any = None, config: Any = None, **settings: Any
@@ -196,7 +196,7 @@ def _in_words(name: str, error: ErrorDetails) -> str:
 
 
 def _unknown(name: str, path: tuple[str, ...]) -> str:
-    """What to say about a key that is none."""
+    """The error for unknown keys."""
     *parents, key = path
     where = ".".join((name, *parents))
     allowed: Mapping[str, Any] | tuple[str, ...] = KEYS

@@ -151,7 +151,7 @@ class LiveTable(Callback):
             self._console.print(line, markup=False, highlight=False)
 
     def _waiting(self, separator: str) -> list[str]:
-        """What trials do that have reported nothing for a while: of many, the first."""
+        """The activity of trials that have reported nothing for a while; of many, the first."""
         rows = self._rows.values()
         lines = [f"{row.name}{separator}{text}" for row in rows if (text := row.waits_for())]
         num_more = len(lines) - MAX_WAITING
@@ -170,7 +170,7 @@ class LiveTable(Callback):
                 self.warn(text)
 
     def know(self, warnings: Iterable[str]) -> None:
-        """Takes note of warnings that were told before, which are not told again."""
+        """Registers warnings that were already shown, so that they are not repeated."""
         self._told.update(same_key(text) for text in warnings)
 
     def warn(self, text: str) -> None:
@@ -279,8 +279,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress(LiveTable):
-    """What `rllib train` shows, as plain lines, for a `Tuner` of one's own that Tune itself is to
-    say nothing of:
+    """The progress lines of `rllib train`, for a `Tuner` of your own whose output is off:
 
     tune.RunConfig(verbose=0, callbacks=[Progress()])
     """

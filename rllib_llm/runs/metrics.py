@@ -144,7 +144,7 @@ GROUPS = (
         ("weights/versions_behind", "updates", "that the batch is behind the newest"),
         ("weights/bytes", "bytes", "of one version"),
         ("weights/publish_seconds", "s", "that the learner's side took"),
-        ("weights/push_seconds", "s", "that servers took which are told of them"),
+        ("weights/push_seconds", "s", "that pushing weights to servers took"),
         ("weights/transfer_seconds", "s", "until they arrived, the slowest sampler"),
         ("weights/load_seconds", "s", "until they were in use"),
         ("weights/gb_per_s", "GB/s", "transfer and load"),

@@ -1,4 +1,4 @@
-"""What can be known of experiments before anything runs: configs, names, data, resources."""
+"""Checks of experiments before anything runs: configs, names, data, resources."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def _spread(rows: Sequence[Any], limit: int) -> list[Any]:
 
 
 class _Words:
-    """What token ids say, by the tokenizer of the trial's model; "#17" where it has none."""
+    """The text of token ids by the trial's tokenizer; "#17" without one."""
 
     def __init__(self, trial_folder: Path) -> None:
         tokenizer = _tokenizer(trial_folder)

@@ -185,7 +185,7 @@ def write_record(folder: Place, source: str, experiments: Sequence[Experiment]) 
 
 
 def _recorded(folder: Place) -> dict[str, Any]:
-    """What `write_record` wrote, {} where nothing was."""
+    """The record of `write_record`; {} without one."""
     file = folder / RECORD
     if not file.is_file():
         return {}

@@ -101,11 +101,9 @@ HELD_OUT = (
 
 
 class KeepBestCheckpoint(Callback):
-    """Has `best_checkpoint` in a trial's folder be the checkpoint with the best held-out result,
-    and `best_checkpoint.json` say which one that is. It takes no more room than Tune's own as long
-    as that is kept: files are linked; at a URL they are copied. Trials without held-out results
-    have none.
-    """
+    """Keeps `best_checkpoint` in a trial's folder equal to the checkpoint with the best held-out
+    result, and `best_checkpoint.json` naming it. Takes no extra space while Tune keeps that
+    checkpoint: files are linked; at a URL they are copied."""
 
     def __init__(self, metric: str | None = None, mode: str | None = None):
         """`metric`, `mode`: another result to go by, "max" or "min"."""
@@ -293,7 +291,7 @@ class SaveOnStop(Callback):
         self._handlers = {}
 
     def setup(self, *args: Any, **info: Any) -> None:
-        """Takes over the signals, for which Tune has set its handlers just before."""
+        """Installs its signal handlers over those that Tune has just set."""
         if not _in_main_thread():
             return
         self._end_run = signal.getsignal(signal.SIGINT)

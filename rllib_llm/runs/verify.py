@@ -1,7 +1,7 @@
 """Samples stored completions again from the weights in a run's checkpoints.
 
 A completion is a function of seed, row, turn and token index, and of the weights (see the
-explanation "determinism"). So whoever has the rollouts and a checkpoint can ask whether these
+explanation "determinism"). So anybody with the rollouts and a checkpoint can check whether these
 tokens were sampled by these weights. What is computed together decides the last bits only.
 """
 

@@ -73,7 +73,7 @@ def load(
 
 
 def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
-    """What references may mean: the entries of `vars`, which may refer to each other, and `here`.
+    """The values of references: the entries of `vars`, which may refer to each other, and `here`.
 
     Raises:
         UserError: `vars` is no mapping, or an entry refers to nothing or to itself.

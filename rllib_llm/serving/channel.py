@@ -2,8 +2,8 @@
 
     server: AsyncChannel, in its event loop ◀── socket pair ──▶ engine's process: Channel, blocking
 
-The server never waits in its loop: what the socket does not take at once is buffered, and whoever
-asks for more waits in `ready` until the buffer is small again.
+The server never waits in its loop: what the socket does not take at once is buffered, and the
+caller waits in `ready` until the buffer is small again.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
     if is_on and not has_keys:
         raise UserError(
             "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
-            "the machine, and whoever reaches one could use the model. Set api_keys_file or "
+            "the machine, and anybody who reaches one could use the model. Set api_keys_file or "
             f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out."
         )
     return is_on
@@ -220,7 +220,7 @@ def start(settings: ServeSettings) -> Server:
 
 
 def _run(settings: ServeSettings) -> None:
-    """Has Ray Serve make the replicas.
+    """Starts the replicas by Ray Serve.
 
     Raises:
         UserError: none of them starts; Ray Serve has tried three times.
@@ -273,7 +273,7 @@ def _check_others(has_keys: bool) -> None:
     if status.proxies and APPLICATION not in status.applications and not has_keys:
         raise UserError(
             "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
-            "addresses that others reach, and whoever reaches one could use the model. Set "
+            "addresses that others reach, and anybody could use the model. Set "
             "api_keys_file or RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`)."
         )
 

@@ -111,8 +111,8 @@ class EngineHost(Protocol):
         """The completions in it; that it answers shows that the engine is alive."""
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
-        """Has new rows sampled by these weights; those that are there then, the newest first. It
-        may take a while.
+        """Loads weights for new rows; returns the versions held then, the newest first. May take a
+        while.
 
         Raises:
             ValueError: they are those of another model; nothing changes.

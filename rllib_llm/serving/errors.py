@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as OpenAI's interface tells it."""
+"""Errors of requests in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def not_json(content_type: str) -> ApiError:
 
 
 def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
-    """What pydantic found, as an answer that names the field."""
+    """pydantic's error as a response that names the field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         problem = first.get("ctx", {}).get("error", first["msg"])

@@ -36,7 +36,7 @@ class HttpServer(uvicorn.Server):
         service: that answers.
         clients: who may ask; None: as the service's settings say.
         given: an open socket to listen on; None: one of the settings' host and port.
-        ends_with_engine: whether it ends, with `engine_has_ended`, when the engine does: whoever
+        ends_with_engine: whether it ends, with `engine_has_ended`, when the engine does: whatever
             started it starts it again. Else it answers 503.
     """
 
@@ -260,7 +260,7 @@ def open_agent_server(
         max_rows: turns at the same time.
         max_tokens: of a prompt and its turn; None: what the model reads.
         max_seconds: of a turn.
-        name: of whoever asks for it.
+        name: of the caller.
     """
     settings = ServeSettings.model_validate(
         {

@@ -48,7 +48,8 @@ class Mailbox:
         self._is_woken = False
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Has `call` called soon; at once in the loop's own thread, unless others come first."""
+        """Schedules `call` in the loop; runs it at once in the loop's own thread, unless others are
+        queued."""
         if threading.get_ident() == self._thread and not self._calls:
             call(*arguments)
             return
@@ -161,12 +162,12 @@ class RowEvents:
             self._wake_reader()
 
     def abort(self) -> None:
-        """Takes all rows out of the engine: they end with their partial output."""
+        """Aborts all rows, which end with their partial output."""
         for future in self._futures:
             self._host.abort(future)
 
     def close(self) -> None:
-        """Takes all rows out of the engine."""
+        """Removes all rows from the engine."""
         for future in self._futures:
             future.cancel()
 
@@ -232,7 +233,7 @@ class RunningJob:
         self._rows.fail(deadline_passed(self._settings.deadline_s))
 
     async def scores(self) -> list[Scores]:
-        """Of each prompt.
+        """The scores of each prompt.
 
         Raises:
             ApiError: the deadline has passed, or the engine refuses or has ended.

@@ -1,4 +1,4 @@
-"""What requests may hold. A field that is not here is refused by name."""
+"""Schemas of requests. Fields that are not listed here are refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_few_biases)]
 
 
 class Strict(BaseModel):
-    """Takes neither unknown fields nor values of another type."""
+    """Refuses unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -108,7 +108,7 @@ class SamplingFields(Sampling):
 
 
 class OpenAIFields(SamplingFields):
-    """What both completion endpoints take."""
+    """Fields of both completion endpoints."""
 
     model: str | None = None
     stream: bool | None = None

@@ -167,7 +167,7 @@ def read_clients(settings: ServeSettings) -> Clients:
         if not all(keys):
             raise UserError(
                 f"api_keys must hold keys with a comma between them: key {keys.index('') + 1} of "
-                f"{len(keys)} is empty, and whoever sends none would have it. Remove the comma."
+                f"{len(keys)} is empty, and requests without one would match. Remove the comma."
             )
         entries += [{"name": f"key {i}", "key": key} for i, key in enumerate(keys)]
     if settings.api_keys_file is not None:
@@ -222,7 +222,7 @@ _GivenByAdmin = Annotated[
 
 
 class Guards:
-    """What routes depend on.
+    """The dependencies of routes.
 
     Args:
         clients: who may ask.
@@ -288,7 +288,7 @@ class Gate:
             state["size"] = len(body)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
-            if not answer.status:  # else it has begun: whoever reads it sees that it is cut off
+            if not answer.status:  # else it has begun: the client sees that it is cut off
                 whole = JSONResponse(error.body(), error.status, headers=error.headers)
                 await whole(scope, receive, answer)
         finally:

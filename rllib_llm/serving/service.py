@@ -72,7 +72,7 @@ class RequestContext:
         return await whole(self.request.receive, events)
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """What `work` returns, which takes long where the request is large: then in a thread."""
+        """Returns the result of `work`, run in a thread if the request is large."""
         if self.size <= _SMALL_BYTES:
             return work(*arguments)
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self.service.threads)
@@ -150,8 +150,8 @@ class Service:
     def load(
         self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
     ) -> Weights:
-        """Has new requests sampled by these weights. For any thread but the event loop's; waits
-        until the rows of the version before the newest have ended.
+        """Loads weights for new requests. Thread-safe, except in the event loop's own thread; waits
+        until rows of the version before the newest have ended.
 
         Args:
             weights: under the names of the policy's state, or of the model's.
@@ -225,7 +225,7 @@ class Service:
 
     @asynccontextmanager
     async def guided(self, job: Job) -> AsyncIterator[None]:
-        """Has the engine compile a job's grammar, if it has one, and keep it in the block.
+        """Compiles a job's grammar, if it has one, and keeps it during the block.
 
         Raises:
             ApiError: 400, it is no good; 429, too many wait; 503, it takes too long.

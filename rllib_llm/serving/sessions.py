@@ -336,7 +336,7 @@ def _messages_until(conversation: Conversation, node: int) -> list[Mapping[str, 
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What of a message is compared: clients drop thoughts, and write calls in their own way."""
+    """The compared part of a message: clients drop thoughts and format calls differently."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]

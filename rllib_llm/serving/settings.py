@@ -174,7 +174,7 @@ class ServeSettings(BaseModel):
         """Raises UserError for an address that others reach, without keys."""
         if self.host not in LOOPBACK and not has_keys:
             raise UserError(
-                f"host={self.host!r} must be one of {LOOPBACK} without API keys: whoever reaches "
+                f"host={self.host!r} must be one of {LOOPBACK} without API keys: others who reach "
                 "the address could use the model. Set api_keys_file, or "
                 f"{ENVIRONMENT_PREFIX}API_KEYS."
             )

@@ -173,7 +173,7 @@ class RunSource:
                 self._follower.start()
 
     def _lose(self, error: Exception) -> None:
-        """Has the server answer nobody by weights that are not the newest."""
+        """Stops the server from answering with weights that are no longer the newest."""
         if repr(error) != repr(self.error):  # once, however often it is tried
             logger.error("Weights of %r cannot be followed", self._client.name, exc_info=error)
         self.error = error

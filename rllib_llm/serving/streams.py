@@ -68,7 +68,7 @@ class Choice:
         return [serial for serial, _, _ in self.spans]
 
     def tokens(self, new: Tokens) -> Piece:
-        """What tokens that were sampled add; behind a stop text they add nothing."""
+        """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
         piece = Piece()
         for i, (token, logprob) in enumerate(zip(new.token_ids, new.logprobs, strict=True)):
             if self.is_done:
@@ -220,7 +220,7 @@ async def while_there(
     work: Callable[[], Awaitable[Result]],
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Result:
-    """What `work` returns or raises; it is cancelled when the client goes away.
+    """Returns or raises what `work` does; cancels it when the client disconnects.
 
     Args:
         receive: ASGI's, behind the request's body.

@@ -20,7 +20,7 @@ _LOWEST = -9999.0  # JSON has no -inf
 
 
 class Envelope:
-    """What all answers and chunks of one request have in common.
+    """The common parts of all responses and chunks of one request.
 
     Args:
         service: that answers.
@@ -202,7 +202,7 @@ class ChatView:
         return {"prompt_logprobs": told}
 
     def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Of a whole answer."""
+        """The choices of a complete response."""
         return [self._choice(i, piece) for i, piece in enumerate(pieces)]
 
     def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class ChatView:
         return []
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        """Of a stream, for a piece of choice `i`."""
+        """The chunks of a stream for a piece of choice `i`."""
         if self._format is not None:
             held = self._held.setdefault(i, Piece())
             held.add(piece)
@@ -307,7 +307,7 @@ class TextView:
         return [self._echo(i) for i in range(len(self._echoes) * self._n)]
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        """Of a stream, for a piece of choice `i`."""
+        """The chunks of a stream for a piece of choice `i`."""
         told = piece.token_ids and (self._body.logprobs is not None or self._body.return_token_ids)
         if not (piece.text or piece.finish_reason or told):
             return []

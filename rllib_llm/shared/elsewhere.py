@@ -6,7 +6,7 @@ outages.
                                                       └─▶ Away          it can answer nobody now
 
 Sandboxed processes, servers of tools, judges and rewards keep to it. What is away is asked again
-after growing pauses, and its `Outage` says so. Whoever asked makes a row that is not valid of
+after growing pauses, and its `Outage` says so. The caller makes a row that is not valid of
 `Away`, never a score: nobody whose words are judged has done it.
 """
 
@@ -24,7 +24,7 @@ TOLD_EVERY_S = 60.0
 
 
 class Away(RuntimeError):
-    """What runs elsewhere cannot be asked now."""
+    """A remote service or process is unavailable now."""
 
 
 class OutageError(Away):

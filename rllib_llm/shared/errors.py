@@ -52,7 +52,7 @@ class SettingError(ValueError):
 
     @property
     def found(self) -> str:
-        """What there is: the name and its value, or the text of an error without fields."""
+        """The value found: the setting's name and value, or the text of an error without fields."""
         if not self.rule:
             return str(self.args[0])
         return self.name if self.value is ... else f"{self.name}={shown(self.value)}"

@@ -124,7 +124,7 @@ class OpenAIClient:
         read: Callable[[Any], Answer],
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """What `read` makes of the server's answer to `body`.
+        """Posts `body` and returns `read` of the server's answer.
 
         Args:
             path: below base_url, such as "completions".

@@ -188,7 +188,7 @@ class TimeLimit:
     first: float = FIRST_SECONDS  # of "auto", before there was an answer
 
     def record(self, seconds: float, size: float = 1.0) -> None:
-        """Takes note of an answer to a question of this size (prompts, say)."""
+        """Records the time of an answer to a request of this size (prompts, for example)."""
         if seconds > self.slowest:
             self.slowest, self.slowest_size = seconds, size
 
@@ -216,7 +216,7 @@ Result = TypeVar("Result")
 
 
 def until_it_fits(run: Callable[[], Result], make_smaller: Callable[[], str | None]) -> Result:
-    """What `run()` gives, called again wherever a GPU's memory does not suffice.
+    """Returns `run()`, called again with smaller parts whenever a GPU runs out of memory.
 
     Args:
         run: does its work from the beginning.

@@ -137,7 +137,7 @@ class UrlPath:
             yield self / info.base_name
 
     def glob(self, pattern: str) -> Iterator[UrlPath]:
-        """What lies in it by a pattern of names, one for each level, or `**/name` at any depth."""
+        """Its entries by a pattern of names, one for each level, or `**/name` at any depth."""
         depth = None if pattern.startswith("**/") else pattern.count("/")
         selector = FileSelector(self.path, allow_not_found=True, recursive=depth != 0)
         wanted = pattern.removeprefix("**/")

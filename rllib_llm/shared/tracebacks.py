@@ -94,8 +94,8 @@ COLOUR = re.compile(r"\x1b\[\d*(;\d+)*m")
 
 
 def failure_text(name: str, traceback: str, folder: str | Path | None = None) -> str:
-    """What ended a trial of the stage `name`, from its traceback's text: a mistake that is
-    explained is one sentence, for all else the places are shown. `folder`: of the trial."""
+    """The error that ended a trial of the stage `name`, from its traceback's text: one sentence for
+    an explained mistake, otherwise with its places. `folder`: of the trial."""
     message, frames = last_error(traceback)
     match = ERROR_LINE.match(message)
     kind = match["kind"] if match else ""

@@ -28,7 +28,7 @@ from rllib_llm.weights.published import PublishedWeights
 
 
 class Announced(str, Enum):
-    """What became of an announcement."""
+    """The outcome of an announcement."""
 
     ACCEPTED = "accepted"  # it is the newest, or was already
     STALE = "stale"  # the same epoch has announced a higher version, or these weights before
@@ -201,10 +201,10 @@ class WeightsCoordinator:
 class CoordinatorClient:
     """The coordinator called `name`, made if there is none, from any process of the cluster.
 
-    keep: versions held in the object store, by whoever comes first.
+    keep: versions held in the object store; the first caller's value counts.
     restarts_hung: kills a coordinator that gives no answer, for Ray to start it again. For the
         publisher, who tells the new one all it needs.
-    idle_seconds: after which without a call it ends, by whoever comes first.
+    idle_seconds: without a call, after which it ends; the first caller's value counts.
     given: see `NamedActor`, of which this is one.
     """
 

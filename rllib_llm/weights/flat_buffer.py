@@ -117,7 +117,7 @@ def pack(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> FlatBuf
 
 
 def scatter(tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> ScatteredBuffer:
-    """What `pack` makes of `tensors` on the CPU, before they are copied."""
+    """The parts of a packed buffer on the CPU, as views of `tensors` before any copy."""
     slots, firsts, _ = lay_out(tensors)
     parts = []
     for name in firsts:

@@ -160,8 +160,8 @@ class ModuleLoader:
         self.prepare(module, flat)()
 
     def prepare(self, module: LoadableModule, flat: FlatBuffer) -> Callable[[], None]:
-        """What `load` has left to do once all is laid out: a microsecond per tensor where they are
-        aliased. Another thread may prepare while the module is in use."""
+        """Prepares a load and returns the call that completes it, which takes a microsecond per
+        aliased tensor. Another thread may prepare while the module is in use."""
         own = module.own_tensors()
         if not self._alias or not _same_layout(own, flat):
             return functools.partial(self._copy, module, flat)

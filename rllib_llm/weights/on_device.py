@@ -6,7 +6,7 @@
 
 Nobody waits for readers: a buffer is written again at the second publication after its own. The
 number of the snapshot stands behind the bytes, and is no longer there as soon as others are written
-over them: whoever reads looks for it before and after.
+over them: readers check it before and after.
 """
 
 from __future__ import annotations

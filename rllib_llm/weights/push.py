@@ -36,7 +36,7 @@ class PushedServer(ABC):
 
     @abstractmethod
     def update(self, folder: Path, epoch: int, version: int) -> None:
-        """Has it answer by the weights in `folder` from now on.
+        """Makes the server use the weights in `folder`.
 
         Raises:
             RequestRefusedError, ServerError: it does not take them.
@@ -179,7 +179,7 @@ class WeightsPush:
         """What the last push took."""
 
     def push(self, export: Callable[[Path], Any], epoch: int, version: int) -> None:
-        """Has all servers answer by the weights that `export` writes to a folder.
+        """Makes all servers use the weights that `export` writes to a folder.
 
         Raises:
             RequestRefusedError, ServerError: one of them does not take them.

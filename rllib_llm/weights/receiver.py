@@ -176,7 +176,7 @@ class WeightsReceiver:
 
     @property
     def version(self) -> int:
-        """Of the weights in use; -1 where there are none."""
+        """The version in use; -1 without one."""
         return -1 if self.in_use is None else self.in_use.version
 
     @property

@@ -42,7 +42,7 @@ class Ticket(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """The size of the weights in bytes."""
 
 
 class Transport(Protocol):
@@ -124,7 +124,8 @@ def is_own(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _OwnTicket:
-    """What somebody's own transport gave, and the path that leads to it in other processes."""
+    """A user transport's ticket, with the dotted path by which other processes find the
+    transport."""
 
     transport: str
     ticket: Any

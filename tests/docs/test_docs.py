@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -188,6 +189,7 @@ def test_the_site_has_settings_that_yaml_reads():
 OPAQUE = (
     "as of all", "gone on with", "what there is of", "what comes of it", "lets rows go",
     "let go of", "told of all", "a matter of the machine", "who does not come", "is said of it",
+    "is told of", "are told of", "whoever",
 )  # fmt: skip
 
 
@@ -198,5 +200,18 @@ def test_no_text_has_a_phrase_that_had_to_be_read_twice():
         for file in files
         for phrase in OPAQUE
         if phrase in " ".join(file.read_text("utf-8").lower().split())
+    ]
+    assert found == []
+
+
+def test_docstrings_say_what_they_return_or_do():
+    """A noun or a verb comes first, not "What is ..." or "Of the ..."."""
+    opaque = ("What ", "Who ", "Whose ", "Of ", "Has ", "Lets ", "Goes ")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.body[0].lineno}"
+        for path in ROOT.glob("rllib_llm/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module))
+        if (ast.get_docstring(node) or "").startswith(opaque)
     ]
     assert found == []

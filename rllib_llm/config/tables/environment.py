@@ -54,7 +54,7 @@ PROMPTS = Section.of("prompts", Prompts, place=IN_ENV)
 
 
 class Rewards(Settings):
-    """What judges completions, and what becomes of its scores. Alias: `rewards: {functions:
+    """Reward models and functions, and the processing of their scores. Alias: `rewards: {functions:
     ...}` is `env_config: {reward_functions: ...}`, and `model` is `reward_model`. Use one of the
     two."""
 

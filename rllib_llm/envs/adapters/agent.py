@@ -57,7 +57,7 @@ class AgentEnv(ConversationEnv):
 
     @functools.cached_property
     def agent(self) -> Callable[..., Any]:
-        """What plays an episode, given the address and the task.
+        """The callable that plays an episode, given the address and the task.
 
         Raises:
             EnvConfigError: it cannot be called so.
@@ -76,7 +76,7 @@ class AgentEnv(ConversationEnv):
 
 
 def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
-    """What an agent returned: the score, and metrics by name.
+    """Parses an agent's return value: the score, and metrics by name.
 
     Raises:
         ValueError: it is something else, or not finite.
@@ -145,7 +145,7 @@ def open_for(
         engine: samples, and is closed with the server.
         open_server: makes the server.
         stop_token_ids: of the policy.
-        name: of whoever asks for it.
+        name: of the caller.
     """
     return open_server(
         engine, env.tokenizer, stop_token_ids=stop_token_ids, name=name,

@@ -33,7 +33,7 @@ def score(name: str, config: str, entry: str, answer: str | None) -> float:
 
     Args:
         name: of the data set.
-        config, entry: its configuration and the task, pickled by whoever asks, in base64.
+        config, entry: its configuration and the task, pickled by the caller, in base64.
         answer: what a model wrote.
 
     Raises:

@@ -59,7 +59,8 @@ class TRLEnv(ConversationEnv):
 
     @functools.cached_property
     def factory(self) -> Callable[[], Any] | None:
-        """What makes every conversation's environment; None where rows choose, or tools are all."""
+        """The factory of every conversation's environment; None if rows choose, or there are only
+        tools."""
         given = self.settings["environment_factory"]
         return None if given is None or isinstance(given, Mapping) else _factory(given)
 
@@ -147,7 +148,7 @@ def _as_trl(tool: Any) -> Any:
 
 
 def _factory(given: Any) -> Callable[[], Any]:
-    """What makes an environment.
+    """The factory of an environment.
 
     Raises:
         EnvConfigError: it makes none that can be reset.

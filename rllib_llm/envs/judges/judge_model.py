@@ -47,7 +47,7 @@ class ReplyCache:
 
     @staticmethod
     def key(body: Mapping[str, Any]) -> str:
-        """Of a request's body."""
+        """The cache key of a request's body."""
         text = json.dumps(body, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -302,7 +302,7 @@ class SchemaJudge(Judge):
     async def ask(
         self, questions: Sequence[Messages], read: Callable[[dict[str, Any]], Read]
     ) -> list[Read | Invalid]:
-        """What `read` makes of the verdict on each question; `Invalid` where there is none."""
+        """The result of `read` on each question's verdict; `Invalid` without one."""
         return await self._judge.ask(
             questions, lambda reply: read(self._found(reply)), self._format
         )

@@ -40,7 +40,7 @@ class Invalid:
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What reward functions may look at: B completions with their prompts.
+    """The inputs of reward functions: B completions with their prompts.
 
     prompt_ids [B, P] int64 left-padded, prompt_mask [B, P] bool, completion_ids [B, T] int64
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded

@@ -118,7 +118,7 @@ class RewardService:
         )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # whoever asks is told the reasons
+                warnings.simplefilter("ignore")  # the response names the reasons
                 return self._rewards(batch)
         except RewardError as error:  # no row could be judged
             return error
@@ -130,7 +130,7 @@ class _Gate:
     def __init__(self, token: str) -> None:
         if not token:
             raise ValueError(
-                "token='' must not be empty: whoever reaches the port could have rewards computed. "
+                "token='' must not be empty: anybody who reaches the port could use it. "
                 "Set one."
             )
         self._wanted = f"Bearer {token}".encode()

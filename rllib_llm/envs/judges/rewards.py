@@ -300,7 +300,7 @@ class RewardResult:
 
 
 def failed_result(batch: RewardBatch, error: BaseException) -> RewardResult:
-    """Of a function that raised on all rows."""
+    """The result of a function that raised on all rows."""
     device = batch.completion_ids.device
     values = torch.zeros(len(batch), device=device)
     return RewardResult(values, torch.zeros(len(batch), dtype=torch.bool, device=device), {}, error)

@@ -95,7 +95,7 @@ class _Server:
 
     def __init__(self, address: Any, connect_s: float) -> None:
         self._address, self._connect_s = address, connect_s
-        self._names: frozenset[str] = frozenset()  # of the tools that the policy is told of
+        self._names: frozenset[str] = frozenset()  # of the tools in the prompt
         self._client: Any = None
         self._error = ""
         self._keeper: asyncio.Task | None = None
@@ -211,7 +211,7 @@ class _Server:
                     self._here.set()
                     opened.set_result(listed)
                     await self._lost.wait()
-        except Exception as error:  # noqa: BLE001  (the task's border: whoever connects gets it)
+        except Exception as error:  # noqa: BLE001  (the task's border: the caller gets it)
             if not opened.done():
                 opened.set_exception(error)
 
@@ -246,7 +246,7 @@ def _is_answer(error: Exception) -> bool:
 
 
 def _for_client(server: Any) -> Any:
-    """What `mcp.Client` is given for a server."""
+    """A server's settings as an argument of `mcp.Client`."""
     if not isinstance(server, Mapping):
         return server
     from mcp import StdioServerParameters

@@ -108,7 +108,7 @@ class FunctionTool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What became of a call: the text for the policy, and what went wrong, if anything did.
+    """The result of a call: the text for the policy, and the error if there was one.
 
     failure: "" | "error" | "timeout" | "unavailable" | the call's status.
     """
@@ -155,14 +155,14 @@ class Toolbox:
             if not isinstance(known, FunctionTool):
                 raise ToolError(
                     f"tool {function.__name__!r} must be one of {sorted(self.tools)}: the policy "
-                    "is told of tools before a conversation begins. Return it from tools(), too."
+                    "learns of tools before a conversation begins. Return it from tools(), too."
                 )
             own.tools[known.name] = known.with_function(function)
         return own
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of all tools, for the chat template."""
+        """Every tool's schema, for the chat template."""
         return [dict(tool.schema) for tool in self.tools.values()]
 
     async def run(self, asked: ToolCall, *, timeout_s: float | None = None) -> ToolResult:

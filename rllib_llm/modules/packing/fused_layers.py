@@ -213,7 +213,7 @@ def _product_gradients(
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
-    """What norms are computed in: float32, of float64 itself."""
+    """The dtype in which norms are computed: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

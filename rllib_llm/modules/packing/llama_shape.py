@@ -1,4 +1,4 @@
-"""What our own forms of Llama-shaped models ask of a model before they take its place."""
+"""Requirements that a model must meet to be computed by our own Llama-shaped code."""
 
 from __future__ import annotations
 

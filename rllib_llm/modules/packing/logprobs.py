@@ -139,7 +139,7 @@ def completion_hidden(
 
 @dataclass(frozen=True)
 class _Run:
-    """What one pass of a model left at the positions that predict the wanted tokens.
+    """One pass's outputs at the positions that predict the wanted tokens.
 
     `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab], which are
     nobody else's where `makes_logits`; else the states are logits themselves.

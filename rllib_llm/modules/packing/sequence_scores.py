@@ -3,7 +3,7 @@
 Their mean and standard deviation on reference samples are kept in the model folder's config.json:
 normalised by them, scores have mean 0 and standard deviation 1 whatever the scale of the reward
 model (Stiennon et al. 2020; vwxyzjn, "The N implementation details of RLHF with PPO"). The stage
-that trains a reward model writes them; whoever loads it reads them.
+that trains a reward model writes them; every loader reads them.
 """
 
 from __future__ import annotations

@@ -46,15 +46,15 @@ def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
 
 
 def use_kernel(model: nn.Module, kernel: Kernel) -> None:
-    """Has the trunks in `model` compute attention with `kernel` where their rows are laid out one
-    behind another: passes for log-probs, values, scores and gradients."""
+    """Makes the trunks in `model` compute attention with `kernel` in passes over concatenated rows:
+    log-probs, values, scores and gradients."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.packed_kernel = kernel
 
 
 def kernel_of(trunk: nn.Module) -> Kernel:
-    """What `use_kernel` chose."""
+    """The kernel chosen by `use_kernel`."""
     return getattr(trunk, "packed_kernel", "sdpa")
 
 

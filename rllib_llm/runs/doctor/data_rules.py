@@ -35,7 +35,7 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
 
 
 def _key(row: Any) -> str:
-    """What two rows have in common that are the same."""
+    """The key by which equal rows are found."""
     return json.dumps(row, sort_keys=True, default=str)
 
 
@@ -100,7 +100,7 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
 
 
 def _longer(longest: int, config: Any) -> str:
-    """What to do about prompts of up to `longest` tokens that are cut."""
+    """The remedy for truncated prompts of up to `longest` tokens."""
     positions = num_positions(config.pretrained_model)
     if positions is None or longest + config.max_new_tokens <= positions:
         return f"Raise max_prompt_len to {longest}, or shorten them."

@@ -1,4 +1,4 @@
-"""What only the model itself can tell: two iterations, with everything that they measure."""
+"""Checks that need the model: two iterations with all their measurements."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def examine_experiment(
     from rllib_llm.runs.yaml_experiments import StandIn, model_of
 
     name = experiment.name
-    # A stand-in that is wrong is told of the experiment that names it.
+    # A stand-in that is wrong is reported for the experiment that names it.
     foreign = "model" if isinstance(model_of(experiment.config), StandIn) else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

@@ -1,4 +1,4 @@
-"""What rules look at, one experiment with its settings, and what they find."""
+"""The inputs and results of the doctor's rules: an experiment with its settings, and findings."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Of the experiment."""
+        """The experiment's name."""
         return self.experiment.name
 
     @property
