@@ -253,7 +253,7 @@ class Rollouts:
         what older weights have to sample: a restored run has only the newest. No batch is
         wanted meanwhile: that would change which weights sample."""
         self._workers.begin_wait()
-        while self.look()["num_old"]:
+        while (look := self.look())["num_old"]:
             self._workers.work()
             self._attend(self._ledger.call("report", self._num_seen))
             time.sleep(SECONDS_BETWEEN_REPORTS)
@@ -261,7 +261,7 @@ class Rollouts:
         closed, num_closed = ledger["closed"]
         known = max(0, self._num_seen - num_closed + len(closed))
         return {
-            "position": self.look()["position"],  # for sources that know no other
+            "position": look["position"],  # for sources that know no other
             "num_learnt": self._position - sum(self._handed_out),
             "ledger": ledger
             | {

@@ -127,13 +127,14 @@ def thread_delays(pid: int) -> dict[int, float]:
 
 def _run_delay() -> float:
     """Seconds that this thread has waited for a core."""
-    return _delay(Path("/proc/thread-self/schedstat")) or 0.0
+    return _delay("/proc/thread-self/schedstat") or 0.0
 
 
-def _delay(file: Path) -> float | None:
+def _delay(file: str | Path) -> float | None:
     """The second field of Linux's schedstat, in seconds."""
     try:
-        return int(file.read_text().split()[1]) / 1e9
+        with open(file, "rb", buffering=0) as stream:
+            return int(stream.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return None
 
