@@ -83,11 +83,11 @@ def cell(text: str) -> str:
 
 
 def of_iteration(samples: list[dict[str, Any]], iteration: int) -> list[dict[str, Any]]:
-    """An iteration's rows: held-out ones first, then one of each prompt before the others."""
+    """An iteration's rows: one of each prompt before the others, of these held-out ones first."""
     here = [row for row in samples if row["iteration"] == iteration]
     seen: set[str] = set()
     again = [row["prompt"] in seen or bool(seen.add(row["prompt"])) for row in here]
-    order = sorted(range(len(here)), key=lambda i: (here[i]["split"] != "eval", again[i]))
+    order = sorted(range(len(here)), key=lambda i: (again[i], here[i]["split"] != "eval"))
     return [here[i] for i in order[:NUM_COMPLETIONS]]
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -327,10 +329,11 @@ class SampleLog:
         self._file = BestEffort(SAMPLES_FILE)
 
     def write(self, batch: JudgedBatch, *, iteration: int, split: str, limit: int) -> None:
-        """Appends the first `limit` rows of `batch`, if its texts were asked for."""
+        """Appends `limit` rows of `batch`, of as many prompts as it has, if it has texts."""
         if not batch.texts:
             return
-        rows = [_row(batch, row, iteration, split) for row in range(min(limit, batch.num_rows))]
+        chosen = _spread(batch.columns[columns.PROMPT_INDEX].tolist(), limit)
+        rows = [_row(batch, row, iteration, split) for row in chosen]
         with self._file.writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._is_new:
@@ -338,6 +341,16 @@ class SampleLog:
                 self._is_new = False
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _spread(prompts: Sequence[int], limit: int) -> list[int]:
+    """`limit` rows, given the prompt of each: one of every prompt before a second of any."""
+    seen: Counter[int] = Counter()
+    turn = []
+    for prompt in prompts:
+        turn.append(seen[prompt])
+        seen[prompt] += 1
+    return sorted(sorted(range(len(prompts)), key=turn.__getitem__)[:limit])
 
 
 def _row(batch: JudgedBatch, row: int, iteration: int, split: str) -> dict[str, Any]:

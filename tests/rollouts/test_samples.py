@@ -36,6 +36,25 @@ def test_a_process_that_goes_on_replaces_what_it_samples_again(tmp_path):
                        "completion": "first", "score": 0.5, "gold": 1.0}  # fmt: skip
 
 
+def test_rows_of_different_prompts_are_written_first(tmp_path):
+    """Two prompts of three completions and one of one: a row of each before a second of any."""
+    prompts = torch.tensor([7, 7, 7, 9, 9, 9, 8])
+    texts = [f"c{i}" for i in range(7)]
+    rows = SimpleNamespace(
+        num_rows=7, texts={"prompt": ["Say"] * 7, "completion": texts}, components={}, metrics={},
+        columns={columns.PROMPT_INDEX: prompts, columns.SCORES: torch.zeros(7)},
+    )  # fmt: skip
+
+    def written(limit: int) -> list[str]:
+        log = SampleLog(tmp_path / str(limit))
+        log.write(rows, iteration=1, split="eval", limit=limit)
+        return [row["completion"] for row in read_json_lines(log.path)]
+
+    assert written(3) == ["c0", "c3", "c6"]
+    assert written(4) == ["c0", "c1", "c3", "c6"]
+    assert written(9) == texts
+
+
 def test_texts_of_short_runs_are_logged_more_than_once():
     due = [version for version in range(31) if texts_are_due(version, 10)]
     assert due == [0, 1, 2, 4, 8, 10, 20, 30]

@@ -227,6 +227,7 @@ class Sampling(Drawn):
     num_logged_samples: int = setting(
         8,
         "the number of rows written to samples.jsonl each time",
+        note="Of different prompts, if there are enough.",
         unit="rows",
         least=0,
         trl=("num_completions_to_print",),
