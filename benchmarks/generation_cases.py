@@ -30,6 +30,8 @@ class Case:
     max_rows: int | None = None
     short: int = 0
     short_len: int = 16
+    intermediate: int | None = None
+    tied: bool = False
 
 
 CASES = {
@@ -41,6 +43,11 @@ CASES = {
     "5m_unlike": Case(256, 4, 2048, groups=52, num_completions=1, prompt_len=1500, short=48),
     "80m_full": Case(768, 6, 16384, groups=4, completion_len=32),
     "80m_mixed": Case(768, 6, 16384, groups=4, mean_len=21),
+    # The shape of SmolLM2-135M.
+    "135m_full": Case(
+        576, 30, 49_152, key_value_heads=3, intermediate=1536, tied=True, prompt_len=64,
+        completion_len=32,
+    ),
     "500m_full": Case(
         896, 24, 151_936, groups=32, prompt_len=128, completion_len=256, key_value_heads=2
     ),
@@ -58,7 +65,7 @@ def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
     config = LlamaConfig(
         vocab_size=case.vocab,
         hidden_size=case.hidden,
-        intermediate_size=4 * case.hidden,
+        intermediate_size=case.intermediate or 4 * case.hidden,
         num_hidden_layers=case.layers,
         num_attention_heads=heads,
         num_key_value_heads=case.key_value_heads or heads,
@@ -66,7 +73,7 @@ def build_model(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
         pad_token_id=PAD,
         bos_token_id=1,
         eos_token_id=STOP,
-        tie_word_embeddings=False,
+        tie_word_embeddings=case.tied,
     )
     model = LlamaForCausalLM(config)
     if case.mean_len is not None:

@@ -1,13 +1,14 @@
 """What the server adds to its engine: time to first token, tokens per second, at some connections.
 
     python benchmarks/serving.py --modes direct uvicorn ray haproxy --connections 1 16 32
-    python benchmarks/serving.py --modes uvicorn vllm --vllm-python .venv-vllm/bin/python
+    python benchmarks/serving.py --modes uvicorn vllm --vllm-python .venv-vllm/bin/python \\
+        --model 135m_full --dtype bfloat16 --tokens 32 --connections 1 8 32
 
-All modes sample the same random 5 M model with one thread and the same prompts, in processes of
-their own, one mode after the other in each round; the client is this process. `direct` asks the
+All modes sample the same random model with one thread and the same prompts, in processes of their
+own, one mode after the other in each round; the client is this process. `direct` asks the
 engine's loop without HTTP; `uvicorn` is `rllib serve --local`, and `thread` the same with the
 engine in HTTP's own process; `ray` is Ray Serve with its Python
-proxy and `haproxy` with HAProxy; `vllm` is vLLM's own server in float32, out of the Python that
+proxy and `haproxy` with HAProxy; `vllm` is vLLM's own server, out of the Python that
 `--vllm-python` names, with its defaults but for one thread. Each line is one JSON object: medians
 over all requests, CPU time of the server's processes for a token, which holds on a loaded machine,
 and what each mode adds to `direct`. The last line is `batch_over_single`: tokens per second at each
@@ -44,14 +45,14 @@ START_SECONDS = 600.0
 _LEAST_REQUESTS = 40  # of a measurement: the median of fewer is what the first ones make of it
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, case_name: str) -> None:
     """Saves the model, with a tokenizer of as many words."""
     import torch
     from generation_cases import CASES, build_model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    case = CASES["5m_full"]
+    case = CASES[case_name]
     words = {f" w{i}": i for i in range(case.vocab)}
     backend = Tokenizer(models.WordLevel(words, unk_token=" w1"))
     backend.pre_tokenizer = pre_tokenizers.Split(" w", "merged_with_next")
@@ -66,7 +67,7 @@ def make_model(folder: Path) -> None:
 # --- the processes that are measured -----------------------------------------------------------
 
 
-def serve(mode: str, folder: str, port: int) -> None:
+def serve(mode: str, folder: str, port: int, dtype: str) -> None:
     """Serves until it is killed; says "ready"."""
     from rllib_llm.serving import deployment
     from rllib_llm.serving.http_server import HttpServer, open_service
@@ -75,7 +76,7 @@ def serve(mode: str, folder: str, port: int) -> None:
 
     settings = ServeSettings(
         model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy",
-        engine_process=mode != "thread",
+        engine_process=mode != "thread", dtype=dtype,
     )  # fmt: skip
     if mode in ("uvicorn", "thread"):
         server = HttpServer(open_service(settings))
@@ -88,16 +89,16 @@ def serve(mode: str, folder: str, port: int) -> None:
     time.sleep(86_400)
 
 
-def vllm_command(python: str, folder: str, port: int) -> list[str]:
+def vllm_command(python: str, folder: str, port: int, dtype: str) -> list[str]:
     """vLLM's server for the same model."""
     return [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port),
-        "--served-model-name", NAME, "--api-key", KEY, "--dtype", "float32", "--max-model-len",
+        "--served-model-name", NAME, "--api-key", KEY, "--dtype", dtype, "--max-model-len",
         "2048", "--disable-log-stats", "--disable-uvicorn-access-log",
     ]  # fmt: skip
 
 
-def direct(folder: str, plan: dict[str, Any]) -> None:
+def direct(folder: str, plan: dict[str, Any], dtype: str) -> None:
     """Asks the engine's loop from an event loop; prints what `ask_all` gives."""
     import torch
 
@@ -107,7 +108,7 @@ def direct(folder: str, plan: dict[str, Any]) -> None:
     from rllib_llm.modules.pretrained import load_causal_lm
 
     torch.set_num_threads(1)
-    loop = EngineLoop(TorchEngine(load_causal_lm(folder), version=0, max_rows=64))
+    loop = EngineLoop(TorchEngine(load_causal_lm(folder, dtype=dtype), version=0, max_rows=64))
     params = SamplingParams(0, (), max_new_tokens=plan["tokens"])
 
     async def one(number: int) -> tuple[float, float, int]:
@@ -253,10 +254,13 @@ def wait_until_ready(process: subprocess.Popen, mode: str, port: int) -> None:
 
 
 def measure(
-    mode: str, folder: str, plan: dict[str, Any], vllm_python: str | None
+    mode: str, folder: str, plan: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """One mode at one number of connections."""
-    command = [sys.executable, __file__, "--folder", folder, "--plan", json.dumps(plan)]
+    command = [
+        sys.executable, __file__, "--folder", folder, "--plan", json.dumps(plan), "--dtype",
+        args.dtype,
+    ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if mode == "direct":
         done = subprocess.run(
@@ -268,9 +272,8 @@ def measure(
         port = found.getsockname()[1]
     command += ["--run", mode, "--port", str(port)]
     if mode == "vllm":
-        assert vllm_python is not None, "main has checked it"
         command, environment = (
-            vllm_command(vllm_python, folder, port),
+            vllm_command(args.vllm_python, folder, port, args.dtype),
             environment | VLLM_ENVIRONMENT,
         )
         environment.pop("PYTHONPATH", None)  # of this package's environment
@@ -293,6 +296,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="5m_full", help="one of `generation_cases.CASES`")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--vllm-python", help="of an environment with vLLM, for the mode vllm")
     parser.add_argument("--run", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -302,13 +307,13 @@ def main() -> None:
     if "vllm" in args.modes and args.vllm_python is None:
         parser.error("--modes vllm needs --vllm-python: vLLM has an environment of its own")
     if args.run == "direct":
-        direct(args.folder, args.plan)
+        direct(args.folder, args.plan, args.dtype)
         return
     if args.run is not None:
-        serve(args.run, args.folder, args.port)
+        serve(args.run, args.folder, args.port, args.dtype)
         return
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        make_model(Path(folder), args.model)
         lines = []
         for connections in args.connections:
             lines.append(compare(args, folder, connections))
@@ -338,7 +343,7 @@ def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str
         "requests": max(least, args.requests if connections > 1 else args.requests // 8),
     }  # fmt: skip
     rounds = [
-        {mode: measure(mode, folder, plan, args.vllm_python) for mode in args.modes}
+        {mode: measure(mode, folder, plan, args) for mode in args.modes}
         for _ in range(args.rounds)
     ]
     line: dict[str, Any] = {"connections": connections, "rounds": args.rounds}
