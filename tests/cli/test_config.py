@@ -23,8 +23,8 @@ def test_settings_are_listed_by_section_with_the_algorithm_s_defaults():
     text = said(result.output)
     for section in ("sampling", "training", "prompts", "rewards", "reference", "weights"):
         assert f".{section}(...)" in text
-    assert "num_completions 8 How many completions each prompt gets [at least 1]" in text
-    assert "kl_coeff 0.04 β, the weight of the KL to the reference in nats" in text
+    assert "num_completions 8 The number of completions per prompt [at least 1]" in text
+    assert "kl_coeff 0.04 β, the weight of the KL to the reference, in nats" in text
     assert "TRL: beta." in text
     assert "vf_loss_coeff" not in text  # a critic's
 
