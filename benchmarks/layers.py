@@ -11,7 +11,8 @@ what it takes with all (1.10: the layer saves a tenth of an iteration).
 
     all        as the package runs
     onednn     float32 products by oneDNN (float32_products); another number, not a layer taken out
-    fused      without the trunk of Llama's shape: fused_layers and llama_trunk
+    fused      without the trunk of Llama's shape: fused_layers, llama_trunk and half_attention
+    half       without half_attention
     dense      without dense_packing, and so without the trunk: padded rows
     llama_step transformers' own forward for decoding, in decode_weights' layout
 """
@@ -54,6 +55,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], ...]] = {
     "all": (),
     "onednn": (),
     "fused": (_without(f"{PACKING}.trunk", "is_fusible"),),
+    "half": (_without(f"{PACKING}.llama_trunk", "reads_half"),),
     "dense": (_without(f"{PACKING}.trunk", "reads_dense"),),
     "llama_step": (_without("rllib_llm.engines.decode_step", "is_llama_shaped"),),
 }
@@ -130,7 +132,7 @@ def run(name: str, variant: str, precision: str, steps: int) -> dict[str, Any]:
 def compare(name: str, precision: str, args: argparse.Namespace) -> dict[str, Any]:
     """All variants in turn."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    skipped = {"onednn"} if precision == "bf16" else set()
+    skipped = {"onednn"} if precision == "bf16" else {"half"}
     variants = [variant for variant in args.variants if variant not in skipped]
     found: dict[str, list[float]] = {variant: [] for variant in variants}
     for _ in range(args.rounds):

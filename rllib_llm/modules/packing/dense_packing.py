@@ -191,6 +191,7 @@ def _layout(
             own_tokens,
             torch.cat([tokens[group], own_tokens], dim=1),
             mask.unsqueeze(1),
+            prompts=group,
         ),
     )
     places = torch.cat([_places(exists), exists.numel() + _places(own_exists)])

@@ -18,6 +18,12 @@ from rllib_llm.modules.packing.fused_layers import (
     rms_norm,
     rotate,
 )
+from rllib_llm.modules.packing.half_attention import (
+    HeadLayout,
+    half_attention,
+    lay_out_heads,
+    reads_half,
+)
 from rllib_llm.modules.packing.llama_shape import is_plain, is_plain_tensor, is_read_whole
 from rllib_llm.modules.packing.packed_attention import AttentionLayout, packed_attention
 from rllib_llm.modules.packing.packing import WantedTokens
@@ -73,22 +79,32 @@ def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
     hidden = embedded(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
     cos, sin = trunk.rotary_emb(hidden, wanted.position_ids)
     rotation = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    layout = _layout(trunk, wanted.layout, hidden)
     *layers, last = trunk.layers
     for layer in layers:
-        hidden = _mlp(layer, _attend(layer, hidden, rotation, wanted.layout, None))
+        hidden = _mlp(layer, _attend(layer, hidden, rotation, layout, None))
     # Rows that share a prompt want its last state several times: perhaps more states than tokens.
     few = len(wanted.predicted_at) <= len(hidden)
     picked = wanted.predicted_at if few else None
-    hidden = _mlp(last, _attend(last, hidden, rotation, wanted.layout, picked))
+    hidden = _mlp(last, _attend(last, hidden, rotation, layout, picked))
     hidden = rms_norm(hidden, trunk.norm.weight, trunk.norm.variance_epsilon)
     return hidden if few else hidden.index_select(0, wanted.predicted_at)
+
+
+def _layout(
+    trunk: PreTrainedModel, layout: AttentionLayout, hidden: Tensor
+) -> AttentionLayout | HeadLayout:
+    if not reads_half(layout, hidden.dtype, hidden.device):
+        return layout
+    config = trunk.config
+    return lay_out_heads(layout, config.num_attention_heads, config.num_key_value_heads)
 
 
 def _attend(
     layer: nn.Module,
     hidden: Tensor,
     rotation: tuple[Tensor, Tensor],
-    layout: AttentionLayout,
+    layout: AttentionLayout | HeadLayout,
     picked: Tensor | None,
 ) -> Tensor:
     """The layer's first half, [tokens, hidden]; with `picked`, of these tokens alone."""
@@ -107,11 +123,14 @@ def _attend(
         query = rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
         key = rms_norm(key, attention.k_norm.weight, attention.k_norm.variance_epsilon)
     query, key = rotate(query, *rotation), rotate(key, *rotation)
-    query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    attended, _ = packed_attention(
-        attention, query, key, value, None, layout, scaling=attention.scaling
-    )
-    attended = attended[0].flatten(1)
+    if isinstance(layout, HeadLayout):
+        attended = half_attention(query, key, value, layout, attention.scaling)
+    else:
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        attended, _ = packed_attention(
+            attention, query, key, value, None, layout, scaling=attention.scaling
+        )
+        attended = attended[0].flatten(1)
     if picked is not None:
         attended, hidden = attended.index_select(0, picked), hidden.index_select(0, picked)
     if products_of(attention.o_proj, attended) is TORCH:

@@ -35,13 +35,15 @@ class AttentionBlock:
     queries [rows, q], keys [rows, k]: which of the tokens stand there, int64, any token in the
     padding. mask: float [rows, 1, q, k], 0 where attended and -inf elsewhere, or None where
     queries are keys, each attending to those up to itself. in_order: they are all tokens in their
-    order, so that nothing has to be gathered.
+    order, so that nothing has to be gathered. prompts [rows] int64: which row of the first block
+    stands before each row's own keys, or None: nothing does.
     """
 
     queries: Tensor
     keys: Tensor
     mask: Tensor | None
     in_order: bool = False
+    prompts: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,255 @@
+"""Attention of dense rows in bfloat16 on a processor, with its gradient as batched products.
+
+torch's kernel for the gradient has no matrix instructions: in bfloat16 it takes four times as long
+as in float32. Here scores are computed again, whole, by products that have them, from the log-sum
+of each query that the forward pass gave. As in FlashAttention-2 (Dao 2023, algorithm 2), with
+scores s = scale q k, log-sum l, p = exp(s - l), and the gradient g of the result o:
+
+    d v = p^T g        t = p (g v - sum(g o))        d q = scale t k        d k = scale t^T q
+
+A product rounds what it gives to eight bits. So l and sum(g o) are subtracted inside of it, as
+three more columns of q and g beside ones in k and v: what is rounded is log p, whose error weighs
+p log p, and the difference from the mean, not two numbers that nearly cancel. Scores lie as
+[keys, queries]: fewer products then read a transposed matrix, which takes twice the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rllib_llm.modules.packing.packed_attention import AttentionBlock, AttentionLayout
+
+MAX_SCORES = 2**24  # of one row and head, beyond which torch's kernel needs less memory
+_SCORES_AT_ONCE = 2**21  # of several rows and heads: 4 MiB
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """A block whose rows are those of each head: rows [rows * heads], of `q` queries and `k` keys.
+
+    queries [rows * heads * q] and keys [rows * heads * k]: places in [tokens * heads] and
+    [tokens * key heads]. unused: places in `queries` that stand for no token, or None. mask
+    [rows, 1, q, k] or None, as the block's; seen [rows or 1, k, q]: the same, transposed. prompts
+    [rows]: see `AttentionBlock`.
+    """
+
+    rows: int
+    q: int
+    k: int
+    queries: Tensor
+    keys: Tensor
+    unused: Tensor | None
+    mask: Tensor | None
+    seen: Tensor
+    prompts: Tensor | None
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """An `AttentionLayout` for so many heads; `places` [tokens * heads] is where each token's own
+    query stands in those of all blocks, one block behind another."""
+
+    heads: int
+    key_heads: int
+    blocks: tuple[HeadRows, ...]
+    places: Tensor
+
+
+def reads_half(layout: AttentionLayout, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `half_attention` can compute this layout, and is faster."""
+    if dtype != torch.bfloat16 or device.type != "cpu":
+        return False
+    return all(b.queries.shape[1] * b.keys.shape[1] <= MAX_SCORES for b in layout.blocks)
+
+
+def lay_out_heads(layout: AttentionLayout, heads: int, key_heads: int) -> HeadLayout:
+    """`layout` for `heads` of queries, of which several may share one of `key_heads`."""
+    head = torch.arange(heads).unsqueeze(1)
+    used = torch.zeros(sum(block.queries.numel() for block in layout.blocks), dtype=torch.bool)
+    used[layout.places] = True
+    blocks, places, start = [], [], 0
+    for block in layout.blocks:
+        rows, q = block.queries.shape
+        is_used = used[start : start + rows * q].view(rows, 1, q).expand(-1, heads, -1)
+        blocks.append(_head_rows(block, head, key_heads, is_used))
+        place = torch.arange(rows * heads * q).view(rows, heads, q).transpose(1, 2)
+        places.append(start * heads + place.reshape(rows * q, heads))
+        start += rows * q
+    return HeadLayout(heads, key_heads, tuple(blocks), torch.cat(places)[layout.places].flatten())
+
+
+def _head_rows(block: AttentionBlock, head: Tensor, key_heads: int, is_used: Tensor) -> HeadRows:
+    rows, q = block.queries.shape
+    k = block.keys.shape[1]
+    heads = len(head)
+    mask = None if block.mask is None else block.mask.to(torch.bfloat16)
+    if mask is None:
+        past = torch.ones(q, k, dtype=torch.bool).tril()
+        seen = torch.zeros(1, q, k, dtype=torch.bfloat16).masked_fill_(~past, -torch.inf)
+    else:
+        seen = mask.squeeze(1)
+    unused = (~is_used).flatten().nonzero().squeeze(1)
+    return HeadRows(
+        rows, q, k,
+        queries=(block.queries.unsqueeze(1) * heads + head).flatten(),
+        keys=(block.keys.unsqueeze(1) * key_heads + head // (heads // key_heads)).flatten(),
+        unused=unused if len(unused) else None,
+        mask=mask,
+        seen=seen.transpose(1, 2).contiguous(),
+        prompts=block.prompts,
+    )  # fmt: skip
+
+
+def half_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: HeadLayout, scale: float
+) -> Tensor:
+    """Attention of bfloat16 queries [tokens, heads, head_dim] to keys and values [tokens, key
+    heads, head_dim] as laid out; [tokens, heads * head_dim]."""
+    return _HalfAttention.apply(query, key, value, layout, scale)
+
+
+class _HalfAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: HeadLayout, scale: float
+    ) -> Tensor:
+        head_dim = query.shape[-1]
+        tables = [tensor.reshape(-1, head_dim) for tensor in (query, key, value)]
+        parts, sums = [], []
+        for block in layout.blocks:
+            shape = (block.rows, layout.heads, -1, head_dim)
+            places = (block.queries, block.keys, block.keys)
+            taken = [
+                table.index_select(0, place).view(shape)
+                for table, place in zip(tables, places, strict=True)
+            ]
+            attended, log_sum = _forward(
+                *taken, 0.0, block.mask is None, attn_mask=block.mask, scale=scale
+            )
+            parts.append(attended.reshape(-1, head_dim))
+            sums.append(log_sum.flatten())
+        attended = _joined(parts).index_select(0, layout.places)
+        ctx.save_for_backward(*tables, attended, *sums)
+        ctx.layout, ctx.scale = layout, scale
+        return attended.view(len(query), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, attended, *sums = ctx.saved_tensors
+        layout, scale = ctx.layout, ctx.scale
+        head_dim = query.shape[-1]
+        grad = grad.reshape(-1, head_dim)
+        mean = (grad.float() * attended).sum(dim=-1)
+        keys, values = (_with_ones(table) for table in (key, value))
+        grads = _with_columns(grad, -mean)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for block, log_sum in zip(layout.blocks, sums, strict=True):
+            own = query.index_select(0, block.queries)
+            queries = _with_columns(own, log_sum / -scale)
+            if block.unused is not None:  # what is there belongs to no token, and p is to be 0
+                queries.select(1, head_dim).index_fill_(0, block.unused, -torch.inf)
+            inputs = (
+                queries, own, keys.index_select(0, block.keys), key.index_select(0, block.keys),
+                values.index_select(0, block.keys), grads.index_select(0, block.queries),
+                grad.index_select(0, block.queries),
+            )  # fmt: skip
+            rows = block.rows * layout.heads
+            found.append(
+                _block_gradients(
+                    block,
+                    layout.heads,
+                    [tensor.view(rows, -1, tensor.shape[-1]) for tensor in inputs],
+                    scale,
+                )
+            )
+        query_grad = _joined([part[0].flatten(0, 1) for part in found])
+        return (
+            _of_tokens(query_grad, layout, layout.heads, scale),
+            _of_tokens(_own(layout, [part[1] for part in found]), layout, layout.key_heads, scale),
+            _of_tokens(_own(layout, [part[2] for part in found]), layout, layout.key_heads, 1.0),
+            None,
+            None,
+        )
+
+
+_COLUMNS = 3  # bfloat16 numbers whose sum is a float32
+
+
+def _with_columns(table: Tensor, number: Tensor) -> Tensor:
+    """`table` [rows, n] and three columns whose sum is the float32 `number` [rows]."""
+    high = number.to(table.dtype)
+    rest = number - high
+    middle = rest.to(table.dtype)
+    low = (rest - middle).to(table.dtype)
+    return torch.cat([table, torch.stack([high, middle, low], dim=1)], dim=1)
+
+
+def _with_ones(table: Tensor) -> Tensor:
+    return torch.cat([table, table.new_ones(len(table), _COLUMNS)], dim=1)
+
+
+def _block_gradients(
+    block: HeadRows, heads: int, inputs: list[Tensor], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries [rows * heads, q, head_dim], keys and values [rows * heads, k, head_dim]
+    from all of them, with their further columns and without; the first two still to be multiplied
+    by `scale`."""
+    num_rows = len(inputs[0])
+    row = torch.arange(num_rows) // heads if len(block.seen) > 1 else None
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    step = max(1, _SCORES_AT_ONCE // (block.q * block.k))
+    for start in range(0, num_rows, step):
+        part = slice(start, start + step)
+        q_more, q, k_more, k, v_more, g_more, g = (tensor[part] for tensor in inputs)
+        seen = block.seen.expand(len(q), -1, -1) if row is None else block.seen[row[part]]
+        weights = torch.baddbmm(seen, k_more, q_more.transpose(1, 2), alpha=scale).exp_()
+        slopes = torch.bmm(v_more, g_more.transpose(1, 2)).mul_(weights)
+        results.append(
+            (
+                torch.bmm(slopes.transpose(1, 2), k),
+                torch.bmm(slopes, q),
+                torch.bmm(weights, g),
+            )
+        )
+    of_queries, of_keys, of_values = (_joined(list(parts)) for parts in zip(*results, strict=True))
+    return of_queries, of_keys, of_values
+
+
+def _own(layout: HeadLayout, grads: list[Tensor]) -> Tensor:
+    """Gradients of keys or values, [rows * heads, k, head_dim] of each block, at the places of the
+    queries of the same tokens: what shared prompts got from each row is summed."""
+    prompts, *others = grads
+    if not others:
+        return prompts.flatten(0, 1)
+    (last,), block = others, layout.blocks[1]
+    assert block.prompts is not None
+    num_shared = block.k - block.q
+    shared = last[:, :num_shared].unflatten(0, (block.rows, -1)).float()
+    summed = prompts.unflatten(0, (-1, layout.heads)).float()
+    summed.index_add_(0, block.prompts, shared)
+    return torch.cat(
+        [
+            summed.to(last.dtype).view(-1, last.shape[-1]),
+            last[:, num_shared:].reshape(-1, last.shape[-1]),
+        ]
+    )
+
+
+def _of_tokens(grads: Tensor, layout: HeadLayout, heads: int, scale: float) -> Tensor:
+    """[tokens, heads, head_dim] from what stands at the places of all query heads; of a key that
+    several of these share the sum."""
+    taken = grads.index_select(0, layout.places).view(-1, layout.heads, grads.shape[-1])
+    if heads != layout.heads:
+        taken = taken.unflatten(1, (heads, -1)).sum(dim=2)
+    return taken if scale == 1.0 else taken.mul_(scale)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
