@@ -190,12 +190,9 @@ def test_a_turn_that_ends_for_another_speaker_is_ended_as_the_template_ends_it(s
 
 
 @pytest.mark.parametrize(("template", "name"), [(LLAMA2, "Llama 2"), (ZEPHYR, "Zephyr")])
-def test_sentencepiece_families_are_not_refused(template, name):
+def test_sentencepiece_families_are_not_refused(template, name, shared_dir):
     """Encoded alone a turn would begin with another space than in its place."""
-    folder = Path(os.environ.get("RLLIB_LLM_SHARED", "")) / "models" / "stories15M"
-    if not folder.is_dir():
-        pytest.skip("stories15M, which has Llama 2's tokenizer, is not there")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(shared_dir / "models" / "stories15M")
     tokenizer.chat_template = template
     other = copy.deepcopy(family_tokenizer("mistral"))
     other.bos_token = "<s>"
