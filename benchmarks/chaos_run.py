@@ -13,7 +13,7 @@ from typing import Any
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.examples import arithmetic
 from rllib_llm.learners.critic_free_learners import GRPOLearner
-from rllib_llm.rollouts.request import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource
 from rllib_llm.shared import columns
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers

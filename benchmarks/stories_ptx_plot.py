@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.rollouts.store import SAMPLES_FILE
+from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.trial_logs import before_and_after, fresh_series, read_json_lines, read_results
 
 STAGE = "stories"

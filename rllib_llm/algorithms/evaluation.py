@@ -37,7 +37,7 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from rllib_llm.config.checks import require
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
-from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import SettingError

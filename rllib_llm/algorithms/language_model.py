@@ -41,7 +41,7 @@ from rllib_llm.config.placement import require_places
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.rollouts.store import SAMPLES_FILE
+from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.shared.messages import MESSAGES_FILE, Listener, Message, MessageLog
 from rllib_llm.shared.storage import fetch_file
 from rllib_llm.shared.tracebacks import raise_plainly

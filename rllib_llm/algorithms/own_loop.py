@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rllib_llm.rollouts.request import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource
 
 Result = TypeVar("Result")
 Metrics: TypeAlias = dict[str, dict[str, float]]

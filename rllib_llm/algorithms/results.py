@@ -22,8 +22,8 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from rllib_llm.data.encoding import vocabulary_hash
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
 from rllib_llm.learners.off_policy import with_effective_sample_size
-from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.store import AboutRun, StoredRollouts
+from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.recorder import AboutRun, StoredRollouts
 from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 

@@ -34,11 +34,11 @@ from rllib_llm.algorithms.run_weights import RunWeights
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
+from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder, SampleLog
 from rllib_llm.rollouts.replay import replayed
-from rllib_llm.rollouts.request import JudgedBatch, RolloutSource
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
-from rllib_llm.rollouts.store import RecordsNothing, RolloutRecorder, SampleLog
 from rllib_llm.shared import columns
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.published import PublishedWeights

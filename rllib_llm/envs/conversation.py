@@ -5,7 +5,8 @@
                                     └─ until respond says that it is done, or a limit is reached
 
 An environment of one's own is a subclass with `respond`, or just tools and reward functions. What
-the policy samples and how conversations become batches is the sampler's (`rollouts/conversing.py`).
+the policy samples and how conversations become batches is the sampler's
+(`rollouts/conversation_sampler.py`).
 """
 
 from __future__ import annotations

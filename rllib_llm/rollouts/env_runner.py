@@ -39,18 +39,22 @@ from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
 from rllib_llm.overseer.sampler_watch import SamplerWatch
-from rllib_llm.rollouts.conversing import AgentSampler, ConversationSampler
-from rllib_llm.rollouts.environment import SamplingEnvironment, environment_settings
+from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.foreign_policies import EnginePolicy, FunctionPolicy, ServerPolicy
+from rllib_llm.rollouts.generate_function import EnginePolicy, FunctionPolicy, ServerPolicy
+from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
     ModulePolicy,
     SamplingPolicy,
     sampling_params,
 )
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
+from rllib_llm.rollouts.sampler import (
+    Sampler,
+    SamplingEnvironment,
+    UnjudgedBatch,
+    environment_settings,
+)
 from rllib_llm.rollouts.streamer import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener

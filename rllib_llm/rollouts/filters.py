@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import SettingError

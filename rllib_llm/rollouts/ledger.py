@@ -10,8 +10,8 @@ batches and says which weights there are. All that is decided here is decided fr
 much is admitted is counted from it, so that nothing can drift over a crash or a restore. It knows
 nothing of Ray, of time but its clock, nor of what is in a group.
 
-`groups.py` holds the groups, `leases.py` says who samples which, `schedule.py` what is admitted and
-learnt from, `outcomes.py` what became of them.
+`groups.py` holds the groups and says who samples which, `schedule.py` what is admitted and learnt
+from, `outcomes.py` what became of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rllib_llm.rollouts.groups import (
     GroupTable,
     JudgedGroup,
     Lease,
+    Leases,
     PartialCompletion,
     State,
 )
-from rllib_llm.rollouts.leases import Leases
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
 from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
 from rllib_llm.shared.process import TimeLimit

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rllib_llm.rollouts.groups import UNJUDGED, Closed, Ending, Entry, GroupTable
-from rllib_llm.rollouts.leases import Leases
+from rllib_llm.rollouts.groups import UNJUDGED, Closed, Ending, Entry, GroupTable, Leases
 
 LEAST_UNJUDGED = 8  # groups in a row end a run, however few an update learns from
 

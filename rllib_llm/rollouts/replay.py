@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.rollouts.request import JudgedBatch, RolloutSource, concatenate, take_rows
+from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource, concatenate, take_rows
 from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 

@@ -20,8 +20,8 @@ from rllib_llm.engines.hot_swap import LaneEngine
 from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
+from rllib_llm.rollouts.judged_batch import NO_VERSION, SampleRequest
 from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
-from rllib_llm.rollouts.request import NO_VERSION, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.padding import pad_right

@@ -27,18 +27,17 @@ from rllib_llm.rollouts.errors import (
     SamplingError,
 )
 from rllib_llm.rollouts.groups import Answer, Ending
-from rllib_llm.rollouts.judged_groups import as_bytes, batch_of, rows_of
+from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.ledger_actor import (
     CALL_SECONDS,
     LedgerCalls,
     LocalLedger,
     RemoteLedger,
 )
-from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
-from rllib_llm.rollouts.store import RolloutRecorder
 from rllib_llm.rollouts.workers import (
     AskedWorkers,
     LeasingWorkers,

@@ -18,15 +18,13 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from rllib_llm.rollouts.environment import MAX_JUDGING
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.filters import Filters
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
-from rllib_llm.rollouts.judged_groups import judged_group, split
+from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest, judged_group, split
 from rllib_llm.rollouts.ledger_actor import SamplerLedger
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.row_stream import RowStream
-from rllib_llm.rollouts.sampler import Sampler, SamplesAndJudges, UnjudgedBatch
+from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, SamplesAndJudges, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
 from rllib_llm.weights.published import PublishedWeights

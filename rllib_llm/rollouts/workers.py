@@ -16,14 +16,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure, SamplingError
 from rllib_llm.rollouts.groups import Lease
-from rllib_llm.rollouts.judged_groups import judged_groups
+from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups
 from rllib_llm.rollouts.ledger_actor import (
     STOP_SECONDS,
     LedgerCalls,
     LocalLedger,
     RemoteLedger,
 )
-from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings

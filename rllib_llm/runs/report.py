@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rllib_llm.data.rollout_files import STORE_FILE
 from rllib_llm.data.rollout_store import ROLLOUTS
-from rllib_llm.rollouts.store import SAMPLES_FILE
+from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, summary_metrics
 from rllib_llm.runs.plot import plot_stage
 from rllib_llm.runs.report_page import PAGE_FILE

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.data.encoding import TokenTexts
-from rllib_llm.rollouts.store import SAMPLES_FILE
+from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, summary_metrics
 from rllib_llm.runs.plot import (
     PANELS,

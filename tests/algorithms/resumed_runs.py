@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from rllib_llm.rollouts.store import SAMPLES_FILE
+from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from tests.algorithms import tiny_runs as tiny
 
 NUM_BEFORE = NUM_AFTER = 5  # iterations

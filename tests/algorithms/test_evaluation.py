@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.algorithms.evaluation import held_out_metrics
 from rllib_llm.rollouts.errors import NoServerError
-from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.weights.loading import can_map_read_only
 from tests.algorithms import tiny_runs as tiny

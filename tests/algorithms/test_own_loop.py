@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from rllib_llm.learners.learner_group import LearnerError
-from rllib_llm.rollouts.request import take_rows
+from rllib_llm.rollouts.judged_batch import take_rows
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.algorithms.evaluation import answers_of, pass_metrics
-from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 
 

@@ -18,7 +18,7 @@ from rllib_llm.envs.conversation_rollouts import EngineFailed
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.examples.calculator import MODEL, build_model
-from rllib_llm.rollouts.conversing import sampling_fields
+from rllib_llm.rollouts.conversation_sampler import sampling_fields
 from rllib_llm.serving.http_server import open_agent_server
 from rllib_llm.shared import columns
 

@@ -7,7 +7,7 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.algorithms.grpo import GRPOConfig
-from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.shared import columns
 from tests.conversations.templates import FAMILIES
 from tests.learners import tiny_learners as tiny

@@ -12,7 +12,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise
 from rllib_llm.engines.servers import ClientPolicy, OpenAICompletions, open_server
 from rllib_llm.modules.tokenizer import load_tokenizer
-from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.judged_batch import SampleRequest
 from tests.algorithms import tiny_runs as tiny
 from tests.envs.tiny_tokenizers import word_tokenizer
 from tests.rollouts.tiny_samplers import build_sampler, publication

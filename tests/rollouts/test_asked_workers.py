@@ -18,13 +18,12 @@ from rllib_llm.rollouts.errors import (
     SampleFailure,
     SamplingError,
 )
-from rllib_llm.rollouts.journal import JournaledLedger
-from rllib_llm.rollouts.ledger_actor import LocalLedger
-from rllib_llm.rollouts.request import SampleRequest, concatenate
+from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate
+from rllib_llm.rollouts.ledger_actor import JournaledLedger, LocalLedger
+from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
-from rllib_llm.rollouts.store import RecordsNothing
 from rllib_llm.rollouts.workers import AskedWorkers
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.weights.published import WeightsLostError

@@ -13,9 +13,9 @@ import pytest
 
 from rllib_llm.rollouts.groups import Answer
 from rllib_llm.rollouts.ledger_actor import LedgerActor, LocalLedger
+from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
-from rllib_llm.rollouts.store import RecordsNothing
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, judged, ledger, partial, serve
 

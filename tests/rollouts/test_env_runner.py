@@ -8,9 +8,9 @@ import torch
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.utils.metrics import NUM_EPISODES
 
-from rllib_llm.rollouts.environment import SamplingEnvironment
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.judged_batch import SampleRequest
+from rllib_llm.rollouts.sampler import SamplingEnvironment
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.loading import can_map_read_only

@@ -6,8 +6,8 @@ import resource
 
 import pytest
 
-from rllib_llm.rollouts import journal as module
-from rllib_llm.rollouts.journal import JournaledLedger
+from rllib_llm.rollouts import ledger_actor as module
+from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock, judged

@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from rllib_llm.rollouts.judged_groups import (
+from rllib_llm.rollouts.judged_batch import (
+    JudgedBatch,
     as_bytes,
     batch_of,
     judged_group,
@@ -14,7 +15,6 @@ from rllib_llm.rollouts.judged_groups import (
     split,
     unpack,
 )
-from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
 
 LENGTHS = torch.tensor([3, 1, 2, 4, 2, 2])

@@ -7,8 +7,8 @@ import collections
 import pytest
 import torch
 
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.replay import ReplayBuffer, Replayed
-from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.shared import columns
 
 

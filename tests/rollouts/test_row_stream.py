@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.groups import Lease
-from rllib_llm.rollouts.judged_groups import judged_group, split
-from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.judged_batch import SampleRequest, judged_group, split
 from rllib_llm.rollouts.row_stream import RowStream
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny

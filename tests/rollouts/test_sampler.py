@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rllib_llm.rollouts.environment import SamplingEnvironment
-from rllib_llm.rollouts.request import SampleRequest
-from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.rollouts.judged_batch import SampleRequest
+from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
+from rllib_llm.rollouts.recorder import SampleLog
 from rllib_llm.rollouts.schedule import texts_are_due
-from rllib_llm.rollouts.store import SampleLog
 from rllib_llm.runs.trial_logs import read_json_lines
 from rllib_llm.shared import columns
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rllib_llm.rollouts.journal import CALLS, JournaledLedger
+from rllib_llm.rollouts.ledger_actor import CALLS, JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, ledger, serve

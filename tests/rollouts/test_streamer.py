@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.rollouts.ledger_actor import LocalLedger
-from rllib_llm.rollouts.request import SampleRequest
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.streamer import (
     LeaseWork,

@@ -13,10 +13,9 @@ import torch
 from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended
-from rllib_llm.rollouts.journal import JournaledLedger
-from rllib_llm.rollouts.ledger_actor import looked
+from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.ledger_actor import JournaledLedger, looked
 from rllib_llm.rollouts.policy import ModulePolicy
-from rllib_llm.rollouts.request import JudgedBatch
 from rllib_llm.rollouts.sampler import UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts

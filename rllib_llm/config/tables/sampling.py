@@ -171,7 +171,7 @@ class Sampling(Drawn):
         "plain sampling",
         note=(
             "It may be async and can query the policy; its results are checked. See "
-            "`rllib_llm.rollouts.foreign_policies`."
+            "`rllib_llm.rollouts.generate_function`."
         ),
         acts=(TORCH_GENERATES,),
         also=("rollout_function", "rollout_func", "custom_generate_function_path"),

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from rllib_llm.rollouts.foreign_policies import Generated, GeneratedError
-from rllib_llm.rollouts.request import SampleRequest
+from rllib_llm.rollouts.generate_function import Generated, GeneratedError
+from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, publication

@@ -7,8 +7,8 @@ import datetime
 import torch
 
 from rllib_llm.data.rollout_files import conform
-from rllib_llm.rollouts.request import JudgedBatch
-from rllib_llm.rollouts.store import AboutRun, rows_of
+from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.recorder import AboutRun, rows_of
 from rllib_llm.shared import columns
 from tests.tiny_models import byte_tokenizer
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.envs.actions import decode_completions
-from rllib_llm.rollouts.request import JudgedBatch
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
 from rllib_llm.shared.storage import BestEffort, keep_json_rows

@@ -26,7 +26,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_judging import judge, unjudged_columns
 from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
 from rllib_llm.envs.judges.rewards import UnjudgedError
-from rllib_llm.rollouts.request import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 

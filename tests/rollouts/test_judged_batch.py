@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.request import JudgedBatch, concatenate
+from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate
 from rllib_llm.shared import columns
 
 
