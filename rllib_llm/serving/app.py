@@ -19,18 +19,16 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from rllib_llm.serving import (
-    openai_routes,
-    response_routes,
-    session_routes,
-    token_routes,
-)
 from rllib_llm.serving.errors import ApiError, documented, error_body, field_error
 from rllib_llm.serving.metrics import set_gauges
+from rllib_llm.serving.openai_routes import Completer, openai_router
+from rllib_llm.serving.response_routes import response_router
 from rllib_llm.serving.schemas import AbortRequest, UpdateRequest
 from rllib_llm.serving.security import Clients, Gate, Guards, read_clients, with_cors
 from rllib_llm.serving.service import Service
+from rllib_llm.serving.session_routes import session_router
 from rllib_llm.serving.sources import load_folder
+from rllib_llm.serving.token_routes import token_router
 from rllib_llm.serving.versions import Weights
 
 logger = logging.getLogger(__name__)
@@ -69,12 +67,12 @@ def make_app(
         clients = read_clients(settings)
     guards = Guards(clients)
     app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
-    completer = openai_routes.Completer(service)
+    completer = Completer(service)
     for router in (
-        openai_routes.make_router(service, completer, guards),
-        response_routes.make_router(service, completer, guards),
-        token_routes.make_router(service, completer, guards),
-        session_routes.make_router(service, completer, guards),
+        openai_router(service, completer, guards),
+        response_router(service, completer, guards),
+        token_router(service, completer, guards),
+        session_router(service, completer, guards),
         _administration(service, guards),
     ):
         app.include_router(router)

@@ -17,16 +17,13 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rllib_llm.checkpoints.folder import find_model
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.serving.app import make_app
+from rllib_llm.serving.app import logger, make_app
 from rllib_llm.serving.engine_host import EngineHost, ThreadHost, open_thread, served_tokenizer
 from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.security import Clients
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.sessions import Rules, Session
 from rllib_llm.serving.settings import ServeSettings
-
-logger = logging.getLogger(__name__)
-
 
 class HttpServer(uvicorn.Server):
     """Runs until SIGTERM or SIGINT, or `should_exit`; then reports not ready, drains requests for

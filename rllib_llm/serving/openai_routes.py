@@ -25,7 +25,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default
 SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)
 
 
-def make_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
     router = APIRouter(prefix="/v1", dependencies=[guards.client])
 

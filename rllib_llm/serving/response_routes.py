@@ -29,7 +29,7 @@ from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event, EventStream, whole
 
 
-def make_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def response_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The route."""
     router = APIRouter(prefix="/v1", dependencies=[guards.client])
 

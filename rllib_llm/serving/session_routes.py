@@ -21,7 +21,7 @@ from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import ChatView
 
 
-def make_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def session_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
 
     async def has_one_replica() -> None:

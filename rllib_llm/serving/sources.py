@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,13 +17,15 @@ from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.lora import adapts_tied_weights, add_adapters, is_adapter, merge_into
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantize import quantize
-from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.versions import Weights
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.receiver import Transfer
+
+if TYPE_CHECKING:
+    from rllib_llm.serving.service import Service
 
 
 class AdapterMerger:

@@ -24,7 +24,7 @@ from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import prompt_logprobs, token_logprobs, usage, versions_told
 
 
-def make_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def token_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
     router = APIRouter(dependencies=[guards.client])
 
