@@ -15,9 +15,8 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
-from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.job import Limits
-from rllib_llm.serving.schemas import Message, NamedTool, Tool
+from rllib_llm.serving.jobs import Limits
+from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
 from rllib_llm.shared.chat_text import render_chat
 
 _MAX_FORMATS = 64

@@ -72,7 +72,7 @@ class Replica:
 
     async def __serve_build_asgi_app__(self) -> Any:
         """For Ray Serve: the application, once the replica is made."""
-        from rllib_llm.serving.app import make_app
+        from rllib_llm.serving.http_server import make_app
 
         await self._service.start()
         self._source = follow(self._service)
@@ -97,7 +97,7 @@ def follow(service: Any) -> Any:
     if settings.weights_name is None:
         return None
     from rllib_llm.checkpoints.folder import find_model
-    from rllib_llm.serving.sources import AdapterMerger, RunSource
+    from rllib_llm.serving.weights import AdapterMerger, RunSource
     from rllib_llm.weights.coordinator import CoordinatorClient
 
     merger = None

@@ -25,7 +25,7 @@ from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
 from rllib_llm.modules.tokenizer import eos_token_ids
 from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.versions import fingerprint
+from rllib_llm.serving.weights import fingerprint
 from rllib_llm.shared.errors import SettingWarning
 
 _MANY_POSITIONS = 2**20  # of a model that says no number

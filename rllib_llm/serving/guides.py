@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.schemas import ResponseFormat
+from rllib_llm.serving.schemas import ApiError, ResponseFormat
 
 MAX_GRAMMAR_CHARS = 2**16
 _MAX_KEPT = 64

@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rllib_llm.serving.engine_host import Counts
-from rllib_llm.serving.versions import LiveWeights, Weights
+from rllib_llm.serving.weights import LiveWeights, Weights
 
 PREFIX = "rllib_llm_"
 _SECONDS = (

@@ -10,16 +10,20 @@ from fastapi import APIRouter, Request, Response
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.serving import chat
-from rllib_llm.serving.errors import ApiError, documented
 from rllib_llm.serving.guides import check_length, grammar_of
-from rllib_llm.serving.job import Job, check_tokens, make_job, read_lengths
-from rllib_llm.serving.running_job import RunningJob
-from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, OpenAIFields
+from rllib_llm.serving.jobs import Job, RunningJob, check_tokens, make_job, read_lengths
+from rllib_llm.serving.schemas import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    OpenAIFields,
+    documented,
+)
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event, Piece
-from rllib_llm.serving.versions import MODEL_GONE
 from rllib_llm.serving.views import ChatView, Envelope, TextView, usage
+from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)

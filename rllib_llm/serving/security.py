@@ -26,7 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
 from rllib_llm.shared.errors import UserError
 

@@ -23,22 +23,23 @@ from fastapi import Request, Response
 from rllib_llm.data.encoding import TokenTexts
 from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.serving.engine_host import EngineHost
-from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.guides import BusyError, no_good
-from rllib_llm.serving.job import Job, Limits
-from rllib_llm.serving.metrics import Metrics
-from rllib_llm.serving.running_job import (
+from rllib_llm.serving.jobs import (
     ENGINE_ENDED,
+    Job,
+    Limits,
     Mailbox,
     RowEvents,
     RunningJob,
     deadline_passed,
 )
+from rllib_llm.serving.metrics import Metrics
+from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import Event, EventStream, whole
-from rllib_llm.serving.versions import LiveWeights, Weights, fingerprint
+from rllib_llm.serving.weights import LiveWeights, Weights, fingerprint
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -19,8 +19,7 @@ from typing import Any
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving.chat import read_arguments, refused_by_template
-from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.schemas import ChatRequest
+from rllib_llm.serving.schemas import ApiError, ChatRequest
 from rllib_llm.serving.streams import Piece
 
 MAX_SESSIONS = 10_000

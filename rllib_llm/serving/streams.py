@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rllib_llm.engines.completions import Likeliest, Tokens
 from rllib_llm.engines.protocol import Ended
-from rllib_llm.serving.errors import ApiError, error_body
+from rllib_llm.serving.schemas import ApiError, error_body
 
 
 @dataclass

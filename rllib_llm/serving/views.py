@@ -10,11 +10,11 @@ from pydantic_core import to_json
 
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
-from rllib_llm.serving.running_job import RunningJob
+from rllib_llm.serving.jobs import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.streams import Piece, TextStream
-from rllib_llm.serving.versions import Weights
+from rllib_llm.serving.weights import Weights
 
 _LOWEST = -9999.0  # JSON has no -inf
 

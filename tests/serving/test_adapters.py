@@ -14,7 +14,7 @@ from rllib_llm.modules.quantize import quantize
 from rllib_llm.serving.deployment import follow
 from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings, read_settings
-from rllib_llm.serving.sources import AdapterMerger
+from rllib_llm.serving.weights import AdapterMerger
 from rllib_llm.shared.errors import UserError
 from tests import tiny_models
 from tests.algorithms import tiny_runs

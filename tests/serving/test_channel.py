@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.serving.channel import AsyncChannel, Channel, Messages, packed
+from rllib_llm.serving.engine_process import AsyncChannel, Channel, Messages, packed
 
 uvloop = pytest.importorskip("uvloop")
 SENT = [[], "a", list(range(3000)), None, b"x" * 2**21]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from rllib_llm.serving.app import make_app
+from rllib_llm.serving.http_server import make_app
 from rllib_llm.serving.security import Clients, read_clients
 from tests.serving.tiny_server import running, service, until
 from tests.serving.tiny_server import settings as tiny_settings

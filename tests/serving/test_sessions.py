@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 
-from rllib_llm.serving.errors import ApiError
+from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.sessions import Rules, Sessions
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, model, plain_logprobs, service
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from rllib_llm.serving.app import make_app
 from rllib_llm.serving.guides import BusyError, Grammars, LlGuide
+from rllib_llm.serving.http_server import make_app
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, ResponseRequest
 from rllib_llm.serving.security import Clients, read_clients
 from rllib_llm.shared.errors import UserError

@@ -13,9 +13,8 @@ import httpx
 import torch
 
 from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.serving.app import make_app
 from rllib_llm.serving.engine_host import ThreadHost
-from rllib_llm.serving.http_server import HttpServer
+from rllib_llm.serving.http_server import HttpServer, make_app
 from rllib_llm.serving.security import Clients
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings

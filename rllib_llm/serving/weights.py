@@ -1,12 +1,15 @@
-"""Sources of new weights for a running server: a folder, or a training run, whose adapters are
-merged into the served model."""
+"""Which weights a server has, by the names that clients use."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import threading
+import time
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +20,8 @@ from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.lora import adapts_tied_weights, add_adapters, is_adapter, merge_into
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantize import quantize
+from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.versions import Weights
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.follower import WeightsFollower
@@ -26,6 +29,149 @@ from rllib_llm.weights.receiver import Transfer
 
 if TYPE_CHECKING:
     from rllib_llm.serving.service import Service
+
+MODEL_GONE = "model_not_found"
+_MAX_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that were loaded.
+
+    `serial` counts loads, and is what the engine stamps on tokens; `epoch` and `version` are the
+    publisher's: after a restore a lower version of a later epoch is another one.
+    """
+
+    serial: int
+    epoch: int
+    version: int
+    fingerprint: str
+    source: str
+    load_seconds: float = 0.0
+    loaded_at: float = field(default_factory=time.time)
+
+    @property
+    def label(self) -> str:
+        """EPOCH.VERSION"""
+        return f"{self.epoch}.{self.version}"
+
+
+class LiveWeights:
+    """The versions that can be asked for, the newest first. Of the event loop alone, but for
+    `remember`.
+
+    Args:
+        name: of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._known: dict[int, Weights] = {}
+        self._live: list[Weights] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> Weights:
+        """The version used by requests that name none."""
+        return self._live[0]
+
+    @property
+    def live(self) -> list[Weights]:
+        """The newest, and the one before it as long as requests may ask for it."""
+        return list(self._live)
+
+    def remember(self, weights: Weights) -> None:
+        """Registers weights that may sample from now on. Thread-safe."""
+        self._known[weights.serial] = weights
+
+    def set_live(self, live: list[Weights]) -> None:
+        """Sets the versions that the engine holds now."""
+        self._live = live
+        self._known |= {weights.serial: weights for weights in live}
+        while len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def of(self, serial: int) -> Weights:
+        """The weights that have sampled a token."""
+        return self._known[serial]
+
+    def id_of(self, weights: Weights) -> str:
+        """NAME@EPOCH.VERSION"""
+        return f"{self.name}@{weights.label}"
+
+    def named(self, model: str | None) -> Weights | None:
+        """The weights that a request's `model` asks for; None: the newest.
+
+        Raises:
+            ApiError: 404, naming those that are live.
+        """
+        if model is None or model == self.name:
+            return None
+        for weights in self._live:
+            if model == self.id_of(weights):
+                return weights
+        raise self.gone(model)
+
+    def gone(self, model: str) -> ApiError:
+        """The answer where a model's weights are not here."""
+        live = [self.name, *(self.id_of(weights) for weights in self._live)]
+        return ApiError(
+            404,
+            f"model={model!r} must be one of {live}: this server has no other. `{self.name}` is "
+            "always the newest.",
+            param="model",
+            code=MODEL_GONE,
+        )
+
+    async def wait_for(self, wanted: str | None, seconds: float) -> None:
+        """Waits until the newest version is at least that of the header X-Min-Weight-Version,
+        VERSION or EPOCH.VERSION.
+
+        Raises:
+            ApiError: 400 for another value, 409 where it does not come in time.
+        """
+        if wanted is None:
+            return
+        least = _read_order(wanted)
+        deadline = time.monotonic() + seconds
+        while self._order(len(least)) < least:
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
+                raise ApiError(
+                    409,
+                    f"X-Min-Weight-Version={wanted!r} must be at most {self.newest.label}: nothing "
+                    f"newer came in {seconds:g} s. Is the run alive that publishes them?",
+                    param="X-Min-Weight-Version",
+                    code="weight_version_not_available",
+                ) from None
+
+    def _order(self, parts: int) -> tuple[int, ...]:
+        return (self.newest.epoch, self.newest.version)[2 - parts :]
+
+
+def _read_order(wanted: str) -> tuple[int, ...]:
+    parts = wanted.split(".")
+    if len(parts) > 2 or not all(part.isdecimal() and len(part) < 20 for part in parts):
+        raise ApiError(
+            400,
+            f"X-Min-Weight-Version={wanted[:40]!r} must be VERSION or EPOCH.VERSION: whole "
+            "numbers. Leave it out for whatever is newest.",
+            param="X-Min-Weight-Version",
+            code="invalid_value",
+        )
+    return tuple(int(part) for part in parts)
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """CRC-32 of the weights' bytes in the order of their names, eight hexadecimal digits."""
+    crc = 0
+    for name in sorted(weights, key=lambda name: name.removeprefix("model.")):
+        tensor = weights[name].detach().cpu().contiguous()
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"
 
 
 class AdapterMerger:

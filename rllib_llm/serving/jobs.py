@@ -1,21 +1,16 @@
-"""One request in the engine: its completions, and how it ends.
-
-    engine's thread ── on_tokens ──▶ Mailbox ── one wake-up for a step ──▶ event loop ──▶ RowEvents
-    RowEvents ──▶ RunningJob ──▶ pieces of each completion
-
-What comes in the event loop itself, as of an engine in another process, is there at once.
-"""
+"""Converts a request's fields into a job for the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -23,15 +18,248 @@ import anyio
 
 from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.hot_swap import VersionGoneError
+from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.engines.protocol import Ended, GuideError, Row
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import EngineHost
-from rllib_llm.serving.errors import ApiError
-from rllib_llm.serving.job import Job
 from rllib_llm.serving.metrics import JobWatch
+from rllib_llm.serving.schemas import MAX_STOPS, ApiError, SamplingFields
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import Choice, Piece, TextStream
-from rllib_llm.serving.versions import LiveWeights, Weights
+from rllib_llm.serving.weights import LiveWeights, Weights
+
+_CHARS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """Completions of some prompts, `n` of each, under the same settings."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    """Of the longest: `max_tokens` has each prompt's own."""
+    max_tokens: list[int]
+    n: int = 1
+    seed: int = 0
+    noise_row: int = 0
+    """Of the first completion: with seed and turn it names the randomness (`protocol.Noise`)."""
+    noise_turn: int = 0
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    version: int | None = None
+    """Serial number of the weights; None: the newest."""
+    continues_text: bool = False
+    """Whether completions go on with the text of their prompts."""
+    grammar: str | None = None
+    grammar_field: str = ""
+    """That the completions keep to."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens are told at each place of the prompts; None: none is."""
+    samples: bool = True
+    """Whether anything is sampled; else the prompts are only scored."""
+    eos_token_ids: tuple[int, ...] = ()
+    conversation: Hashable | None = None
+    """Whose KV cache is kept for its next turn; see `protocol.Row`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Places that it takes: of completions, and of texts that are scored."""
+        sampled = len(self.prompts) * self.n if self.samples else 0
+        return sampled + (0 if self.prompt_logprobs is None else len(self.prompts))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the model and of the server's settings."""
+
+    max_model_len: int
+    vocab_size: int
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]
+    default_max_tokens: int | None
+    max_prompt_chars: int | None = None
+
+    def check_chars(self, text: str, field: str) -> None:
+        """Raises ApiError for a text that is longer than any prompt, before it is tokenised."""
+        most = self.max_prompt_chars or _CHARS_PER_TOKEN * self.max_model_len
+        if len(text) > most:
+            raise ApiError(
+                400, f"{field} must have at most {most} characters, the server's limit: it has "
+                f"{len(text)}. Shorten it.", param=field, code="context_length_exceeded",
+            )  # fmt: skip
+
+
+def read_params(
+    fields: SamplingFields,
+    limits: Limits,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    top_logprobs: int = 0,
+) -> SamplingParams:
+    """The settings of sampling, its longest length aside.
+
+    Args:
+        fields: of the request.
+        limits: of the server.
+        stop_token_ids: further ones, which the chat format ends a turn with.
+        top_logprobs: how many of the likeliest tokens the answer tells.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    eos = () if fields.ignore_eos else (*limits.eos_token_ids, *stop_token_ids)
+    stops = tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ()))))
+    check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
+    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    check_tokens(tuple(bias), limits, "logit_bias")
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
+    try:
+        return SamplingParams(
+            pad_token_id=limits.pad_token_id,
+            stop_token_ids=stops,
+            max_new_tokens=max(1, fields.min_tokens or 0),
+            min_new_tokens=fields.min_tokens or 0,
+            temperature=1.0 if greedy else temperature,
+            top_k=max(0, fields.top_k or 0),
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            greedy=greedy,
+            top_logprobs=top_logprobs,
+            min_p=fields.min_p or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            presence_penalty=fields.presence_penalty or 0.0,
+            repetition_penalty=fields.repetition_penalty or 1.0,
+            logit_bias=tuple(bias.items()),
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Raises ApiError for ids that the model has no embedding for."""
+    largest = max(token_ids, default=0)
+    if largest >= limits.vocab_size:
+        raise ApiError(
+            400,
+            f"{field}={largest} must be below {limits.vocab_size}: the model has so many tokens.",
+            param=field,
+            code="invalid_value",
+        )
+
+
+def read_stops(fields: SamplingFields) -> tuple[str, ...]:
+    """The texts that end a completion."""
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > MAX_STOPS:
+        raise ApiError(
+            400,
+            f"stop must hold at most {MAX_STOPS} texts: it has {len(stops)}.",
+            param="stop",
+            code="invalid_value",
+        )
+    return tuple(stop for stop in stops if stop)
+
+
+def _seed(seed: int | None) -> int:
+    """The seed of a request's noise; a fresh one if it names none."""
+    return secrets.randbits(63) if seed is None else seed % 2**64
+
+
+def read_lengths(
+    prompts: Sequence[Sequence[int]],
+    asked: int | None,
+    limits: Limits,
+    *,
+    default: int | None,
+    field: str,
+    prompt_field: str,
+) -> list[int]:
+    """How many tokens may follow each prompt.
+
+    Args:
+        prompts: token ids of each.
+        asked: by the request.
+        limits: of the server.
+        default: where the request asks for nothing; None: all that there is room for.
+        field: that `asked` came from.
+        prompt_field: that the prompts came from.
+
+    Raises:
+        ApiError: 400, there is no room.
+    """
+    found = []
+    for prompt in prompts:
+        room = limits.max_model_len - len(prompt)
+        if room < (1 if asked is None else min(asked, 1)):
+            raise ApiError(
+                400,
+                f"{prompt_field} must have fewer than {limits.max_model_len} tokens, which is the "
+                f"model's context: it has {len(prompt)}. Shorten it.",
+                param=prompt_field,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise ApiError(
+                400,
+                f"{field}={asked} must be at most {room}: the prompt has {len(prompt)} tokens, and "
+                f"the model's context {limits.max_model_len}. Lower it.",
+                param=field,
+                code="context_length_exceeded",
+            )
+        wanted = default if asked is None else asked
+        found.append(room if wanted is None else min(wanted, room))
+    return found
+
+
+def make_job(
+    fields: SamplingFields,
+    limits: Limits,
+    prompts: list[list[int]],
+    lengths: list[int],
+    *,
+    prefix: str = "",
+    turn_ends: Sequence[int] = (),
+    top_logprobs: int = 0,
+    prompt_logprobs: int | None = None,
+    **further: Any,
+) -> Job:
+    """Converts a request into a job for the engine.
+
+    Args:
+        fields: of the request.
+        limits: of the server.
+        prompts: token ids of each.
+        lengths: how many tokens may follow each prompt.
+        prefix: of the fields' names, where they are inside another one.
+        turn_ends: tokens that the chat format ends a turn with.
+        top_logprobs: how many of the likeliest tokens the answer tells.
+        prompt_logprobs: the same of the prompts; None: they are not scored.
+        further: of `Job`.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    if fields.min_tokens and fields.min_tokens > min(lengths):
+        raise ApiError(
+            400,
+            f"{prefix}min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
+            param=f"{prefix}min_tokens",
+            code="invalid_value",
+        )
+    return Job(
+        prompts=prompts,
+        params=read_params(fields, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs),
+        max_tokens=lengths,
+        n=fields.n or 1,
+        seed=_seed(fields.seed),
+        noise_row=fields.noise_row or 0,
+        noise_turn=fields.noise_turn or 0,
+        stops=read_stops(fields),
+        keeps_stop=bool(fields.include_stop_str_in_output),
+        eos_token_ids=(*limits.eos_token_ids, *turn_ends),
+        prompt_logprobs=prompt_logprobs,
+        **further,
+    )
 
 
 class Mailbox:

@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from rllib_llm.serving.errors import ApiError
 from rllib_llm.serving.openai_routes import SAMPLING_ERRORS, Completer
 from rllib_llm.serving.schemas import (
+    ApiError,
     CallItem,
     CallOutputItem,
     ChatRequest,
