@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.config.checks import require
-
-# Classes that older checkpoints and imports look for here -> their own files.
-_MOVED = {
-    "GRPO": "grpo",
-    "GRPOConfig": "grpo",
-    "RLOO": "rloo",
-    "RLOOConfig": "rloo",
-    "ReinforcePP": "reinforce_pp",
-    "ReinforcePPConfig": "reinforce_pp",
-}
 
 
 class CriticFreeConfig(RLHFConfig):
@@ -39,10 +26,3 @@ def require_group(config: RLHFConfig) -> None:
         config.num_completions >= 2, "num_completions", config.num_completions, "at least 2",
         "the baseline is the rest of the group", "Use 4 to 16",
     )  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        module = importlib.import_module(f"rllib_llm.algorithms.{_MOVED[name]}")
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

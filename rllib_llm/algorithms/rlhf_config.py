@@ -25,11 +25,11 @@ from rllib_llm.config.rlhf_checks import (
 )
 from rllib_llm.config.section_method import SectionMethod
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables import rllib
 from rllib_llm.config.tables.environment import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.config.tables.loss import LOSS, REFERENCE
 from rllib_llm.config.tables.model import SAMPLER_FAULTS
 from rllib_llm.config.tables.off_policy import OFF_POLICY, REPLAY
+from rllib_llm.config.tables.rllib import COMMON, ONLINE
 from rllib_llm.config.tables.sampling import ROLLOUTS, SAMPLING
 from rllib_llm.config.tables.streaming import STREAMING
 from rllib_llm.config.tables.weights import WEIGHTS
@@ -55,7 +55,7 @@ class RLHFConfig(LanguageModelConfig):
         WEIGHTS,
         SAMPLER_FAULTS,
     )
-    rllib_sections: tuple[Section, ...] = (*rllib.COMMON, *rllib.ONLINE)
+    rllib_sections: tuple[Section, ...] = (*COMMON, *ONLINE)
 
     env_runner_cls: type | None
 

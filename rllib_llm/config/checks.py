@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from rllib_llm.config.lookup import defaults, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG
-from rllib_llm.learners.schedule import learning_rate_factor
 from rllib_llm.shared.errors import SettingError, SettingWarning, complain, noted, shown
 
 Value = TypeVar("Value")
@@ -59,6 +58,8 @@ def check_range(
 
 def check_optimiser(config: Any) -> None:
     """Raises ValueError for a schedule of the learning rate, or moments, that cannot be."""
+    from rllib_llm.learners.schedule import learning_rate_factor
+
     betas = config.adam_betas
     require(
         all(0 <= beta < 1 for beta in betas), "adam_betas", betas, "two numbers in [0, 1)",

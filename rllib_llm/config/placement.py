@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +10,6 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 
 from rllib_llm.shared.ray_compat import free_by_node
-
-logger = logging.getLogger(__name__)
 
 MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left
 SECONDS_BETWEEN_LOOKS = 0.5

@@ -26,7 +26,7 @@ from rllib_llm.config.names import unknown_settings
 from rllib_llm.config.schema import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.section_method import SectionMethod, rllib_parameters, shown_rows
 from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting
-from rllib_llm.config.tables import rllib
+from rllib_llm.config.tables.rllib import COMMON, INSTEAD
 from rllib_llm.shared.errors import SettingError, SettingWarning, complain
 
 OWN_ENVS = "rllib_llm/"  # what the names of environments of this package begin with
@@ -38,7 +38,7 @@ class TabledConfig(AlgorithmConfig):
     section's method and a key of `update_from_dict`, and is checked by `check_table`."""
 
     sections: tuple[Section, ...] = ()
-    rllib_sections: tuple[Section, ...] = rllib.COMMON
+    rllib_sections: tuple[Section, ...] = COMMON
     env: Any
     env_config: dict[str, Any]
     ignored_settings: tuple[str, ...] = ()  # of a base class, which this algorithm does not use
@@ -331,6 +331,6 @@ def refuse_inert(config: TabledConfig) -> None:
                 value=getattr(config, name),
                 rule=f"be left at {getattr(untouched, name)!r}",
                 reason=f"it is a setting of RLlib that acts on nothing in {algorithm}",
-                remedy=rllib.INSTEAD.get(name, "Leave it out"),
+                remedy=INSTEAD.get(name, "Leave it out"),
             )
         )

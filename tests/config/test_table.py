@@ -250,14 +250,6 @@ def test_a_subclass_may_add_settings_without_rows_and_with_its_own_method():
         MineConfig().update_from_dict({"powr": 1})
 
 
-def test_classes_that_moved_are_found_where_older_checkpoints_look():
-    import rllib_llm.algorithms.critic_free as old
-
-    assert old.GRPOConfig is GRPOConfig and old.RLOOConfig is RLOOConfig
-    with pytest.raises(AttributeError):
-        old.PPO  # noqa: B018
-
-
 def test_generate_is_a_config_like_the_others():
     config = GenerateConfig().language_model(model=tiny.MODEL).sampling(opening_tokens=4)
     config.validate()
