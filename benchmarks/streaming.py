@@ -39,7 +39,7 @@ import torch
 from benchmarks.stale_data import supervised
 from rllib_llm import GRPOConfig
 from rllib_llm.examples.arithmetic import correct
-from rllib_llm.learners.critic_free_learners import GRPOLearner
+from rllib_llm.learners.policy_learners import GRPOLearner
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 

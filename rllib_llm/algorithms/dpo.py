@@ -7,7 +7,7 @@ from typing import Any
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.config.checks import require
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables.supervised import PREFERENCES
+from rllib_llm.config.supervised import PREFERENCES
 from rllib_llm.data.preferences import PromptedPairSource
 
 

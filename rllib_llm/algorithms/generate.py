@@ -14,10 +14,10 @@ from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.checkpoints.folder import check, write_manifest
 from rllib_llm.config.checks import given, require
-from rllib_llm.config.section_method import SectionMethod
+from rllib_llm.config.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
+from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
-from rllib_llm.config.tables.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
 from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rllib_llm.algorithms.critic_free import CriticFreeConfig, require_group
 from rllib_llm.algorithms.rlhf import RLHF
+from rllib_llm.algorithms.rlhf_config import CriticFreeConfig, require_group
 
 
 class GRPOConfig(CriticFreeConfig):
@@ -33,7 +33,7 @@ class GRPOConfig(CriticFreeConfig):
         self.loss_reduction = "sequence_mean"
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.critic_free_learners import GRPOLearner
+        from rllib_llm.learners.policy_learners import GRPOLearner
 
         return GRPOLearner
 

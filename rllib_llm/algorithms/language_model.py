@@ -31,13 +31,13 @@ from rllib_llm.algorithms.language_model_config import (
     AUTO,
     DECIDED,
     LanguageModelConfig,
+    require_places,
     with_decided_precision,
 )
 from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.checkpoints.made_by import in_its_folder
 from rllib_llm.checkpoints.whole import WholeCheckpoints
-from rllib_llm.config.placement import require_places
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight

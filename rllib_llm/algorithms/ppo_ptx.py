@@ -6,7 +6,7 @@ from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.config.checks import require
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables.supervised import PTX
+from rllib_llm.config.supervised import PTX
 
 
 class PPOPtxConfig(RLHFConfig):
@@ -22,7 +22,7 @@ class PPOPtxConfig(RLHFConfig):
         self.minibatch_size = 32
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.ppo_ptx_learner import PPOPtxLearner
+        from rllib_llm.learners.policy_learners import PPOPtxLearner
 
         return PPOPtxLearner
 

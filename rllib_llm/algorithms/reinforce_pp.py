@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rllib_llm.algorithms.critic_free import CriticFreeConfig
 from rllib_llm.algorithms.rlhf import RLHF
+from rllib_llm.algorithms.rlhf_config import CriticFreeConfig
 
 
 class ReinforcePPConfig(CriticFreeConfig):
@@ -22,7 +22,7 @@ class ReinforcePPConfig(CriticFreeConfig):
         super().__init__(algo_class=algo_class or ReinforcePP)
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.critic_free_learners import ReinforcePPLearner
+        from rllib_llm.learners.policy_learners import ReinforcePPLearner
 
         return ReinforcePPLearner
 

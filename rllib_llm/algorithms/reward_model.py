@@ -9,7 +9,7 @@ from typing import Any
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables.supervised import REWARD_MODEL
+from rllib_llm.config.supervised import REWARD_MODEL
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.data.texts import TextSource
 

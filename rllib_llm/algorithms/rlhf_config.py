@@ -1,4 +1,5 @@
-"""Settings that every RLHF algorithm shares: sampling, scores, advantages, the KL and the loss."""
+"""Settings that every RLHF algorithm shares: sampling, scores, advantages, the KL and the loss; and
+the base of the algorithms without a critic."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import check_eval_envs, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import check_reference, require
-from rllib_llm.config.lookup import defaults
+from rllib_llm.config.environment import CONVERSATION, PROMPTS, REWARDS
+from rllib_llm.config.loss import LOSS, REFERENCE
+from rllib_llm.config.model import SAMPLER_FAULTS
 from rllib_llm.config.rlhf_checks import (
     check_engine,
     check_evaluation,
@@ -23,16 +26,12 @@ from rllib_llm.config.rlhf_checks import (
     check_streaming,
     check_transport,
 )
-from rllib_llm.config.section_method import SectionMethod
+from rllib_llm.config.rllib import COMMON, ONLINE
+from rllib_llm.config.sampling import ROLLOUTS, SAMPLING
+from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables.environment import CONVERSATION, PROMPTS, REWARDS
-from rllib_llm.config.tables.loss import LOSS, REFERENCE
-from rllib_llm.config.tables.model import SAMPLER_FAULTS
-from rllib_llm.config.tables.off_policy import OFF_POLICY, REPLAY
-from rllib_llm.config.tables.rllib import COMMON, ONLINE
-from rllib_llm.config.tables.sampling import ROLLOUTS, SAMPLING
-from rllib_llm.config.tables.streaming import STREAMING
-from rllib_llm.config.tables.weights import WEIGHTS
+from rllib_llm.config.streaming import OFF_POLICY, REPLAY, STREAMING
+from rllib_llm.config.weights import WEIGHTS
 from rllib_llm.envs.registry import check_name
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 
@@ -222,3 +221,25 @@ class RLHFConfig(LanguageModelConfig):
         check_name(self.env)
         check_evaluation(self)
         check_eval_envs(self)
+
+
+class CriticFreeConfig(RLHFConfig):
+    """Settings of algorithms whose advantages come from scores alone."""
+
+    ignored_settings: tuple[str, ...] = ("critic_model", "vf_clip_param", "vf_loss_coeff")
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.critic == "none", "critic", self.critic, "'none'",
+            "advantages come from the group or the batch, and a value head would not be trained",
+            "Use PPOPtx to train a critic",
+        )  # fmt: skip
+
+
+def require_group(config: RLHFConfig) -> None:
+    """Raises ValueError where a group algorithm is given single completions."""
+    require(
+        config.num_completions >= 2, "num_completions", config.num_completions, "at least 2",
+        "the baseline is the rest of the group", "Use 4 to 16",
+    )  # fmt: skip

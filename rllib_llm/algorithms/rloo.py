@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rllib_llm.algorithms.critic_free import CriticFreeConfig, require_group
 from rllib_llm.algorithms.rlhf import RLHF
+from rllib_llm.algorithms.rlhf_config import CriticFreeConfig, require_group
 
 
 class RLOOConfig(CriticFreeConfig):
@@ -27,7 +27,7 @@ class RLOOConfig(CriticFreeConfig):
         self.whiten_advantages = False
 
     def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.critic_free_learners import RLOOLearner
+        from rllib_llm.learners.policy_learners import RLOOLearner
 
         return RLOOLearner
 

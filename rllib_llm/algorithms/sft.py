@@ -8,7 +8,7 @@ from typing import Any
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables.supervised import LOSS_ON
+from rllib_llm.config.supervised import LOSS_ON
 from rllib_llm.data.texts import TextSource
 
 

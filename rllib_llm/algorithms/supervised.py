@@ -18,7 +18,7 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import check_range, given, require
 from rllib_llm.config.setting import Section
-from rllib_llm.config.tables.supervised import SUPERVISED
+from rllib_llm.config.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
 

@@ -112,7 +112,7 @@ def show_config(
 ) -> None:
     """List an algorithm's settings: what each may be, its default, and when it has an effect."""
     with user_errors():
-        from rllib_llm.config.section_method import settings_of
+        from rllib_llm.config.sections import settings_of
 
         rows = [row for row in settings_of(_config_class(algo)) if _has(row, search)]
         if not rows:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from rllib_llm.config.lookup import defaults, rllib_table, table
+from rllib_llm.config.sections import defaults, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.shared.errors import SettingError, SettingWarning, complain, noted, shown
 
@@ -58,7 +58,7 @@ def check_range(
 
 def check_optimiser(config: Any) -> None:
     """Raises ValueError for a schedule of the learning rate, or moments, that cannot be."""
-    from rllib_llm.learners.schedule import learning_rate_factor
+    from rllib_llm.learners.optimizer import learning_rate_factor
 
     betas = config.adam_betas
     require(

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from rllib_llm.algorithms.grpo import GRPO
-from rllib_llm.learners.critic_free_learners import GRPOLearner
+from rllib_llm.learners.policy_learners import GRPOLearner
 from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE
 from tests.algorithms import tiny_runs as tiny
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.cli.main import app
-from rllib_llm.config.lookup import known_names
+from rllib_llm.config.sections import known_names
 from tests.cli.said import said
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
-from rllib_llm.config.lookup import table
+from rllib_llm.config.environment import CONVERSATION
 from rllib_llm.config.schema import build_config
-from rllib_llm.config.tables.environment import CONVERSATION
+from rllib_llm.config.sections import table
 from rllib_llm.envs.conversation import DEFAULTS
 from rllib_llm.envs.rlhf import COMMON_DEFAULTS
 from tests.algorithms import tiny_runs as tiny

@@ -13,15 +13,15 @@ import pytest
 from ray import tune
 
 import rllib_llm
-from rllib_llm.algorithms.critic_free import CriticFreeConfig
 from rllib_llm.algorithms.generate import GenerateConfig
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.algorithms.ppo_ptx import PPOPtx, PPOPtxConfig
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+from rllib_llm.algorithms.rlhf_config import CriticFreeConfig
 from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
-from rllib_llm.config.lookup import known_names, plain_fields, table
 from rllib_llm.config.schema import build_config, check_keys
+from rllib_llm.config.sections import known_names, plain_fields, table
 from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.shared.errors import SettingError
 from tests.algorithms import tiny_runs as tiny

@@ -33,9 +33,9 @@ DEATH = """The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Worker exits with an exit code 3.
 """
 IN_SETUP = """ray::GRPO.__init__() (pid=1, \
-repr=<rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x7f00>)
+repr=<rllib_llm.algorithms.rlhf_config._modify_class.<locals>.Class object at 0x7f00>)
   File "/home/me/env.py", line 3, in create
-KeyError: 'prompts' in <rllib_llm.algorithms.critic_free._modify_class.<locals>.Class object at 0x1>
+KeyError: 'prompts' in <rllib_llm.algorithms.rlhf_config._modify_class.<locals>.Class object at 0x1>
 """
 IN_CREATION = """The actor died because of an error raised in its creation task, \
 \x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)

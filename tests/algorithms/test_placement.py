@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from rllib_llm.config import placement
-from rllib_llm.config.placement import NoPlaceError, fits, processes, require_places
+from rllib_llm.algorithms import language_model_config
+from rllib_llm.algorithms.language_model_config import NoPlaceError, fits, processes, require_places
 from tests.algorithms import tiny_runs as tiny
 
 
@@ -48,7 +48,7 @@ def test_too_small_a_cluster_is_refused_when_the_algorithm_is_built():
 def test_a_cluster_that_others_have_taken_is_refused_after_a_while(monkeypatch):
     import ray
 
-    monkeypatch.setattr(placement, "MAX_SECONDS_OCCUPIED", 1.0)
+    monkeypatch.setattr(language_model_config, "MAX_SECONDS_OCCUPIED", 1.0)
 
     @ray.remote(num_cpus=3)
     class Tenant:
@@ -65,5 +65,5 @@ def test_a_cluster_that_others_have_taken_is_refused_after_a_while(monkeypatch):
     with pytest.raises(NoPlaceError, match=left):
         require_places(config)
     ray.kill(tenant)
-    monkeypatch.setattr(placement, "MAX_SECONDS_OCCUPIED", 60.0)
+    monkeypatch.setattr(language_model_config, "MAX_SECONDS_OCCUPIED", 60.0)
     require_places(config)

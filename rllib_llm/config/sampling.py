@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from rllib_llm.config.model import StartingPoint
 from rllib_llm.config.setting import Condition, Section, Settings, setting
-from rllib_llm.config.tables.model import StartingPoint
 
 ENGINE_OF_ITS_OWN = Condition(
     "engine is 'vllm' or 'openai'",

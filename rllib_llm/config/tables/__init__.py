@@ -1,1 +1,0 @@
-"""The rows of the table of settings, one file for each subject."""
