@@ -27,8 +27,7 @@ import torch
 from full_length import full_length
 
 from rllib_llm import GRPOConfig
-from rllib_llm.data.rollout_files import conform
-from rllib_llm.data.rollout_store import RolloutStore
+from rllib_llm.data.rollout_store import RolloutStore, conform
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import AboutRun, RecordsNothing, StoredRollouts, rows_of
 from rllib_llm.shared import columns

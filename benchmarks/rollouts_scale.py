@@ -32,7 +32,7 @@ def write(folder: Path, num_files: int) -> None:
     import pyarrow as pa
     import pyarrow.fs
 
-    from rllib_llm.data.rollout_files import RolloutFiles, conform
+    from rllib_llm.data.rollout_store import RolloutFiles, conform
 
     rng = np.random.default_rng(0)
     size = ROWS_OF_A_FILE

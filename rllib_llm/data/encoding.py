@@ -7,10 +7,12 @@ with the space that SentencePiece puts in front of every text: "2+2=" and "4" wo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.shared.chat_text import render_chat
 
 Span = tuple[int, int]  # of characters, the end excluded
 
@@ -154,3 +156,297 @@ class TokenTexts:
                 return raw.decode("utf-8", "replace"), list(raw)
             piece = piece.replace("\u2581", " ")
         return piece, list(piece.encode())
+
+
+Messages = list[dict[str, Any]]
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SPLIT_IT = (
+    "Make each assistant turn a row of its own ({prompt: the messages before it, completion: "
+    "[it]}), or give a template that renders turns alike wherever they stand, with chat_template"
+)
+
+
+def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
+    """The conversation of a prompt and what answers it, and how many of its turns are the prompt.
+
+    Either is text or a list of messages; a text is the user's turn or the assistant's. An answer
+    may repeat the prompt in front, as many preference data sets do.
+
+    Raises:
+        DataSourceError: an answer that begins with another turn than the assistant's and does not
+            hold the prompt.
+    """
+    turns = list(answer) if isinstance(answer, list) else [_turn("assistant", answer)]
+    for part in (turns, prompt if isinstance(prompt, list) else ()):
+        check_messages(part)
+    if prompt is None:
+        return turns, _num_before_answer(turns)
+    before = list(prompt) if isinstance(prompt, list) else [_turn("user", prompt)]
+    if [_plain(turn) for turn in turns[: len(before)]] == [_plain(turn) for turn in before]:
+        return turns, len(before)
+    if turns and turns[0]["role"] == "assistant":
+        return before + turns, len(before)
+    if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
+        return turns, _num_before_answer(turns)  # a system message, then the prompt
+    raise DataSourceError(
+        name="prompt",
+        value=str(prompt)[:60],
+        rule="be followed or repeated by the messages that answer it",
+        reason=f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
+        remedy="Drop the prompt, or let the answer begin with the assistant's turn",
+    )
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raises DataSourceError where one is no message with a role."""
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise DataSourceError(
+                name=f"the message {str(message)[:60]!r}",
+                rule="have 'role' and 'content'",
+                reason="chat templates read these",
+                remedy="Rename its keys (ShareGPT's 'from' and 'value', for example)",
+            )
+
+
+def _turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
+    return str(turn.get("role")), str(turn.get("content")).strip()
+
+
+def _num_before_answer(turns: Messages) -> int:
+    """Turns before the last run of the assistant's."""
+    count = len(turns)
+    while count and turns[count - 1]["role"] == "assistant":
+        count -= 1
+    return count
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    generation_prompt: bool = False,
+    tools: Sequence[Any] | None = None,
+) -> str:
+    """The conversation as the tokenizer's chat template writes it; `tools`: their JSON schemas.
+
+    Raises:
+        DataSourceError: the tokenizer has no template, or the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise DataSourceError(
+            name="messages",
+            rule="become text",
+            reason="the tokenizer has no chat template",
+            remedy="Set chat_template (a file, or the template itself), take an "
+            "instruction-tuned model, or write the rows as text",
+        )
+    return render_chat(
+        tokenizer, messages, tools=tools, generation_prompt=generation_prompt,
+        refused=DataSourceError,
+    )  # fmt: skip
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Messages,
+    num_prompt_turns: int = 0,
+    *,
+    tools: Sequence[Any] | None = None,
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
+    its text and its end-of-turn token, which are the tokens that a rollout samples; without such a
+    token, the template's text after the turn.
+
+    A template's own `{% generation %}` marks are believed.
+
+    Raises:
+        DataSourceError: no assistant turn, or a template that does not show where one is.
+    """
+    check_messages(messages)
+    own = [
+        i for i, message in enumerate(messages)
+        if i >= num_prompt_turns and message["role"] == "assistant"
+    ]  # fmt: skip
+    if not own:
+        raise DataSourceError(
+            name=f"messages with the roles {[message['role'] for message in messages]}",
+            rule="have a turn of 'assistant' to learn from",
+            reason="there is none behind the prompt",
+            remedy="Drop the row, or rename its roles",
+        )
+    if _MARK.search(str(tokenizer.chat_template or "")):
+        return _encode_marked(tokenizer, messages, own[0], tools)
+    text = render(tokenizer, messages, tools=tools)
+    spans = [_span(tokenizer, messages, turn, text, tools) for turn in own]
+    return encode_spans(tokenizer, text, spans, add_special_tokens=False)
+
+
+def encode_judged_chat(
+    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True
+) -> list[int]:
+    """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
+    it: a sampled completion has nothing behind that token, and without it when not `finished`."""
+    text = render(tokenizer, messages)
+    trimmed = text.rstrip()
+    for end in tokenizer.all_special_tokens:
+        if trimmed.endswith(end):
+            text = trimmed if finished else trimmed.removesuffix(end)
+            break
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _span(
+    tokenizer: Any, messages: Messages, turn: int, text: str, tools: Sequence[Any] | None
+) -> Span:
+    """Characters of `text`, the whole conversation rendered, that the assistant samples."""
+    before = render(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
+    if not text.startswith(before):
+        raise _not_shown(turn, before, text)
+    upto = render(tokenizer, messages[: turn + 1], tools=tools)
+    if text.startswith(upto):
+        return len(before), sampled_end(tokenizer, upto, len(before))
+    # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
+    # ends it here as well.
+    said = str(messages[turn]["content"]).strip()
+    closing = upto[upto.rindex(said) + len(said) :] if said and said in upto else None
+    start = text.find(said, len(before))
+    end = start + len(said)
+    follows = start >= 0 and not text[len(before) : start].strip()
+    if closing and follows and text.startswith(closing, end):
+        return len(before), sampled_end(tokenizer, text[: end + len(closing)], end)
+    raise _not_shown(turn, upto, text)
+
+
+def sampled_end(tokenizer: Any, upto: str, start: int) -> int:
+    """Where sampling of the last turn of `upto` ends: after its last special token. Text that the
+    template writes after it (usually a line break) is not the assistant's."""
+    ends = [upto.rfind(token, start) + len(token) for token in tokenizer.all_special_tokens
+            if upto.rfind(token, start) >= 0]  # fmt: skip
+    return max((end for end in ends if not upto[end:].strip()), default=len(upto))
+
+
+def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
+    same = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
+    return DataSourceError(
+        name=f"messages[{turn}]",
+        rule="be rendered by the chat template as it is before an answer",
+        reason=f"there it writes {part[same : same + 40]!r} where the whole conversation has "
+        f"{text[same : same + 40]!r}, so that it is not known which tokens are the "
+        "assistant's, and a model would be asked for them after another text",
+        remedy=_SPLIT_IT,
+    )
+
+
+def _encode_marked(
+    tokenizer: Any, messages: Messages, first_turn: int, tools: Sequence[Any] | None
+) -> tuple[list[int], list[bool]]:
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        tools=list(tools) if tools else None,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+    if any(message["role"] == "assistant" for message in messages[:first_turn]):
+        text = render(tokenizer, messages, tools=tools)
+        before = render(tokenizer, messages[:first_turn], generation_prompt=True, tools=tools)
+        if not text.startswith(before):
+            raise _not_shown(first_turn, before, text)
+        span = (len(before), len(text))
+        _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
+        marked = [one and other for one, other in zip(marked, later, strict=True)]
+    if not any(marked):
+        raise DataSourceError(
+            name="messages",
+            rule="have tokens that the chat template marks with {% generation %}",
+            reason="it marks none here",
+            remedy="Put the marks around the assistant's turns, or remove them all",
+        )
+    return ids, marked
+
+
+_REASONING = "reasoning_content"
+_ASK: dict[str, Any] = {"role": "user", "content": "x"}
+_SAY: dict[str, Any] = {"role": "assistant", "content": "y", _REASONING: "qqq"}
+
+
+class Part(NamedTuple):
+    """A training row of a conversation: its first `end` messages, of which the assistant's turns
+    from message `start` on are learnt from."""
+
+    row: int
+    start: int
+    end: int
+
+
+def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
+    """The training rows of conversations with thoughts; None if rows are used as they are.
+
+    Many templates write the thoughts of the newest turn alone:
+
+        said in turn 1:   [ask 1] <think> a </think> answer 1
+        said in turn 2:   [ask 1] answer 1 [ask 2] <think> b </think> answer 2
+
+    What turn 1 says is learnt from where it stands as it was said: in a row of its own. In the
+    second row it is only read; a target there would teach the model not to think.
+    """
+    if "messages" not in rows.columns or not _drops_thoughts(tokenizer):
+        return None
+    return [
+        Part(place, *borders)
+        for place, row in enumerate(rows)
+        for borders in borders_of_parts(tokenizer, list(row["messages"]), row.get("tools"))
+    ]
+
+
+def borders_of_parts(
+    tokenizer: Any, messages: Messages, tools: Sequence[Any] | None
+) -> list[tuple[int, int]]:
+    """(start, end) of each training row of a conversation, see `Part`."""
+    ends: dict[int, int] = {}  # by the assistant's turn: the longest conversation that shows it
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            ends[turn] = _shown_until(tokenizer, messages, turn, tools)
+    parts: list[tuple[int, int]] = []
+    for turn, end in ends.items():
+        if not parts or end != parts[-1][1]:
+            parts.append((turn, end))
+    return parts or [(0, len(messages))]
+
+
+def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[Any] | None) -> int:
+    """The longest prefix of messages whose rendering still shows a turn's thoughts; all messages
+    for a turn without."""
+    thoughts = str(messages[turn].get(_REASONING) or "").strip()
+    if not thoughts:
+        return len(messages)
+    before = render(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
+    newest = render(tokenizer, messages[: turn + 1], tools=tools)
+    if thoughts in newest[len(before) :]:
+        said = newest[: sampled_end(tokenizer, newest, len(before))]
+        ends = range(len(messages), turn, -1)
+        return next(
+            end for end in ends if render(tokenizer, messages[:end], tools=tools).startswith(said)
+        )
+    raise DataSourceError(
+        name=f"messages[{turn}]",
+        rule="have its thoughts written by the chat template where it is the newest turn",
+        reason=f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        remedy=f"Give a template that writes {_REASONING}, or put the thoughts into the content",
+    )
+
+
+def _drops_thoughts(tokenizer: Any) -> bool:
+    """Whether the template writes the thoughts of the newest turn, and not those of old ones."""
+    if not tokenizer.chat_template or _REASONING not in str(tokenizer.chat_template):
+        return False
+    newest = render(tokenizer, [_ASK, _SAY])
+    older: Sequence[Mapping[str, Any]] = [_ASK, _SAY, _ASK, {**_SAY, _REASONING: ""}]
+    thoughts = str(_SAY[_REASONING])
+    return thoughts in newest and thoughts not in render(tokenizer, older)

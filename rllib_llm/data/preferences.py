@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rllib_llm.data.chats import as_turns, encode_chat, encode_judged_chat
 from rllib_llm.data.encoding import (
+    as_turns,
     common_prefix_len,
+    encode_chat,
     encode_ended,
+    encode_judged_chat,
     keep_end,
     vocabulary_hash,
 )
-from rllib_llm.data.order import EpochOrder
 from rllib_llm.data.rollouts import pairs_of_rollouts
-from rllib_llm.data.rows import DataSourceError, Rows, require_columns
+from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import OTHER_TOKENIZER, warn_of_cuts
 from rllib_llm.shared import columns

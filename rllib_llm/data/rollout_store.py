@@ -13,19 +13,320 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.parquet as pq
 
-from rllib_llm.data.rollout_files import RolloutFiles, conform
+STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for data
+PIECES_KEY = b"rllib_llm_pieces"  # in each file's metadata: (rows, iteration) of what it is made of
+MERGED_FILES = 32
+MERGED_BYTES = 64 * 2**20  # of a merged file, as it lies on the disk
+COMPRESSION = "zstd"
+_NAME = re.compile(r"part-(\d+)(?:-(\d+))?\.parquet")
+
+# --- what is in them ------------------------------------------------------------------------------
+
+SCHEMA_VERSION = 3
+VERSION_KEY = b"rllib_llm_rollouts"  # in each file's metadata, with the version
+STATUSES = ("trained", "rejected", "failed", "evaluated")
+
+_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+
+# One row for each completion; a conversation that forked has a row for each of its paths. Lists of
+# a row are as long as its completion, from its first token on. All columns are plain values, lists
+# and structs of fixed fields: pandas, DuckDB, pyarrow and `datasets` read the files as they are.
+SCHEMA = pa.schema(
+    [
+        ("iteration", pa.int32()),  # in which it was sampled, from 1; 0: before training
+        ("run", pa.string()),  # the trial's folder name
+        ("status", pa.string()),  # one of STATUSES
+        ("reason", pa.string()),  # why it was rejected or failed
+        ("position", pa.int64()),  # of the prompt, in the order in which prompts are sampled
+        ("group", pa.int64()),  # rows alike in it are completions of one prompt
+        ("sample", pa.int32()),  # the rollout's place in its group
+        ("row", pa.int32()),  # the row's place in its rollout
+        ("prompt_index", pa.int64()),  # the prompt's row in its data set
+        ("env", pa.string()),
+        ("replica", pa.int32()),  # of the environment, where it is known
+        ("prompt", pa.string()),  # of a conversation what was said before the row's completion
+        ("completion", pa.string()),
+        ("messages", pa.string()),  # of a conversation all that was said on the row's path, JSON
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),  # sampled by the policy
+        ("logprobs", pa.list_(pa.float32())),  # the sampler's own, nats
+        ("ref_logprobs", pa.list_(pa.float32())),  # the reference's
+        ("advantages", pa.list_(pa.float32())),  # what the learner made of it, once trained
+        ("version_spans", pa.list_(_SPAN)),  # weights that sampled tokens start .. end - 1
+        ("score", pa.float32()),  # what the judge says, before any KL share
+        ("reward", pa.float32()),  # the environment's, its KL share taken off
+        ("valid", pa.bool_()),  # False where the judge failed
+        ("rewards", pa.string()),  # what the score is made of, by name, JSON
+        ("metrics", pa.string()),  # what the environment reports beside it, by name, JSON
+        ("tokens", pa.int32()),  # sampled ones
+        ("finish_reason", pa.string()),  # stop, length, aborted or error
+        ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
+        ("top_k", pa.int32()),
+        ("seed", pa.int64()),
+        ("tokenizer", pa.string()),  # a hash of the vocabulary the ids belong to
+        ("started", pa.timestamp("us", "UTC")),  # its batch
+        ("ended", pa.timestamp("us", "UTC")),
+    ],
+    metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
+)
+
+
+class RolloutSchemaError(ValueError):
+    """Files of another schema version."""
+
+
+def check_version(schema: pa.Schema, where: str) -> None:
+    """Raises RolloutSchemaError unless files of `schema` can be read here."""
+    found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
+    if found != str(SCHEMA_VERSION):
+        raise RolloutSchemaError(
+            f"{where} has rollout schema version {found}, which must be {SCHEMA_VERSION}: another "
+            "version of rllib_llm wrote it. Sample the rollouts again, or read them with that "
+            "version."
+        )
+
+
+def conform(table: pa.Table, iteration: int) -> pa.Table:
+    """`table` with exactly the columns of `SCHEMA`, those it lacks null, as rows of `iteration`."""
+    given = dict(zip(table.column_names, table.columns, strict=True))
+    given["iteration"] = pa.repeat(pa.scalar(iteration, pa.int32()), table.num_rows)
+    columns = []
+    for field in SCHEMA:
+        column = given.get(field.name)
+        if column is None:
+            column = pa.nulls(table.num_rows, field.type)
+        columns.append(column if column.type == field.type else column.cast(field.type))
+    return pa.table(columns, schema=SCHEMA)
+
+
+# Of the columns that hold texts, and of those that hold one value that readers skip files by.
+_TEXTS = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
+_SINGLE = [
+    field.name
+    for field in SCHEMA
+    if not pa.types.is_nested(field.type) and field.name not in ("prompt", "completion", "messages")
+]
+
+# --- which there are ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file, with the rows written under the numbers `first` to `last`.
+
+    pieces: (rows, iteration) under each number.
+    """
+
+    first: int
+    last: int
+    num_bytes: int
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        end = "" if self.first == self.last else f"-{self.last:08d}"
+        return f"part-{self.first:08d}{end}.parquet"
+
+    @property
+    def newest_iteration(self) -> int:
+        """The newest iteration among its rows."""
+        return max(iteration for _, iteration in self.pieces)
+
+
+def not_contained(names: Iterable[str]) -> list[str]:
+    """The files of a store among `names`, in order, without those that another one contains."""
+    found = [(int(m[1]), int(m[2] or m[1]), name) for name in names if (m := _NAME.fullmatch(name))]
+    kept: list[tuple[int, int, str]] = []
+    for first, last, name in sorted(found, key=lambda each: (each[0], -each[1])):
+        if not kept or last > kept[-1][1]:
+            kept.append((first, last, name))
+    return [name for *_, name in kept]
+
+
+class RolloutFiles:
+    """The files of a store, numbered in the order in which they were written.
+
+    `.store.json` holds the store's name, and of a run that went on from another store's state the
+    number of its first own file: where it does so once more, those since then are removed.
+
+    Args:
+        folder: inside `filesystem`.
+        filesystem: pyarrow's.
+        keep_iterations: of so many iterations rows are kept, the newest; None: of all.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        filesystem: pyarrow.fs.FileSystem,
+        *,
+        keep_iterations: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self.filesystem = filesystem
+        self.name = ""
+        self.next_file = 0
+        self.has_begun = False
+        self._is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        self._keep_iterations = keep_iterations
+        self._parts: list[Part] = []  # in order, those that may be merged or removed
+        self._num_whole = 0  # of the first of them, which are not merged any more
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Prepares the folder for a run that resumes from `state`; None: for a new run."""
+        self.filesystem.create_dir(self.folder, recursive=True)
+        about = self._read_about() or {"store": uuid.uuid4().hex, "others": {}}
+        names = self._names()
+        kept = [self._read_part(name) for name in not_contained(names)]
+        for name in set(names) - {part.name for part in kept}:
+            self._delete(name)
+        if not state or not state.get("store"):
+            first = 0
+            about["others"] = {}
+        elif state["store"] == about["store"]:
+            first = state["next_file"]
+        else:  # another run's: what this one has is its past, unless it began there before
+            key = f"{state['store']}:{state['next_file']}"
+            first = about["others"].get(key, max((part.last for part in kept), default=-1) + 1)
+            about["others"] = {key: first}
+        self._parts = [cut for part in kept if (cut := self._cut(part, first)) is not None]
+        self.name, self.next_file, self.has_begun = about["store"], first, True
+        self._put(STORE_FILE, json.dumps(about).encode())
+
+    def write(self, table: pa.Table, iteration: int) -> int:
+        """Writes one file atomically and returns its size in bytes."""
+        number = self.next_file
+        part = self._write(number, number, table, ((table.num_rows, iteration),))
+        self.next_file += 1
+        self._merge()
+        self._remove_old(iteration)
+        return part.num_bytes
+
+    # --- merged, cut, removed ------------------------------------------------------------------
+
+    def _merge(self) -> None:
+        """Merges the newest files of like numbers of pieces, again and again."""
+        while True:
+            whole = self._parts[self._num_whole :]
+            size = len(whole[-1].pieces) if whole else 0
+            alike = [part for part in whole[-MERGED_FILES:] if len(part.pieces) == size]
+            if len(alike) < MERGED_FILES:
+                return
+            if sum(part.num_bytes for part in alike) > MERGED_BYTES:
+                self._num_whole = len(self._parts)
+                return
+            table = pa.concat_tables([self._read(part) for part in alike])
+            pieces = tuple(piece for part in alike for piece in part.pieces)
+            del self._parts[-MERGED_FILES:]
+            self._write(alike[0].first, alike[-1].last, table, pieces)
+            for part in alike:
+                self._delete(part.name)
+
+    def _cut(self, part: Part, first: int) -> Part | None:
+        """Removes the rows written under the numbers from `first` on."""
+        if part.last < first:
+            return part
+        cut = None
+        if part.first < first:
+            pieces = part.pieces[: first - part.first]
+            table = self._read(part).slice(0, sum(rows for rows, _ in pieces))
+            cut = self._write(part.first, first - 1, table, pieces)
+            self._parts.pop()
+        self._delete(part.name)
+        return cut
+
+    def _remove_old(self, iteration: int) -> None:
+        if self._keep_iterations is None:
+            return
+        oldest = iteration - self._keep_iterations
+        old = [part for part in self._parts if part.newest_iteration <= oldest]
+        for part in old:
+            self._delete(part.name)
+        self._parts = self._parts[len(old) :]
+        self._num_whole = max(0, self._num_whole - len(old))
+
+    # --- on the disk ---------------------------------------------------------------------------
+
+    def _write(
+        self, first: int, last: int, table: pa.Table, pieces: tuple[tuple[int, int], ...]
+    ) -> Part:
+        metadata = {**(table.schema.metadata or {}), PIECES_KEY: json.dumps(pieces).encode()}
+        sink = pa.BufferOutputStream()
+        pq.write_table(
+            table.replace_schema_metadata(metadata), sink, compression=COMPRESSION,
+            use_dictionary=_TEXTS, write_statistics=_SINGLE,
+        )  # fmt: skip
+        content = sink.getvalue()
+        part = Part(first, last, content.size, pieces)
+        self._put(part.name, content)
+        self._parts.append(part)
+        return part
+
+    def _read(self, part: Part) -> pa.Table:
+        return pq.read_table(f"{self.folder}/{part.name}", filesystem=self.filesystem)
+
+    def _read_part(self, name: str) -> Part:
+        path = f"{self.folder}/{name}"
+        schema = pq.read_schema(path, filesystem=self.filesystem)
+        check_version(schema, self.folder)
+        pieces = json.loads(schema.metadata[PIECES_KEY])
+        match = _NAME.fullmatch(name)
+        assert match is not None, "names of a store's files"
+        size = self.filesystem.get_file_info(path).size
+        return Part(int(match[1]), int(match[2] or match[1]), size, tuple(map(tuple, pieces)))
+
+    def _read_about(self) -> dict[str, Any] | None:
+        path = f"{self.folder}/{STORE_FILE}"
+        if self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
+            return None
+        with self.filesystem.open_input_stream(path) as stream:
+            return json.loads(stream.read())
+
+    def _names(self) -> list[str]:
+        selector = pyarrow.fs.FileSelector(self.folder, allow_not_found=True)
+        names = [info.base_name for info in self.filesystem.get_file_info(selector)]
+        return [name for name in names if _NAME.fullmatch(name)]
+
+    def _delete(self, name: str) -> None:
+        self.filesystem.delete_file(f"{self.folder}/{name}")
+
+    def _put(self, name: str, content: Any) -> None:
+        path = f"{self.folder}/{name}"
+        if not self._is_local:  # object stores show a file once it is closed
+            with self.filesystem.open_output_stream(path) as stream:
+                stream.write(content)
+            return
+        partial = f"{self.folder}/.{name}.partial"
+        try:
+            with open(partial, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            if os.path.exists(partial):
+                os.unlink(partial)
+            raise
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_files import SCHEMA, STORE_FILE, check_version, not_contained
+from rllib_llm.data.rollout_store import SCHEMA, STORE_FILE, check_version, not_contained
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.storage import Place, UrlPath, place
 

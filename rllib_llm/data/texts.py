@@ -13,10 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
-from rllib_llm.data.chats import Part, as_turns, encode_chat, parts_of_rows
-from rllib_llm.data.encoding import encode_ended, vocabulary_hash
-from rllib_llm.data.order import EpochOrder
-from rllib_llm.data.rows import DataSourceError
+from rllib_llm.data.encoding import (
+    Part,
+    as_turns,
+    encode_chat,
+    encode_ended,
+    parts_of_rows,
+    vocabulary_hash,
+)
+from rllib_llm.data.rows import DataSourceError, EpochOrder
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import SettingError

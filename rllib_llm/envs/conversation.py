@@ -11,6 +11,8 @@ the policy samples and how conversations become batches is the sampler's
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,11 +21,11 @@ import torch
 from gymnasium import spaces
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.conversations.chat_format import ChatFormat, Message
+from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
-from rllib_llm.envs.event_loop import EventLoop
 from rllib_llm.envs.judges.rewards import RewardSum
+from rllib_llm.envs.mcp_tools import MCPServers
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (
     COMMON_DEFAULTS,
@@ -35,9 +37,10 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
-from rllib_llm.envs.tools.mcp_tools import MCPServers
-from rllib_llm.envs.tools.toolbox import Toolbox
+from rllib_llm.envs.tools import Toolbox
 from rllib_llm.modules.model_limits import num_embeddings, num_positions
+from rllib_llm.shared.elsewhere import EventLoop
+from rllib_llm.shared.openai_client import OpenAIClient, ServerError
 
 # What a bandit needs and a conversation does not.
 _OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")
@@ -256,3 +259,68 @@ class ConversationEnv:
         """Ends the event loop, and the connections that live in it."""
         self.events.run(self._servers.close())
         self.events.close()
+
+
+_EXCHANGED = {"user": "assistant", "assistant": "user"}
+
+
+class ChatEnv(ConversationEnv):
+    """The other player answers every turn without complete tool calls."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "base_url": None,  # of the player's server, up to the version
+        "model_name": None,  # the server's name for the player
+        "system_of_player": None,  # what it is told first; {columns} of the task are filled in
+        "player_settings": None,  # further ones of its requests: temperature, max_tokens, ...
+        "client_settings": None,  # of `OpenAIClient`: timeout_s, max_attempts, api_key_env, ...
+        "last_words": None,  # words of the player that end the conversation
+    }
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(env_config)
+        if not self.settings["model_name"]:
+            raise EnvConfigError(
+                "env_config['model_name']=None must be a name: the server is asked for the player "
+                "by it. Set it to what GET /v1/models lists."
+            )
+        self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
+
+    @functools.cached_property
+    def _client(self) -> OpenAIClient:
+        return OpenAIClient(self.settings["base_url"], **(self.settings["client_settings"] or {}))
+
+    async def respond(self, conversation: Conversation) -> Response:
+        body = {
+            **(self.settings["player_settings"] or {}),
+            "model": self.settings["model_name"],
+            "messages": self._seen_by_player(conversation),
+        }
+        asked = self._client.submit("chat/completions", body, _player_words)
+        try:
+            words = await asyncio.wrap_future(asked)
+        except ServerError as error:
+            return Response(invalid=f"the other player did not answer: {error}")
+        last = self.settings["last_words"]
+        return Response(words, done=last is not None and last in words)
+
+    def _seen_by_player(self, conversation: Conversation) -> Messages:
+        """The conversation from the other player's side, without the policy's tool calls and
+        results."""
+        system = self.settings["system_of_player"]
+        messages: Messages = []
+        if system is not None:
+            messages.append({"role": "system", "content": system.format(**conversation.task)})
+        for message in conversation.messages:
+            if message["role"] in _EXCHANGED and message["content"]:
+                said = {"role": _EXCHANGED[message["role"]], "content": message["content"]}
+                messages.append(said)
+        return messages
+
+    def close(self) -> None:
+        """Closes the connections to the server as well."""
+        self._client.close()
+        super().close()
+
+
+def _player_words(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"] or "")

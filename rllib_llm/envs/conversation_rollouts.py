@@ -20,9 +20,9 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv, Response
-from rllib_llm.envs.event_loop import call, told
 from rllib_llm.envs.prompts import PromptRow
-from rllib_llm.envs.tools.toolbox import ToolResult
+from rllib_llm.envs.tools import ToolResult
+from rllib_llm.shared.elsewhere import call, told
 
 Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled."""

@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.data.chats import render
-from rllib_llm.data.encoding import check_text, encode_text, keep_end
-from rllib_llm.data.order import EpochOrder, check_seed, permuted
-from rllib_llm.data.rows import DataSourceError, Rows, require_columns
+from rllib_llm.data.encoding import check_text, encode_text, keep_end, render
+from rllib_llm.data.rows import (
+    DataSourceError,
+    EpochOrder,
+    Rows,
+    check_seed,
+    permuted,
+    require_columns,
+)
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared.errors import SettingError
 

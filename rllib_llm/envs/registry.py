@@ -24,7 +24,7 @@ ENVIRONMENTS: dict[str, str] = {
     "rllib_llm/RLHF-v0": "rllib_llm.envs.rlhf:create",
     "rllib_llm/Arithmetic-v0": "rllib_llm.examples.arithmetic:create",
     "rllib_llm/Calculator-v0": "rllib_llm.examples.calculator:Calculator",
-    "rllib_llm/Chat-v0": "rllib_llm.envs.adapters.chat:ChatEnv",
+    "rllib_llm/Chat-v0": "rllib_llm.envs.conversation:ChatEnv",
     "rllib_llm/Conversation-v0": "rllib_llm.envs.conversation:ConversationEnv",
     "rllib_llm/Lookup-v0": "rllib_llm.examples.lookup:Lookup",
     "rllib_llm/ReasoningGym-v0": "rllib_llm.envs.adapters.reasoning_gym:create",

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.envs.tools import FunctionTool
 from rllib_llm.examples.characters import (
     SftTurn,
     chat_tokenizer,

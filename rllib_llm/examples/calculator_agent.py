@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from rllib_llm.envs.tools.toolbox import FunctionTool
+from rllib_llm.envs.tools import FunctionTool
 from rllib_llm.examples.calculator import calculator
 
 

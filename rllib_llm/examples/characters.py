@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.data.order import permuted
+from rllib_llm.data.rows import permuted
 
 END = "<|end|>"
 CHAT_SPECIAL = ("<pad>", END, "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.tools.search import SearchTool
+from rllib_llm.envs.tools import SearchTool
 from rllib_llm.examples.characters import (
     SftTurn,
     chat_tokenizer,

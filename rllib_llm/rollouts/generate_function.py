@@ -29,9 +29,9 @@ from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Engine, Noise
 from rllib_llm.engines.servers import ClientPolicy
-from rllib_llm.envs.event_loop import EventLoop, call
 from rllib_llm.rollouts.policy import Generation, LoadWeights, ModulePolicy
 from rllib_llm.shared import columns
+from rllib_llm.shared.elsewhere import EventLoop, call
 from rllib_llm.shared.padding import pad_right
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 

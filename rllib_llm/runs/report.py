@@ -13,8 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.data.rollout_files import STORE_FILE
-from rllib_llm.data.rollout_store import ROLLOUTS
+from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, summary_metrics
 from rllib_llm.runs.plot import plot_stage

@@ -15,7 +15,7 @@ from rllib_llm.envs.adapters.trl import TRLEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.sandbox import WorkerPool
-from rllib_llm.envs.tools.toolbox import ToolError
+from rllib_llm.envs.tools import ToolError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import add, roll, settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.adapters.chat import ChatEnv
+from rllib_llm.envs.conversation import ChatEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import ADD_CALL, add, roll, settings

@@ -7,7 +7,7 @@ import pytest
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import ENDS, MORE, SAYS, THINKS, USER
-from rllib_llm.data.chats import encode_chat
+from rllib_llm.data.encoding import encode_chat
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples import calculator
 from tests.conversations.templates import ADD, FAMILIES, family_tokenizer

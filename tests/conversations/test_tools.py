@@ -9,9 +9,7 @@ import time
 import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall
-from rllib_llm.envs.tools.python_tool import PythonTool
-from rllib_llm.envs.tools.search import SearchTool
-from rllib_llm.envs.tools.toolbox import Toolbox, ToolError
+from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError
 from rllib_llm.examples.calculator import calculator
 from rllib_llm.examples.lookup import Lookup, facts, sft_rows
 from rllib_llm.examples.lookup import build_model as build_lookup_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.data.chats import as_turns, encode_chat, encode_judged_chat, render
+from rllib_llm.data.encoding import as_turns, encode_chat, encode_judged_chat, render
 from rllib_llm.data.rows import DataSourceError
 from tests.tiny_models import byte_tokenizer
 

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rllib_llm.data.chats import encode_chat
-from rllib_llm.data.encoding import vocabulary_hash
+from rllib_llm.data.encoding import encode_chat, vocabulary_hash
 from rllib_llm.data.preferences import PairSource, PromptedPairSource
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows

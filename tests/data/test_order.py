@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rllib_llm.data.order import EpochOrder, permuted
+from rllib_llm.data.rows import EpochOrder, permuted
 from rllib_llm.shared.errors import SettingError
 
 

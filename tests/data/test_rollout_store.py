@@ -12,8 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rllib_llm.data.rollout_files import SCHEMA, RolloutSchemaError, conform, not_contained
-from rllib_llm.data.rollout_store import QUEUE_SIZE, RolloutStore, RolloutStoreError
+from rllib_llm.data.rollout_store import (
+    QUEUE_SIZE,
+    SCHEMA,
+    RolloutSchemaError,
+    RolloutStore,
+    RolloutStoreError,
+    conform,
+    not_contained,
+)
 from rllib_llm.data.rollouts import open_rollouts, rollout_folders
 from tests.data.tiny_rollouts import group, put, table
 
@@ -257,7 +264,7 @@ def test_what_is_contained():
 
 
 def test_large_files_are_left_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("rllib_llm.data.rollout_files.MERGED_BYTES", 1000)
+    monkeypatch.setattr("rllib_llm.data.rollout_store.MERGED_BYTES", 1000)
     store = RolloutStore(tmp_path)
     write_iterations(store, range(1, 41))
     store.stop()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rllib_llm.data.rollout_files import SCHEMA
+from rllib_llm.data.rollout_store import SCHEMA
 
 
 def table(*rows: dict[str, Any], **all_rows: Any) -> pa.Table:

@@ -6,7 +6,7 @@ import datetime
 
 import torch
 
-from rllib_llm.data.rollout_files import conform
+from rllib_llm.data.rollout_store import conform
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import AboutRun, rows_of
 from rllib_llm.shared import columns

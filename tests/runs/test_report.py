@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rllib_llm.data.rollout_files import STORE_FILE
+from rllib_llm.data.rollout_store import STORE_FILE
 from rllib_llm.runs.report import report
 from rllib_llm.runs.stage_result import StageResult
 from rllib_llm.runs.yaml_experiments import Experiment

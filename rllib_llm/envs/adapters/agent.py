@@ -31,10 +31,10 @@ from rllib_llm.envs.conversation_rollouts import (
     new_attempts,
     run_side_by_side,
 )
-from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.elsewhere import call
 
 
 class AgentEnv(ConversationEnv):

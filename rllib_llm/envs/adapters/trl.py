@@ -18,11 +18,10 @@ from typing import Any, ClassVar
 from rllib_llm.conversations.chat_format import ChatFormat, Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.tools.toolbox import FunctionTool, Toolbox, as_tool
+from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.elsewhere import Away
+from rllib_llm.shared.elsewhere import Away, call
 
 _NO_TOOLS = ("reset", "get_reward")
 _ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own

@@ -24,10 +24,10 @@ from typing import Any, ClassVar
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.event_loop import call
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.envs.tools.toolbox import FunctionTool, tool_schema
+from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.elsewhere import call
 
 
 def prompt_of(task: Any) -> list[dict[str, Any]]:

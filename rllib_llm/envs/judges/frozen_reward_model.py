@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rllib_llm.data.chats import encode_judged_chat
-from rllib_llm.data.encoding import encode_text, keep_end
+from rllib_llm.data.encoding import encode_judged_chat, encode_text, keep_end
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.envs.reference import DEFAULT_BATCH_TOKENS, check_measure_drift, log_drift
 from rllib_llm.modules.packing.packing import pack_right, token_batches

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from rllib_llm.envs.event_loop import EventLoop, ExitedError, harmless
 from rllib_llm.envs.judges.reward_functions import (
     Invalid,
     RewardBatch,
     RewardError,
     RewardTerm,
 )
+from rllib_llm.shared.elsewhere import EventLoop, ExitedError, harmless
 from rllib_llm.shared.tracebacks import raised
 
 __all__ = [

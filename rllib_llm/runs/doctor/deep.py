@@ -102,7 +102,7 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
 def chat_rules(stage: Stage) -> Iterator[Finding]:
     """Whether the chat template only appends, so that a continued conversation extends its
     tokens."""
-    from rllib_llm.data.chats import render
+    from rllib_llm.data.encoding import render
 
     tokenizer = stage.config.load_tokenizer()
     if not tokenizer.chat_template:

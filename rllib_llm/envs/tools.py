@@ -12,9 +12,14 @@ import copy
 import inspect
 import json
 import math
+import os
+import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
@@ -26,9 +31,9 @@ from transformers.utils.chat_template_utils import (
 )
 
 from rllib_llm.conversations.tool_calls import ToolCall
-from rllib_llm.envs.event_loop import call, told
+from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.elsewhere import Away
+from rllib_llm.shared.elsewhere import Away, call, told
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
@@ -259,3 +264,149 @@ def _names_in(code: CodeType | None) -> set[str]:
         return set()
     within = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*within)
+
+
+class PythonTool:
+    """A tool `python(code)`.
+
+    Args:
+        timeout_s: of the program, from when it is started; a program that waits for a place among
+            `max_processes` is not late.
+        memory_mb: of its address space.
+        max_output: bytes of what it prints that are read.
+        name: of the tool.
+        max_processes: that run at the same time in this process; None: as many as there are cores.
+        sandbox: further fields of `Sandbox`.
+    """
+
+    def __init__(
+        self, *, timeout_s: float = 5.0, memory_mb: int = 512, max_output: int = 20_000,
+        name: str = "python", max_processes: int | None = None, **sandbox: Any,
+    ) -> None:  # fmt: skip
+        self.timeout_s, self.max_output, self.name = timeout_s, max_output, name
+        limits = {"num_files": 64, "file_mb": 16, "num_processes": 64, **sandbox}
+        self._sandbox = Sandbox(memory_mb=memory_mb, cpu_s=math.ceil(timeout_s) + 1, **limits)
+        self._places = threading.BoundedSemaphore(max_processes or os.cpu_count() or 1)
+        code = text_parameter("code", "the program; print() what you want to see")
+        description = "Runs a Python program and returns what it prints."
+        self.schema = tool_schema(name, description, code)
+
+    async def run(self, arguments: Mapping[str, Any]) -> str:
+        """The program's output, including errors.
+
+        Raises:
+            TimeoutError: it did not end in time; it and what it started are ended.
+        """
+        return str(await call(self._run, str(arguments["code"])))
+
+    def _run(self, code: str) -> str:
+        missing_layers()
+        order, files = {"mode": "program", "program": "program.py"}, {"program.py": code}
+        with self._places, Contained(self._sandbox, order, files=files) as program:
+            try:
+                until = time.monotonic() + self.timeout_s
+                printed = program.read(until, most=self.max_output)
+            except TimeoutError:
+                raise TimeoutError(f"the program did not end within {self.timeout_s:g} s") from None
+            exit_code = program.end()
+        text = printed.decode("utf-8", errors="replace")
+        if len(printed) == self.max_output:
+            return f"{text}\n[only the first {self.max_output} bytes]"
+        if exit_code:
+            return f"{text}\n[exit code {exit_code}]".strip()
+        return text.strip() or "[no output]"
+
+
+_WORD = re.compile(r"\w+")
+_K1, _B = 1.2, 0.75  # Robertson & Zaragoza 2009, section 3: usual values
+_SUFFIXES = (".txt", ".md")
+
+
+class SearchTool:
+    """A tool `search(query)` over passages, the paragraphs of the texts in a folder.
+
+    Args:
+        folder: with .txt or .md files of UTF-8, whose titles are their paths in it without the
+            suffix; or {title: text}.
+        num_results: passages in an answer.
+        max_chars: of a passage.
+        name: of the tool.
+
+    Raises:
+        ValueError: no text there, or a file in another encoding.
+    """
+
+    def __init__(
+        self, folder: str | Path | Mapping[str, str], *, num_results: int = 3,
+        max_chars: int = 500, name: str = "search",
+    ) -> None:  # fmt: skip
+        texts = folder.items() if isinstance(folder, Mapping) else _texts_in(Path(folder))
+        self.passages = [
+            (title, passage.strip())
+            for title, text in texts
+            for passage in re.split(r"\n\s*\n", text)
+            if passage.strip()
+        ]
+        if not self.passages:
+            raise ValueError(
+                f"folder={str(folder)[:80]!r} must hold texts ({', '.join(_SUFFIXES)}): there is "
+                "nothing to search. Name the folder of the texts."
+            )
+        self.num_results, self.max_chars, self.name = num_results, max_chars, name
+        self._counts = [Counter(_words(f"{title} {text}")) for title, text in self.passages]
+        self._lengths = [sum(counts.values()) for counts in self._counts]
+        self._mean = sum(self._lengths) / len(self._lengths)
+        self._places: dict[str, list[int]] = {}  # of the passages that hold a word
+        for place, counts in enumerate(self._counts):
+            for word in counts:
+                self._places.setdefault(word, []).append(place)
+        query = text_parameter("query", "words to look for")
+        self.schema = tool_schema(name, "Finds passages about the words of a query.", query)
+
+    async def run(self, arguments: Mapping[str, Any]) -> str:
+        """The best passages, best first, or that there is none."""
+        found = self.search(str(arguments["query"]))
+        if not found:
+            return "Nothing found."
+        return "\n\n".join(f"{title}: {text[: self.max_chars]}" for title, text in found)
+
+    def search(self, query: str) -> list[tuple[str, str]]:
+        """(title, passage) of the passages that match best, those of no common word left out."""
+        words = _words(query)
+        places = {place for word in words for place in self._places.get(word, ())}
+        scored = [(self._score(words, place), -place) for place in places]
+        best = sorted(scored, reverse=True)[: self.num_results]
+        return [self.passages[-place] for _, place in best]
+
+    def _score(self, words: list[str], i: int) -> float:
+        counts, total = self._counts[i], len(self.passages)
+        norm = _K1 * (1 - _B + _B * self._lengths[i] / self._mean)
+        score = 0.0
+        for word in words:
+            if count := counts.get(word, 0):
+                holding = len(self._places[word])
+                rarity = math.log(1 + (total - holding + 0.5) / (holding + 0.5))
+                score += rarity * count * (_K1 + 1) / (count + norm)
+        return score
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _texts_in(folder: Path) -> list[tuple[str, str]]:
+    """(title, text) of the files in a folder and in those within it."""
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file()
+    )
+    return [(path.relative_to(folder).with_suffix("").as_posix(), _utf8(path)) for path in files]
+
+
+def _utf8(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # without a mark of byte order
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"folder: {str(path)!r} must be written in UTF-8: {error}. Convert it, for example "
+            "with iconv -f latin1 -t utf8."
+        ) from error

@@ -13,9 +13,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rllib_llm.envs.event_loop import told
-from rllib_llm.envs.tools.toolbox import ToolError, tool_schema
-from rllib_llm.shared.elsewhere import Away, Outage, backoff_seconds
+from rllib_llm.envs.tools import ToolError, tool_schema
+from rllib_llm.shared.elsewhere import Away, Outage, backoff_seconds, told
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
 _END_SECONDS = 5.0  # that a connection has to close
