@@ -19,8 +19,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rllib_llm.engines.batch_rows import BatchRows, Group, PromptQueue, fill_gaps, padded
-from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.batch_rows import (
+    BatchRows,
+    CompletionBuffers,
+    Group,
+    PromptQueue,
+    fill_gaps,
+    padded,
+)
 from rllib_llm.engines.decode_step import (
     DecodePlan,
     DecodeStep,

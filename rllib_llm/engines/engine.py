@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rllib_llm.engines.batch_rows import Group, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
 from rllib_llm.engines.checks import check_at_least_one, check_decoding_once, check_inputs
-from rllib_llm.engines.completions import CompletionBuffers, Completions
+from rllib_llm.engines.completions import Completions
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from rllib_llm.engines.batch_rows import Group, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
 from rllib_llm.engines.checks import check_bias, check_decoding_once, check_positions
-from rllib_llm.engines.completions import CompletionBuffers, Likeliest, Tokens
+from rllib_llm.engines.completions import Likeliest, Tokens
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix

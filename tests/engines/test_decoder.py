@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import Prompts
-from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import capacity, generate, groups_of

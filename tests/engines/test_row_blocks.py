@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
-from rllib_llm.engines.batch_rows import Prompts
-from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import groups_of

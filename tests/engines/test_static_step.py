@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import Prompts
-from rllib_llm.engines.completions import CompletionBuffers
+from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
 from rllib_llm.engines.decode_step import (
     CudaGraph,
     DecodePlan,
