@@ -35,7 +35,7 @@ import psutil
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 MEDIAN_S, SIGMA = 20.0, 0.6
 UPDATE_S, RENEW_S, NOTICED_S, REPLACED_S = 2.0, 5.0, 2.0, 30.0

@@ -38,8 +38,8 @@ from torch import nn
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.kv_cache import SharedPromptLayer
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import uniform_noise
 
 ENGINES = (
     "ours", "no_graphs", "one_block", "transformers", "transformers_float32", "chunks", "vllm",

@@ -14,7 +14,7 @@ import torch
 from generation_cases import Case
 from torch import nn
 
-from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.protocol import uniform_noise
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -25,7 +25,7 @@ import ray
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.ledger_actor import LocalLedger, RemoteLedger, SamplerLedger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 NUM_PROCESSES = 4  # that emulate samplers
 WARM_UP_SECONDS = 2.0

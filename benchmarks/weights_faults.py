@@ -31,13 +31,11 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import ObjectLostError
 from weights import MIB, SYSTEM_CONFIG, Weights, bytes_in_store, payload_bytes, start_ray
 
-from rllib_llm.weights.coordinator import CoordinatorClient
+from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
 from rllib_llm.weights.flat_buffer import pack
-from rllib_llm.weights.follower import WeightsFollower
 from rllib_llm.weights.loading import ModuleLoader
-from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.publisher import BackgroundPublisher
-from rllib_llm.weights.receiver import Transfer, WeightsReceiver, nodes_with_a_copy
+from rllib_llm.weights.receiver import Transfer, WeightsFollower, WeightsReceiver, nodes_with_a_copy
 
 CASES = ("transfers", "coordinator", "learner", "lost", "nodes")
 LONG = 600.0

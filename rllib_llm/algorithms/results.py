@@ -25,7 +25,7 @@ from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import AboutRun, StoredRollouts
 from rllib_llm.shared import columns
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 Groups = dict[str, dict[str, Any]]
 

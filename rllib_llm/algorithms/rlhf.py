@@ -41,7 +41,7 @@ from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
 from rllib_llm.shared import columns
 from rllib_llm.shared.ray_compat import local_learner
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 if TYPE_CHECKING:
     from rllib_llm.rollouts.source import Rollouts

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.weights.coordinator import CoordinatorClient
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
 from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
 from rllib_llm.weights.push import WeightsPush, open_servers
 

@@ -184,7 +184,7 @@ class Completer:
         """Sampling noise of the next prompts, from the seed and their numbers."""
         import numpy as np
 
-        from rllib_llm.engines.noise import uniform_noise
+        from rllib_llm.engines.protocol import uniform_noise
 
         if params.greedy:
             return None

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from rllib_llm.engines.completions import Completions, Likeliest, Tokens
 from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Completions, Likeliest, Tokens
 from rllib_llm.shared.padding import widen
 
 

@@ -10,18 +10,208 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
-from rllib_llm.engines.checks import check_at_least_one, check_decoding_once, check_inputs
-from rllib_llm.engines.completions import Completions
-from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
+from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.row_budget import row_budget, with_fewer_rows
+from rllib_llm.engines.protocol import Completions
+from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
+from rllib_llm.modules.model_limits import longrope_border
+
+# --- What a generation is given, checked before compute is spent
+
+
+def check_inputs(
+    model: nn.Module,
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    params: SamplingParams,
+    num_completions: int,
+    noise: torch.Tensor | None,
+) -> None:
+    """Raises ValueError naming what does not fit; arguments are those of `engine.generate`."""
+    if prompt_ids.ndim != 2 or prompt_ids.shape != prompt_mask.shape or not prompt_ids.numel():
+        raise ValueError(
+            f"prompt_ids={tuple(prompt_ids.shape)!r} must be [groups, prompt_len] like prompt_mask="
+            f"{tuple(prompt_mask.shape)!r}: each token needs its mask. Pass both as the "
+            "environment gave them."
+        )
+    if prompt_mask.dtype != torch.bool:
+        raise ValueError(
+            f"prompt_mask={prompt_mask.dtype!r} must be torch.bool: True where a token counts. "
+            "Convert it with .bool()."
+        )
+    if num_completions < 1:
+        raise ValueError(
+            f"num_completions={num_completions!r} must be at least 1: it counts the completions of "
+            "each prompt. Use 1 for a single one."
+        )
+    if model.training:
+        raise ValueError(
+            "model.training=True must be False: dropout would make the log-probs another model's. "
+            "Call model.eval() before generating."
+        )
+    lengths = prompt_mask.sum(dim=1)
+    if not bool(prompt_mask[:, -1].all()) or bool((prompt_mask.long().diff(dim=1) < 0).any()):
+        raise ValueError(
+            "prompt_mask must be left-padded, with a token in its last column: completions are "
+            "appended there. Move the padding of every prompt to its front; drop empty prompts."
+        )
+    check_positions(model.config, int(lengths.max()), params)
+    check_bias(model.config, params)
+    _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
+
+
+def check_at_least_one(**settings: int | None) -> None:
+    """Raises ValueError for a setting that is given and below 1."""
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise ValueError(
+                f"{name}={value!r} must be at least 1: it is a count. Leave it out for the "
+                "device's own."
+            )
+
+
+def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
+    """Raises ValueError for more positions than the model has, or than its rows are independent
+    of each other up to."""
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and longest_prompt + params.max_new_tokens > limit:
+        raise ValueError(
+            f"max_new_tokens={params.max_new_tokens!r} must be at most "
+            f"{limit - longest_prompt}: the longest prompt has {longest_prompt} tokens and the "
+            f"model {limit} positions. Shorten prompts or completions."
+        )
+    short = longrope_border(text)
+    if short is not None and longest_prompt + params.max_new_tokens > short:
+        raise ValueError(
+            f"max_new_tokens={params.max_new_tokens!r} must be at most {short - longest_prompt}: "
+            f"the longest prompt has {longest_prompt} tokens, and beyond {short} positions this "
+            "model's longrope rotates every row of a batch by other factors as soon as one row is "
+            "longer, so that log-probs depend on the rows beside it. Shorten prompts or "
+            "completions."
+        )
+
+
+def check_bias(config: PretrainedConfig, params: SamplingParams) -> None:
+    """Raises ValueError for a bias of tokens that the model does not have."""
+    largest = max((token for token, _ in params.logit_bias), default=0)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    if largest >= vocab_size:
+        raise ValueError(
+            f"logit_bias={{{largest}: ...}} must name tokens below {vocab_size}: the model has so "
+            "many. Give ids of the policy's own tokenizer."
+        )
+
+
+def _check_noise(noise: torch.Tensor | None, batch: int, params: SamplingParams) -> None:
+    if params.greedy:
+        return
+    if noise is None:
+        raise ValueError(
+            "noise=None must be a tensor of uniforms: only greedy decoding needs none. "
+            "Draw it with rllib_llm.engines.protocol.uniform_noise."
+        )
+    if noise.ndim != 2 or noise.shape[0] != batch or noise.shape[1] < params.max_new_tokens:
+        raise ValueError(
+            f"noise={tuple(noise.shape)!r} must be [{batch}, >= {params.max_new_tokens}]: one "
+            "uniform per completion and token. Draw it for groups * num_completions rows."
+        )
+
+
+# --- Whether a model decodes with a cache as it computes without one, tried on the model itself
+
+_PROMPT_LEN, _PADDING = 6, 2
+# Share of the logits' spread by which they may differ. Correct models are at 1e-6 in float32 and at
+# some hundredths in bfloat16; states that are lost, or that padding enters, give 0.3 to 2.
+_TOLERANCE = 0.2
+
+
+# Says of a model, on the model itself, that it has passed.
+_PASSED = "decodes_with_a_cache"
+
+
+def check_decoding_once(model: nn.Module) -> None:
+    """`check_decoding`, at the first call for a model."""
+    if not getattr(model, _PASSED, False):
+        check_decoding(model)
+        setattr(model, _PASSED, True)
+
+
+@torch.no_grad()
+def check_decoding(model: nn.Module) -> None:
+    """Two cached steps of two rows, one with padding, against passes without cache or padding; one
+    of the rows leaves in between. Costs a few passes over eight tokens.
+
+    Args:
+        model: causal LM of transformers in eval mode.
+
+    Raises:
+        ValueError: they differ: completions would be those of another model.
+    """
+    device = next(model.parameters()).device
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(5, 5 + _PROMPT_LEN + 2, device=device) * 7 % vocab
+    expected = _without_cache(model, ids)
+    for name, logits in _with_cache(model, ids):
+        if not bool(expected[name].isfinite().all()):
+            return  # of the weights, which is found while sampling
+        gap = _spread(logits - expected[name]) / _spread(expected[name]).clamp(min=1e-20)
+        # Compared this way round, NaN is refused, too.
+        if not bool((gap <= _TOLERANCE).all()):
+            raise ValueError(
+                f"pretrained_model={type(model).__name__!r} must give the same logits with a cache "
+                f"and padding as without: they differ by {float(gap.max()):.2g} of their spread "
+                f"({name}). Its state (recurrent layers, perhaps) cannot be decoded in batches "
+                "here, so completions would not be the model's. Use a model of attention layers "
+                "with engine='torch'."
+            )
+
+
+def _without_cache(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    whole, shorter = (
+        model(input_ids=row.unsqueeze(0), use_cache=False).logits[0, -3:].float()
+        for row in (ids, ids[_PADDING:])
+    )
+    return {
+        "prompts": torch.stack([whole[0], shorter[0]]),
+        "first step": torch.stack([whole[1], shorter[1]]),
+        "second step": shorter[2:],
+    }
+
+
+def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Logits of one step after the other, each looked at before the next one is taken."""
+    mask = torch.ones(2, len(ids), dtype=torch.bool, device=ids.device)
+    mask[1, :_PADDING] = False
+    # Padding that is an ordinary token: the mask alone says that it does not count.
+    prompts = ids[:_PROMPT_LEN].where(mask[:, :_PROMPT_LEN], ids[-1])
+    plan = DecodePlan.of(model)
+    cache = plan.make_cache(1, len(ids))
+    with open_decode_step(plan, cache, 2) as step:
+        first = prefill(model, None, prompts, mask[:, :_PROMPT_LEN], cache)
+        yield "prompts", first.float()
+        positions = mask[:, :_PROMPT_LEN].sum(dim=1)
+        tokens = ids[_PROMPT_LEN].expand(2)
+        second = step(tokens, positions, cache, mask[:, : _PROMPT_LEN + 1])
+        yield "first step", second.float()
+        # The row without padding leaves; the other takes its place.
+        cache.move_rows(positions.new_tensor([1]), positions.new_tensor([0]), 1)
+        last = step(ids[-1:], positions[1:] + 1, cache, mask[1:])
+        yield "second step", last.float()
+
+
+def _spread(logits: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of each row: a number added to all logits changes nothing."""
+    return logits.std(dim=-1)
+
 
 __all__ = ["Completions", "generate"]
 

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import torch
 
-from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     Ended,
@@ -29,6 +28,7 @@ from rllib_llm.engines.protocol import (
     Noise,
     OnTokens,
     Row,
+    Tokens,
 )
 
 _CLOSED = (

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import EngineLoop
-from rllib_llm.engines.protocol import Ended, InFlight, Row
+from rllib_llm.engines.protocol import Ended, InFlight, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
 
 

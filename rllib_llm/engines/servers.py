@@ -12,9 +12,15 @@ from typing import Any, Protocol
 
 import torch
 
-from rllib_llm.engines.completions import Completions, pad_completions, prompts_of
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Finish, Noise
+from rllib_llm.engines.protocol import (
+    Completions,
+    Ended,
+    Finish,
+    Noise,
+    pad_completions,
+    prompts_of,
+)
 from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 

@@ -13,15 +13,22 @@ import torch
 from torch import nn
 
 from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
-from rllib_llm.engines.checks import check_bias, check_decoding_once, check_positions
-from rllib_llm.engines.completions import Likeliest, Tokens
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
+from rllib_llm.engines.engine import check_bias, check_decoding_once, check_positions
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Finish, InFlight, Row, check_version
-from rllib_llm.engines.row_budget import row_budget
+from rllib_llm.engines.protocol import (
+    Ended,
+    Finish,
+    InFlight,
+    Likeliest,
+    Row,
+    Tokens,
+    check_version,
+    uniform_noise,
+)
+from rllib_llm.engines.row_blocks import row_budget
 
 # --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
 

@@ -20,15 +20,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from rllib_llm.engines.completions import (
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import (
     Completions,
+    Ended,
     Finish,
+    InFlight,
+    Noise,
+    Row,
     Tokens,
+    check_version,
     pad_completions,
     prompts_of,
 )
-from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, InFlight, Noise, Row, check_version
 from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids

@@ -59,7 +59,7 @@ from rllib_llm.rollouts.streamer import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import threads_for
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 
 if TYPE_CHECKING:

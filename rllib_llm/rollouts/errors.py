@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.tracebacks import short_traceback
-from rllib_llm.weights.published import WeightsLostError
+from rllib_llm.weights.coordinator import WeightsLostError
 
 
 class SamplingError(RuntimeError):

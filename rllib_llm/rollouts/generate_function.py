@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from rllib_llm.engines.completions import Completions
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Engine, Noise
+from rllib_llm.engines.protocol import Completions, Ended, Engine, Noise
 from rllib_llm.engines.servers import ClientPolicy
 from rllib_llm.rollouts.policy import Generation, LoadWeights, ModulePolicy
 from rllib_llm.shared import columns

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rllib_llm.shared.process import TimeLimit
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 UNJUDGED = "unjudged"  # reason for which a group is rejected
 

@@ -18,7 +18,7 @@ from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
 from rllib_llm.shared.messages import Message
 from rllib_llm.shared.padding import widen
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.

@@ -36,7 +36,7 @@ from rllib_llm.rollouts.groups import (
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
 from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
 from rllib_llm.shared.process import TimeLimit
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 _CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
 _OWN = ("rules", "_clock", "_weights")  # of a process

@@ -23,7 +23,7 @@ from rllib_llm.rollouts.groups import Answer, JudgedGroup, Lease, PartialComplet
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.shared.named_actor import NAMESPACE, NamedActor
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 # Calls that change the table. What is asked only is not written.
 CALLS = (

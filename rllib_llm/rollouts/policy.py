@@ -13,12 +13,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
-from rllib_llm.engines.checks import check_decoding_once
 from rllib_llm.engines.decode_step import DecodePlan
-from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
+from rllib_llm.engines.engine import check_decoding_once, generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine
+from rllib_llm.engines.protocol import Engine, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import FlatBuffer

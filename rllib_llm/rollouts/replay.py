@@ -10,7 +10,7 @@ import torch
 
 from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource, concatenate, take_rows
 from rllib_llm.shared import columns
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 EVICTIONS = ("oldest", "most_used")
 

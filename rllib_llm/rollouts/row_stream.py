@@ -15,9 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.hot_swap import LaneEngine
-from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row
+from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row, Tokens
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import NO_VERSION, SampleRequest
@@ -25,7 +24,7 @@ from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.padding import pad_right
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 _NOTHING = PartialCompletion((), (), ())
 

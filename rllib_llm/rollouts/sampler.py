@@ -28,7 +28,7 @@ from rllib_llm.rollouts.judged_batch import NO_VERSION, JudgedBatch, SampleReque
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import CpuClock
-from rllib_llm.weights.published import PublishedWeights, WeightsLostError
+from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
 
 MAX_JUDGING = 16  # batches of completions that are judged at the same time

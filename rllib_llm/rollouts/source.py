@@ -46,7 +46,7 @@ from rllib_llm.rollouts.workers import (
     Workers,
 )
 from rllib_llm.shared.process import LEAST_SECONDS
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from rllib_llm.rollouts.row_stream import RowStream
 from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, SamplesAndJudges, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 WAIT_SECONDS = 2.0  # for work, before it is asked for again
 SECONDS_BETWEEN_RENEWALS = 0.2  # which bring news of weights

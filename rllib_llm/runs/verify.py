@@ -29,9 +29,8 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check, fetched
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Noise, Row
+from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
 from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator

@@ -16,10 +16,9 @@ from typing import Any
 
 import anyio
 
-from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
-from rllib_llm.engines.protocol import Ended, GuideError, Row
+from rllib_llm.engines.protocol import Ended, GuideError, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.metrics import JobWatch

@@ -11,8 +11,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from rllib_llm.engines.completions import Likeliest, Tokens
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import Ended, Likeliest, Tokens
 from rllib_llm.serving.schemas import ApiError, error_body
 
 

@@ -24,8 +24,7 @@ from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
-from rllib_llm.weights.follower import WeightsFollower
-from rllib_llm.weights.receiver import Transfer
+from rllib_llm.weights.receiver import Transfer, WeightsFollower
 
 if TYPE_CHECKING:
     from rllib_llm.serving.service import Service

@@ -23,9 +23,8 @@ import ray
 import torch
 
 from rllib_llm.shared.ray_compat import local_learner
-from rllib_llm.weights.coordinator import Announced, CoordinatorClient
+from rllib_llm.weights.coordinator import Announced, CoordinatorClient, PublishedWeights
 from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
-from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import PASSING_ERRORS
 from rllib_llm.weights.transport import Ticket
 

@@ -22,7 +22,7 @@ import ray
 import torch
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.weights.direct import DirectTransport
+from rllib_llm.weights.direct import CudaIpcTransport, DirectTransport
 from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
     ScatteredBuffer,
@@ -30,7 +30,6 @@ from rllib_llm.weights.flat_buffer import (
     lay_side_by_side,
     scatter,
 )
-from rllib_llm.weights.on_device import CudaIpcTransport
 
 
 class Ticket(Protocol):

@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 import torch
 
+from rllib_llm.weights.direct import CudaIpcTransport, CudaMemory, DeviceWeightsError
 from rllib_llm.weights.flat_buffer import StagingBuffer, fill_slots, lay_out, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
-from rllib_llm.weights.on_device import CudaIpcTransport, CudaMemory, DeviceWeightsError
 from rllib_llm.weights.receiver import Transfer, WeightsReceiver
 from tests.device import pretend
 from tests.weights.test_loading import Module, flat_of, values

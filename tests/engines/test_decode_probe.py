@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.engines.checks import check_decoding
 from rllib_llm.engines.decode_step import DecodePlan
+from rllib_llm.engines.engine import check_decoding
 from rllib_llm.engines.torch_engine import TorchEngine
 from tests.engines.tiny_generations import MODELS, greedy, ragged_prompts, seeded
 from tests.modules.tiny_models import VOCAB, tiny_model

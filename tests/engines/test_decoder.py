@@ -10,8 +10,8 @@ from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import capacity, generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import uniform_noise
 from tests.engines.tiny_generations import centred, exact_logprobs
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Noise, Row
+from rllib_llm.engines.protocol import Ended, Noise, Row, Tokens
 from rllib_llm.engines.torch_engine import TorchEngine
 from tests.engines.test_torch_engine import alone, prompts, published
 from tests.engines.tiny_generations import PAD, STOPS

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.engines.noise import row_seeds, uniform_noise
+from rllib_llm.engines.protocol import row_seeds, uniform_noise
 
 
 def test_numbers_are_those_of_philox_keyed_by_seed_and_row():

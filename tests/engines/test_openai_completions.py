@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise
+from rllib_llm.engines.protocol import Noise, row_seeds
 from rllib_llm.engines.servers import ClientPolicy, OpenAICompletions, open_server
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest

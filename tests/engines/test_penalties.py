@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, continued
+from rllib_llm.engines.protocol import Noise, Row, continued, uniform_noise
 from tests.engines.test_torch_engine import (
     PARAMS,
     assert_sampled,

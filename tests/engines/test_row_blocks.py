@@ -17,9 +17,8 @@ from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import groups_of
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, continued
+from rllib_llm.engines.protocol import Noise, Row, continued, uniform_noise
 from rllib_llm.engines.row_blocks import alike, cost_of_block, is_alike
 from tests.engines.test_kept_prefixes import dialogues
 from tests.engines.test_torch_engine import (

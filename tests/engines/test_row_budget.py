@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.row_budget import (
+from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.engines.row_blocks import (
     bytes_of_row,
     bytes_to_plan,
     row_budget,

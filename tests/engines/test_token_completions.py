@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise
+from rllib_llm.engines.protocol import Noise, row_seeds
 from rllib_llm.engines.servers import TokenCompletions, read_label
 from rllib_llm.shared.openai_client import ServerError
 from tests.scripted_server import serving

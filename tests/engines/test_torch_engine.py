@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Noise, Row, continued
+from rllib_llm.engines.protocol import Ended, Noise, Row, continued, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.packing.logprobs import score_completions
 from tests.engines.tiny_generations import PAD, STOPS, ragged_prompts, seeded

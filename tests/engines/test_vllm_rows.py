@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rllib_llm.engines.noise import row_seeds
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, continued
+from rllib_llm.engines.protocol import Noise, Row, continued, row_seeds
 from rllib_llm.engines.vllm_engine import VLLMEngine
 from tests.algorithms import tiny_runs as tiny
 from tests.engines import fake_vllm

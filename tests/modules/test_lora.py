@@ -10,8 +10,8 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
 from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.lora import (

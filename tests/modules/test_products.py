@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.learners.shared_passes import own_reference
 from rllib_llm.modules.packing.llama_trunk import is_fusible
 from rllib_llm.modules.packing.logprobs import score_completions

@@ -26,7 +26,7 @@ from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.rollouts.workers import AskedWorkers
 from rllib_llm.shared.openai_client import ServerError
-from rllib_llm.weights.published import WeightsLostError
+from rllib_llm.weights.coordinator import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.simulated import Clock
 from tests.rollouts.tiny_samplers import (

@@ -16,7 +16,7 @@ from rllib_llm.rollouts.ledger_actor import LedgerActor, LocalLedger
 from rllib_llm.rollouts.recorder import RecordsNothing
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, judged, ledger, partial, serve
 
 # --- staleness -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from rllib_llm.rollouts import ledger_actor as module
 from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 from tests.rollouts.simulated import Clock, judged
 
 RULES = StreamRules(num_groups=2, max_staleness=1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rllib_llm.engines.engine import generate
-from rllib_llm.engines.noise import uniform_noise
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.modules.causal_lm import ValueHead
 from rllib_llm.modules.packing.logprobs import score_completions
 from rllib_llm.shared import columns

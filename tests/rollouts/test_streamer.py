@@ -20,7 +20,7 @@ from rllib_llm.rollouts.streamer import (
     be_streaming,
 )
 from rllib_llm.shared import columns
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, publication
 from tests.rollouts.world import N, ScriptedSampler

@@ -8,7 +8,7 @@ from ray.exceptions import ActorUnavailableError
 
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.shared import columns
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 
 
 def build_sampler(config, worker_index: int = 0, *, has_weights: bool = True) -> RLHFEnvRunner:

@@ -10,9 +10,8 @@ from random import Random
 
 import torch
 
-from rllib_llm.engines.completions import Tokens
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import Ended, Tokens
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.ledger_actor import JournaledLedger, looked
 from rllib_llm.rollouts.policy import ModulePolicy
@@ -21,7 +20,7 @@ from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.rollouts.streamer import LeaseWork, RowWork
 from rllib_llm.shared import columns
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights
 from tests.rollouts.simulated import Clock
 
 N = 2  # completions of a prompt

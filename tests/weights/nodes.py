@@ -15,8 +15,8 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
+from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, unpack
-from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver, nodes_with_a_copy
 
 NUM_NODES = 6  # beside the learner's

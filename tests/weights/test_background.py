@@ -8,8 +8,8 @@ import pytest
 import torch
 from ray.exceptions import GetTimeoutError
 
+from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import unpack
-from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.publisher import BackgroundPublisher, FencedError
 from tests.weights.fakes import Coordinator, Store
 

@@ -7,8 +7,8 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError
 
+from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
 from rllib_llm.weights.receiver import Transfer, WeightsReceiver
 from tests.algorithms.tiny_runs import ppo

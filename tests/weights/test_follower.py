@@ -7,10 +7,9 @@ import time
 import pytest
 import torch
 
+from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.follower import WeightsFollower
-from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.receiver import Transfer
+from rllib_llm.weights.receiver import Transfer, WeightsFollower
 from tests.weights.fakes import Coordinator, Store
 
 LONG = 60.0  # seconds that nothing here takes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.weights.coordinator import Announced, VersionLog
-from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.coordinator import Announced, PublishedWeights, VersionLog
 
 
 class Clock:
