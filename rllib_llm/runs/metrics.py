@@ -314,15 +314,6 @@ SUMMARY_METRICS = (
     STALENESS,
     INVALID,
 )
-# Which way is up, to mark the best of several trials where the experiment does not say.
-BEST = (
-    ("objective/scores", "max"),
-    ("eval/accuracy", "max"),
-    ("eval/loss", "min"),
-    ("loss/reward_model", "min"),
-    ("loss/sft", "min"),
-    ("env_runners/episode_return_mean", "max"),
-)
 
 
 def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:

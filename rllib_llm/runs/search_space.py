@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 
-from rllib_llm.runs.experiment import Experiment
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
+
+if TYPE_CHECKING:
+    from rllib_llm.runs.experiment import Experiment
 
 # Name -> argument names of the `ray.tune` function. `choice` and `grid_search` take one list.
 SAMPLERS: dict[str, tuple[str, ...]] = {

@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
-from rllib_llm.runs.metrics import BEST
 from rllib_llm.runs.trial_logs import flatten, number, setting
 from rllib_llm.runs.yaml_experiments import Experiment
 from rllib_llm.shared.storage import Place, UrlPath, local_copy, placed, replace_text, upload
 
 RECORD = "stage.json"
 RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
+# Which way is up, to mark the best of several trials where the experiment does not say.
+BEST = (
+    ("objective/scores", "max"),
+    ("eval/accuracy", "max"),
+    ("eval/loss", "min"),
+    ("loss/reward_model", "min"),
+    ("loss/sft", "min"),
+    ("env_runners/episode_return_mean", "max"),
+)
 
 
 @dataclass
