@@ -110,19 +110,19 @@ def _is_there(path: Path) -> bool:
     return path.exists()
 
 
-FILE = Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
+CLASS_FILE = Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
 
 
-def read(folder: Path) -> tuple[type[Any], inspect.BoundArguments]:
+def class_and_arguments(folder: Path) -> tuple[type[Any], inspect.BoundArguments]:
     """The class that made the checkpoint in `folder`, and the arguments it was made with."""
-    with (folder / FILE).open("rb") as stream:
+    with (folder / CLASS_FILE).open("rb") as stream:
         made = _Reader(stream).load()
     cls = importable(made["class"])
     args, kwargs = made["ctor_args_and_kwargs"]
     return cls, inspect.signature(cls).bind(*args, **kwargs)
 
 
-def config(folder: Path) -> Any:
+def saved_config(folder: Path) -> Any:
     """The config that the checkpoint in `folder` was made with, its relative paths as they are to
     be read here. Modules where the run was started can be imported afterwards."""
     manifest = folder / MANIFEST
@@ -130,17 +130,17 @@ def config(folder: Path) -> Any:
         started_in = read_manifest(folder).get("started_in")
         if started_in and Path(started_in).is_dir():
             import_also_from(Path(started_in))
-    made, arguments = read(folder)
+    made, arguments = class_and_arguments(folder)
     found = made.get_default_config().from_state(arguments.arguments["config"])
     return in_its_folder(found) if hasattr(found, "_started_in") else found
 
 
 def name_class(folder: Path) -> None:
     """Makes the checkpoint in `folder` refer to its class by name instead of pickling it."""
-    with (folder / FILE).open("rb") as stream:
+    with (folder / CLASS_FILE).open("rb") as stream:
         made = pickle.load(stream)
     made["class"] = importable(made["class"])
-    (folder / FILE).write_bytes(cloudpickle.dumps(made))
+    (folder / CLASS_FILE).write_bytes(cloudpickle.dumps(made))
 
 
 def importable(cls: type) -> type:

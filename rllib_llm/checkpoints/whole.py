@@ -25,7 +25,6 @@ from ray.rllib.utils import force_list
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.tune.result import TIME_TOTAL_S
 
-from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.folder import (
     MANIFEST,
     CheckpointError,
@@ -37,6 +36,7 @@ from rllib_llm.checkpoints.folder import (
     write_manifest,
     written_whole,
 )
+from rllib_llm.checkpoints.made_by import class_and_arguments, name_class
 from rllib_llm.shared.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class WholeCheckpoints(Algorithm):
             return self._save_elsewhere(path, filesystem, state=state, use_msgpack=use_msgpack)
         with written_whole(path) as folder:
             super().save_to_path(str(folder), state=state, use_msgpack=use_msgpack)
-            made_by.name_class(folder)
+            name_class(folder)
             self.complete_checkpoint(folder)
             make_readable(folder)
             write_manifest(folder, self.about())
@@ -144,7 +144,7 @@ class WholeCheckpoints(Algorithm):
         if filesystem is not None or not isinstance(path, str | Path):
             return super().from_checkpoint(path, filesystem, **kwargs)
         path = str(newest_usable(fetched(path).resolve()))
-        made, arguments = made_by.read(Path(path))
+        made, arguments = class_and_arguments(Path(path))
         if not issubclass(made, cls):
             raise CheckpointError(
                 f"checkpoint={path!r} must be one of {cls.__name__}: it is one of {made.__name__}. "
@@ -294,7 +294,7 @@ def _is_stock(file: Path) -> bool:
         return False
     try:
         with file.open("rb") as stream:
-            made_by = pickle.load(stream)["class"]
+            cls = pickle.load(stream)["class"]
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError):
         return False  # cut off
-    return not issubclass(made_by, WholeCheckpoints)
+    return not issubclass(cls, WholeCheckpoints)

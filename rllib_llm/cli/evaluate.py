@@ -130,10 +130,10 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
-    from rllib_llm.checkpoints import made_by
+    from rllib_llm.checkpoints.made_by import saved_config
     from rllib_llm.config.schema import check_keys, check_values, resolve_classes
 
-    config = made_by.config(checkpoint)
+    config = saved_config(checkpoint)
     if isinstance(config, LanguageModelConfig):
         config = without_training_data(config, checkpoint)
     check_keys(config, settings, "--config")
@@ -181,10 +181,10 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
     Raises:
         typer.Exit: the server that generates gave no answer; a panel says so.
     """
-    from rllib_llm.checkpoints import made_by
+    from rllib_llm.checkpoints.made_by import class_and_arguments
     from rllib_llm.rollouts.errors import NoServerError
 
-    made, _ = made_by.read(checkpoint)
+    made, _ = class_and_arguments(checkpoint)
     algorithm = made.from_checkpoint(str(checkpoint.resolve()), config=config)
     try:
         results = algorithm.evaluate()

@@ -26,8 +26,8 @@ import torch
 from gymnasium.spaces import Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check, fetched
+from rllib_llm.checkpoints.made_by import saved_config
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
@@ -269,7 +269,7 @@ class _Trial:
                 "again what is stored. Train with --checkpoint-at-end or --checkpoint-freq."
             )
         newest = self.checkpoints[max(self.checkpoints)]
-        self.config = made_by.config(fetched(str(newest)))
+        self.config = saved_config(fetched(str(newest)))
         _check_sampled_here(self.config)
         self.held_out = self.config.get_evaluation_config_object() or self.config
 

@@ -9,8 +9,8 @@ from ray import cloudpickle
 
 from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.algorithms.rloo import RLOO
-from rllib_llm.checkpoints import made_by
 from rllib_llm.checkpoints.folder import CheckpointError
+from rllib_llm.checkpoints.made_by import CLASS_FILE, class_and_arguments, importable, name_class
 from tests.algorithms import tiny_runs as tiny
 
 
@@ -21,12 +21,12 @@ def derived(cls: type) -> type:
 
 def test_a_class_that_ray_derived_is_written_by_its_name(tmp_path):
     made = {"class": derived(GRPO), "ctor_args_and_kwargs": (({"lr": 1.0},), {})}
-    (tmp_path / made_by.FILE).write_bytes(cloudpickle.dumps(made))
-    made_by.name_class(tmp_path)
-    written = (tmp_path / made_by.FILE).read_bytes()
+    (tmp_path / CLASS_FILE).write_bytes(cloudpickle.dumps(made))
+    name_class(tmp_path)
+    written = (tmp_path / CLASS_FILE).read_bytes()
     assert pickle.loads(written)["class"] is GRPO
     assert b"train" not in written
-    cls, arguments = made_by.read(tmp_path)
+    cls, arguments = class_and_arguments(tmp_path)
     assert cls is GRPO and arguments.arguments["config"] == {"lr": 1.0}
 
 
@@ -34,20 +34,20 @@ def test_a_class_without_a_place_stays_as_it_is():
     class Local(GRPO):
         pass
 
-    assert made_by.importable(Local) is Local
-    assert made_by.importable(derived(RLOO)) is RLOO
+    assert importable(Local) is Local
+    assert importable(derived(RLOO)) is RLOO
 
 
 def test_what_is_gone_from_this_package_is_passed_over(tmp_path):
     # Protocol 0: a dictionary with the class, a method that there was, and the arguments.
     text = b"(dS'class'\ncrllib_llm.algorithms.grpo\nGRPO\nsS'method'\ncrllib_llm.algorithms.rlhf"
-    (tmp_path / made_by.FILE).write_bytes(
+    (tmp_path / CLASS_FILE).write_bytes(
         text + b"\n_collect\nsS'ctor_args_and_kwargs'\n(((dt(dts."
     )
-    assert made_by.read(tmp_path)[0] is GRPO
-    (tmp_path / made_by.FILE).write_bytes(b"cjson\n_no_such_name\n.")
+    assert class_and_arguments(tmp_path)[0] is GRPO
+    (tmp_path / CLASS_FILE).write_bytes(b"cjson\n_no_such_name\n.")
     with pytest.raises(AttributeError):
-        made_by.read(tmp_path)
+        class_and_arguments(tmp_path)
 
 
 def test_a_checkpoint_is_of_its_algorithm(tmp_path, ray_session):
