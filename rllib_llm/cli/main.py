@@ -6,18 +6,14 @@ from typing import Annotated
 
 import typer
 
-from rllib_llm.cli import (
-    doctor,
-    env,
-    evaluate,
-    examples,
-    generate,
-    judge,
-    report,
-    serve,
-    status,
-    train,
-)
+from rllib_llm.cli import env, examples, train
+from rllib_llm.cli.doctor import doctor
+from rllib_llm.cli.evaluate import evaluate
+from rllib_llm.cli.generate import generate
+from rllib_llm.cli.judge import judge, reward_server
+from rllib_llm.cli.report import report, rollouts, verify
+from rllib_llm.cli.serve import serve
+from rllib_llm.cli.status import checkpoint, pause, resume, scale, status, stop, top
 
 app = typer.Typer(
     name="rllib",
@@ -54,20 +50,10 @@ def rllib(
 
 
 app.add_typer(train.app, name="train")
-app.command("evaluate")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("rollouts")(report.rollouts)
-app.command("verify")(report.verify)
-app.command("serve")(serve.serve)
-app.command("judge")(judge.judge)
-app.command("reward-server")(judge.reward_server)
+for command in (evaluate, generate, rollouts, verify, serve, judge, reward_server, doctor, report,
+                status, top, pause, resume, scale, checkpoint, stop):  # fmt: skip
+    app.command(command.__name__.replace("_", "-"))(command)
 app.command("config")(examples.show_config)
-app.command("doctor")(doctor.doctor)
-app.command("report")(report.report)
-app.command("status")(status.status)
-app.command("top")(status.top)
-for command in (status.pause, status.resume, status.scale, status.checkpoint, status.stop):
-    app.command(command.__name__)(command)
 app.add_typer(examples.app, name="example")
 app.add_typer(env.app, name="env")
 
