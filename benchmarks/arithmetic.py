@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from rllib_llm.config.schema import build_config
-from rllib_llm.runs.experiment import algorithm_class
-from rllib_llm.runs.trial_logs import flatten
-from rllib_llm.runs.yaml_experiments import Experiment, fill, load
+from rllib_llm.runs.experiments import Experiment, algorithm_class, fill, load
+from rllib_llm.runs.results import flatten
 from rllib_llm.runs.yaml_loader import read
 
 PRECISIONS = ("float32", "bf16")

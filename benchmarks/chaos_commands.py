@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from rllib_llm import GRPOConfig, default_callbacks
 from rllib_llm.examples import arithmetic
-from rllib_llm.overseer.client import Run, find_run
+from rllib_llm.overseer.service import Run, find_run
 from rllib_llm.shared.errors import UserError
 
 NAMES = ("pause", "scale", "checkpoint", "stop")

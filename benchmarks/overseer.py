@@ -21,9 +21,8 @@ import psutil
 import ray
 
 from rllib_llm.overseer import diagnosis
-from rllib_llm.overseer.actor import open_overseer
-from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.overseer.sampler_watch import SamplerWatch
+from rllib_llm.overseer.oversight import Oversight, SamplerWatch
+from rllib_llm.overseer.service import open_overseer
 
 SETTLE_S = 5.0  # until connections stand
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from rllib_llm.runs.trial_logs import read_results
+from rllib_llm.runs.results import read_results
 
 EXAMPLES = Path(__file__).parents[1] / "rllib_llm" / "examples"
 SETTINGS = ("lr", "ref_kl_coeff", "clip_param", "ptx_coeff")

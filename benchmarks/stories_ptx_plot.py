@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.trial_logs import before_and_after, fresh_series, read_json_lines, read_results
+from rllib_llm.runs.results import before_and_after, fresh_series, read_json_lines, read_results
 
 STAGE = "stories"
 COLORS = ("#c4540a", "#0b6e99")

@@ -11,8 +11,8 @@ from typing import Any
 
 from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
+from rllib_llm.shared.messages import quiet_libraries
 from rllib_llm.shared.ray_compat import check_ray
-from rllib_llm.shared.tracebacks import quiet_libraries
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from rllib_llm.cli.examples import description, example_files
-from rllib_llm.runs.trial_logs import flatten
+from rllib_llm.runs.results import flatten
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "gallery.md"

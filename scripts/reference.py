@@ -19,7 +19,7 @@ import rllib_llm
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.cli.main import app
 from rllib_llm.config.sections import settings_of
-from rllib_llm.runs.experiment import KEYS, CheckpointConfig, Experiment
+from rllib_llm.runs.experiments import KEYS, CheckpointConfig, Experiment
 from rllib_llm.runs.metrics import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"

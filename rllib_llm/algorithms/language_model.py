@@ -35,16 +35,14 @@ from rllib_llm.algorithms.language_model_config import (
     with_decided_precision,
 )
 from rllib_llm.algorithms.results import HEADLINE, with_headline
+from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
-from rllib_llm.checkpoints.made_by import in_its_folder
-from rllib_llm.checkpoints.whole import WholeCheckpoints
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.shared.messages import MESSAGES_FILE, Listener, Message, MessageLog
+from rllib_llm.shared.messages import MESSAGES_FILE, Listener, Message, MessageLog, raise_plainly
 from rllib_llm.shared.storage import fetch_file
-from rllib_llm.shared.tracebacks import raise_plainly
 
 logger = logging.getLogger(__name__)
 

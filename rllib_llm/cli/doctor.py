@@ -19,7 +19,7 @@ from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
     from rllib_llm.runs.doctor.stage import Finding
-    from rllib_llm.runs.experiment import Experiment
+    from rllib_llm.runs.experiments import Experiment
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -80,7 +80,7 @@ def _findings(
     from rllib_llm.runs.doctor.installation import ray_rules
     from rllib_llm.runs.doctor.machine_rules import Machine
     from rllib_llm.runs.doctor.stage import Finding
-    from rllib_llm.runs.yaml_experiments import load
+    from rllib_llm.runs.experiments import load
     from rllib_llm.runs.yaml_loader import read
 
     folder = Path(storage_path).expanduser()
@@ -104,9 +104,9 @@ def _findings(
 
 
 def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
-    from rllib_llm.runs.doctor.deep import deep_rules
+    from rllib_llm.runs.doctor.examine import deep_rules
     from rllib_llm.runs.doctor.stage import Finding, make_stage
-    from rllib_llm.runs.yaml_experiments import with_stand_ins
+    from rllib_llm.runs.experiments import with_stand_ins
 
     for experiment in with_stand_ins(experiments):
         try:

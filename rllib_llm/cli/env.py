@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from rich.table import Table
 from rllib_llm.cli.options import IMPORT_HELP
 from rllib_llm.cli.session import prepare, shown_warnings, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
+from rllib_llm.shared.errors import UserError
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -94,3 +97,91 @@ def _open_agent_server(*arguments: Any, **settings: Any) -> Any:
     from rllib_llm.serving.http_server import open_agent_server
 
     return open_agent_server(*arguments, **settings)
+
+
+MISSING = (
+    "`rllib reward-server` must find the packages of the extra `serve`: {error}. Install them: "
+    "pip install 'rllib-llm[serve]'."
+)
+SPEC_HELP = (
+    "A dotted path, or JSON or YAML as in env_config: "
+    "'{function: my_judge.Judge, kwargs: {scale: 3}}'."
+)
+
+
+def judge(
+    rows: Annotated[
+        Path, typer.Argument(help="JSONL or Parquet with prompt, completion and a label.")
+    ],
+    function: Annotated[str, typer.Option("--function", "-f", help=SPEC_HELP)],
+    label: Annotated[str, typer.Option(help="Column of the labels, the higher the better.")] = (
+        "label"
+    ),
+    bins: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows that are judged.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="JSON file for the report.")
+    ] = None,
+    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
+) -> None:
+    """Judge rows of a file and compare the scores with labels: how far a judge can be trusted."""
+    prepare(imports=imports)
+    with user_errors():
+        from dataclasses import asdict
+
+        from rllib_llm.data.sources import load_rows
+        from rllib_llm.envs.judges.calibration import calibrate
+
+        read = list(load_rows(str(rows)))[:limit]
+        found = calibrate(_spec(function), read, label_column=label, num_bins=bins)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+    for line in found.lines():
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def reward_server(
+    function: Annotated[
+        list[str], typer.Option("--function", "-f", help=f"{SPEC_HELP} As often as needed.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8100,
+    label_column: Annotated[
+        str, typer.Option(help="Column as which functions get OpenRLHF's and slime's label.")
+    ] = "answer",
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable that holds the token.")
+    ] = "RLLIB_REWARD_TOKEN",
+    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
+) -> None:
+    """Serve reward functions: POST /v1/rewards, /get_reward (OpenRLHF's), /reward (slime's)."""
+    prepare(imports=imports)
+    with user_errors():
+        token = os.environ.get(token_env, "")
+        if not token:
+            raise UserError(
+                f"the environment variable {token_env} must hold the token that clients send: it "
+                f"is empty. Set it, e.g. export {token_env}=$(openssl rand -hex 32)."
+            )
+        try:
+            import uvicorn
+
+            from rllib_llm.envs.judges.reward_server import RewardService, make_app
+        except ImportError as error:
+            raise UserError(MISSING.format(error=error)) from error
+        from rllib_llm.envs.judges.rewards import RewardSum
+
+        rewards = RewardSum([_spec(one) for one in function])
+        app = make_app(RewardService(rewards, label_column=label_column), token)
+    names = ", ".join(term.name for term in rewards.terms)
+    Console(stderr=True).print(
+        f"Rewards by {names}: http://{host}:{port}/v1/rewards, /get_reward, /reward",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    uvicorn.run(app, host=host, port=port, log_level="warning")
+
+
+def _spec(text: str) -> Any:
+    """A reward function as `RewardSum` takes it."""
+    return parse_mapping(text, "--function") if text.lstrip().startswith("{") else text

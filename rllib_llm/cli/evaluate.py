@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
-from rllib_llm.runs.trial_logs import flatten, number
+from rllib_llm.runs.results import flatten, number
 from rllib_llm.runs.yaml_loader import parse_mapping
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def evaluate(
                 **settings.get("evaluation_config", {}),
                 **_sampled(samples, pass_at, pass_on, answer_pattern),
             }
-        from rllib_llm.checkpoints.whole import find_checkpoint
+        from rllib_llm.checkpoints.algorithm import find_checkpoint
 
         folder = find_checkpoint(checkpoint)
         algorithm_config = checkpoint_config(folder, settings)
@@ -130,7 +130,7 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
-    from rllib_llm.checkpoints.made_by import saved_config
+    from rllib_llm.checkpoints.algorithm import saved_config
     from rllib_llm.config.schema import check_keys, check_values, resolve_classes
 
     config = saved_config(checkpoint)
@@ -181,7 +181,7 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
     Raises:
         typer.Exit: the server that generates gave no answer; a panel says so.
     """
-    from rllib_llm.checkpoints.made_by import class_and_arguments
+    from rllib_llm.checkpoints.algorithm import class_and_arguments
     from rllib_llm.rollouts.errors import NoServerError
 
     made, _ = class_and_arguments(checkpoint)

@@ -127,7 +127,7 @@ def show_config(
 
 def _config_class(algo: str) -> type:
     from rllib_llm.algorithms.registry import ALGORITHMS
-    from rllib_llm.runs.experiment import algorithm_class
+    from rllib_llm.runs.experiments import algorithm_class
 
     config_class = type(algorithm_class(algo, "algo").get_default_config())
     if not hasattr(config_class, "sections"):

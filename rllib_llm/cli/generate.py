@@ -89,7 +89,7 @@ class Completer:
     def complete(self, prompts: list[Any]) -> list[list[dict[str, Any]]]:
         """Return, for each prompt (text or chat messages), its completions as JSON rows."""
         from rllib_llm.engines.engine import generate as sample
-        from rllib_llm.shared.padding import pad_left
+        from rllib_llm.shared.columns import pad_left
 
         n = self.sampling.num_completions
         ids = self._encode(prompts)

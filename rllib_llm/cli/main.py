@@ -8,12 +8,22 @@ import typer
 
 from rllib_llm.cli import env, examples, train
 from rllib_llm.cli.doctor import doctor
+from rllib_llm.cli.env import judge, reward_server
 from rllib_llm.cli.evaluate import evaluate
 from rllib_llm.cli.generate import generate
-from rllib_llm.cli.judge import judge, reward_server
-from rllib_llm.cli.report import report, rollouts, verify
+from rllib_llm.cli.runs import (
+    checkpoint,
+    pause,
+    report,
+    resume,
+    rollouts,
+    scale,
+    status,
+    stop,
+    top,
+    verify,
+)
 from rllib_llm.cli.serve import serve
-from rllib_llm.cli.status import checkpoint, pause, resume, scale, status, stop, top
 
 app = typer.Typer(
     name="rllib",

@@ -25,11 +25,11 @@ from rich.text import Text
 from rllib_llm.cli.options import RayOptions
 from rllib_llm.shared.dotted import name_imports, runtime_env
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.tracebacks import LOGGERS as LIBRARIES
-from rllib_llm.shared.tracebacks import VERBOSE
+from rllib_llm.shared.messages import LOGGERS as LIBRARIES
+from rllib_llm.shared.messages import VERBOSE
 
 if TYPE_CHECKING:
-    from rllib_llm.runs.yaml_experiments import Experiment
+    from rllib_llm.runs.experiments import Experiment
 
 stderr = Console(stderr=True)
 
@@ -261,9 +261,9 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> f
     Infinite where a model's size is not known: of a hub id it is not before the model is loaded.
     Adapters, which are small, count as nothing, and so do models that a function makes.
     """
+    from rllib_llm.runs.experiments import with_stand_ins
     from rllib_llm.runs.plan import search_space
     from rllib_llm.runs.search_space import examples
-    from rllib_llm.runs.yaml_experiments import with_stand_ins
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
     most = 0.0

@@ -23,8 +23,8 @@ from rllib_llm.cli.session import (
     user_errors,
     weights_in_store,
 )
+from rllib_llm.runs.experiments import Experiment, load
 from rllib_llm.runs.run_folder import COMMAND_LINE
-from rllib_llm.runs.yaml_experiments import Experiment, load
 from rllib_llm.runs.yaml_loader import parse_mapping, read
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
@@ -103,7 +103,7 @@ def train(
         return
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        from rllib_llm.runs.stage_result import short_name
+        from rllib_llm.runs.results import short_name
 
         if not algo:
             raise UserError(

@@ -21,8 +21,7 @@ import torch
 from rllib_llm.conversations.chat_format import ChatFormat, Messages
 from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.shared import columns
-from rllib_llm.shared.columns import NO_VERSION
-from rllib_llm.shared.padding import pad_left, pad_right
+from rllib_llm.shared.columns import NO_VERSION, pad_left, pad_right
 
 
 @dataclass

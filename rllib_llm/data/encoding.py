@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rllib_llm.data.chats import render_chat
 from rllib_llm.data.rows import DataSourceError, Rows
-from rllib_llm.shared.chat_text import render_chat
 
 Span = tuple[int, int]  # of characters, the end excluded
 

@@ -33,9 +33,9 @@ from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows, require_colum
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import OTHER_TOKENIZER, warn_of_cuts
 from rllib_llm.shared import columns
+from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError
-from rllib_llm.shared.padding import pad_left, pad_right
 
 
 class PreferenceSource:

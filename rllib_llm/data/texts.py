@@ -24,8 +24,8 @@ from rllib_llm.data.encoding import (
 from rllib_llm.data.rows import DataSourceError, EpochOrder
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared import columns
+from rllib_llm.shared.columns import pad_right
 from rllib_llm.shared.errors import SettingError
-from rllib_llm.shared.padding import pad_right
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions, Likeliest, Tokens
-from rllib_llm.shared.padding import widen
+from rllib_llm.shared.columns import widen
 
 
 @dataclass(frozen=True)

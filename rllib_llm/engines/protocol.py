@@ -17,7 +17,7 @@ import torch
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
-from rllib_llm.shared.padding import pad_right
+from rllib_llm.shared.columns import pad_right
 
 
 def uniform_noise(

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rllib_llm.shared import columns
-from rllib_llm.shared.columns import NO_VERSION
-from rllib_llm.shared.padding import pad_right
+from rllib_llm.shared.columns import NO_VERSION, pad_right
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

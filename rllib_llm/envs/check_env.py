@@ -28,7 +28,7 @@ from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
 from rllib_llm.envs.registry import ENVIRONMENTS, make
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
-from rllib_llm.shared.padding import widen
+from rllib_llm.shared.columns import widen
 
 
 class EnvContractError(ValueError):

@@ -39,8 +39,8 @@ from rllib_llm.envs.rlhf import (
 )
 from rllib_llm.envs.tools import Toolbox
 from rllib_llm.modules.model_limits import num_embeddings, num_positions
-from rllib_llm.shared.elsewhere import EventLoop
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
+from rllib_llm.shared.remote import EventLoop
 
 # What a bandit needs and a conversation does not.
 _OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")

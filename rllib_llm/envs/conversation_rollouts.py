@@ -22,7 +22,7 @@ from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
-from rllib_llm.shared.elsewhere import call, told
+from rllib_llm.shared.remote import call, told
 
 Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllib_llm.envs.tools import ToolError, tool_schema
-from rllib_llm.shared.elsewhere import Away, Outage, backoff_seconds, told
+from rllib_llm.shared.remote import Away, Outage, backoff_seconds, told
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
 _END_SECONDS = 5.0  # that a connection has to close

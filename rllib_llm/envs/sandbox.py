@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.shared.elsewhere import Away
+from rllib_llm.shared.remote import Away
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _PART = 65_536  # bytes that are read at once

@@ -33,7 +33,7 @@ from transformers.utils.chat_template_utils import (
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.elsewhere import Away, call, told
+from rllib_llm.shared.remote import Away, call, told
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error

@@ -13,7 +13,7 @@ from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completion
 from rllib_llm.modules.packing.sequence_scores import sequence_scores
 from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
 from rllib_llm.shared import columns
-from rllib_llm.shared.padding import widen
+from rllib_llm.shared.columns import widen
 
 
 class RewardModelModule(HuggingFaceModule):

@@ -8,17 +8,130 @@ It does so between two iterations, and never within one:
 
 from __future__ import annotations
 
+import functools
+import os
+import queue
+import threading
+import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import ray
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.metrics import Gauge
 
 from rllib_llm.overseer import diagnosis
 from rllib_llm.overseer.diagnosis import PhaseClock, shares
-from rllib_llm.overseer.link import Link
+from rllib_llm.overseer.overseer import DONE, REFUSED
+from rllib_llm.overseer.service import open_overseer
 from rllib_llm.shared.process import CpuClock
+from rllib_llm.shared.remote import NamedActor
+
+INTERVAL_S = 1.0
+ANSWER_S = 10.0  # that the overseer may take; one that owes two answers hangs
+MAX_INTERVAL_S = 60.0  # between attempts to reach one that does not answer
+SECONDS_TO_LEAVE = 1.0
+
+
+class Link:
+    """Reports of one part.
+
+    Args:
+        folder: of the Tune run.
+        part: its name, unique in the run.
+        describe: gives what there is to say of it now, called in the link's thread.
+        open: gives the overseer's handle.
+        restarts_hung: whether an overseer that gives no answers any more is ended, so that Ray
+            starts it anew.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        describe: Callable[[], Mapping[str, Any]],
+        open: Callable[[Path], Any] = open_overseer,
+        *,
+        restarts_hung: bool = False,
+    ) -> None:
+        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._folder, self._part, self._describe, self._open = folder, part, describe, open
+        self._incarnation = uuid.uuid4().hex
+        self._seen: set[int] = set()
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._ended, self._wake = threading.Event(), threading.Event()
+        self._overseer: NamedActor | None = None
+        self._restarts_hung = restarts_hung
+        self._fixed = {
+            "part": part,
+            "incarnation": self._incarnation,
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id()[:8],
+        }
+        self._thread = threading.Thread(target=self._run, name="overseer-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Until it is closed."""
+        return not self._ended.is_set()
+
+    def next_command(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
+        """The oldest command not yet fetched; None if none arrives in `timeout_s`."""
+        try:
+            return self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
+        except queue.Empty:
+            return None
+
+    def answer(self, command: Mapping[str, Any], text: str, *, refused: bool = False) -> None:
+        """Reports the result of a command, immediately if the overseer can be reached."""
+        state = REFUSED if refused else DONE
+        self._answers.put({"id": command["id"], "state": state, "answer": text})
+        self._wake.set()
+
+    def close(self) -> None:
+        """Ends the thread, the last answers being told."""
+        self._ended.set()
+        self._wake.set()
+        self._thread.join(SECONDS_TO_LEAVE)
+
+    def _run(self) -> None:
+        pause = INTERVAL_S
+        answers: list[dict[str, Any]] = []
+        while True:
+            is_last = self._ended.is_set()
+            self._wake.clear()
+            while not self._answers.empty():
+                answers.append(self._answers.get_nowait())
+            try:
+                self._exchange(answers, is_last)
+                answers, pause = [], INTERVAL_S
+            except (RayError, ValueError, RuntimeError, ConnectionError) as error:
+                # Ray ends an actor whose maker drops its handle: only a dead one is forgotten.
+                if isinstance(error, ActorDiedError):
+                    self._overseer = None
+                pause = min(2 * pause, MAX_INTERVAL_S)
+            if is_last:
+                return
+            self._wake.wait(pause)
+
+    def _exchange(self, answers: list[dict[str, Any]], is_last: bool) -> None:
+        if self._overseer is None:
+            self._overseer = NamedActor(
+                functools.partial(self._open, self._folder), answer_seconds=ANSWER_S,
+                patience_seconds=0.0, restarts_hung=self._restarts_hung,
+            )  # fmt: skip
+        report = {**self._describe(), **self._fixed, "answers": answers}
+        for command in self._overseer.call("report", report):
+            if command["id"] not in self._seen:
+                self._seen.add(command["id"])
+                self._commands.put(command)
+        if is_last:
+            self._overseer.handle.leave.remote(self._part)
+
 
 STOP_RUN = "stop_run"  # in a result: the run ends as at Ctrl-C
 SHOULD_CHECKPOINT = "should_checkpoint"  # Tune's
@@ -237,3 +350,90 @@ class Oversight:
     def after_iteration(self) -> dict[str, bool]:
         """See `Orders`; what Tune is to do with the result."""
         return {} if self._orders is None else self._orders.after_iteration(self._iteration)
+
+
+IDLE, WEIGHTS, GENERATING = "waiting for a request", "loading weights", "generating"
+JUDGING, STARTING = "judging", "starting"
+SECONDS_BETWEEN_WORDS = 1.0
+
+
+class SamplerWatch:
+    """Phases of a sampler, and how far it is; silent until it is joined to a run's overseer."""
+
+    def __init__(self) -> None:
+        self.clock = PhaseClock(STARTING)
+        self._prompts: tuple[int, int] | None = None
+        self._tokens = self._max_tokens = 0
+        self._version: int | None = None
+        self._link: Link | None = None
+        self._facts: dict[str, Any] = {}
+        self._say: Callable[[str], None] | None = None
+        self._said = 0.0  # monotonic seconds
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Calls `say` once a second while the next request is generated, to report its progress."""
+        self._say = say
+
+    def join(self, folder: Path, part: str, **facts: Any) -> None:
+        """Reports to the overseer of the Tune run in `folder` from now on."""
+        self._facts = facts
+        self._link = Link(folder, part, self._describe)
+
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """The callback of a decode loop after each token; None if nobody listens."""
+        return None if self._link is None and self._say is None else self._token
+
+    def begin(self, position: int, num_prompts: int) -> None:
+        """Prompts of a request."""
+        self._prompts = (position, position + num_prompts - 1)
+        self._tokens = self._max_tokens = 0
+        self.clock.enter(WEIGHTS)
+
+    def generating(self, version: int, max_tokens: int) -> None:
+        """With these weights, so many tokens at most."""
+        self._version, self._max_tokens = version, max_tokens
+        self.clock.enter(GENERATING)
+
+    def _token(self) -> None:
+        """One more token of each completion in the batch."""
+        self._tokens += 1
+        if self._say is not None and time.monotonic() - self._said >= SECONDS_BETWEEN_WORDS:
+            self._said = time.monotonic()
+            self._say(f"{GENERATING} token {self._tokens} of {self._max_tokens}")
+
+    def judging(self) -> None:
+        """The completions are there."""
+        self.clock.enter(JUDGING)
+
+    def end(self) -> None:
+        """The request is answered, or failed."""
+        self._prompts = self._say = None
+        self.clock.enter(IDLE)
+
+    def text(self) -> str:
+        """ "41 s generating for prompts 812-815, 380 of 512 tokens"."""
+        text = f"{self.clock.seconds_in_phase:.0f} s {self.clock.phase}"
+        prompts = self._prompts
+        if prompts is not None:
+            text += f" for prompts {prompts[0]}-{prompts[1]}"
+        if self.clock.phase == GENERATING and self._tokens:
+            text += f", {self._tokens} of {self._max_tokens} tokens"
+        return text
+
+    def close(self) -> None:
+        """Ends the reports."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "kind": "sampler",
+            **self._facts,
+            "version": self._version,
+            "phase": self.clock.phase,
+            "activity": self.text(),
+            "seconds_in_phase": self.clock.seconds_in_phase,
+            "seconds": self.clock.seconds(),
+        }

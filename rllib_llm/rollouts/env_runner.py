@@ -38,7 +38,7 @@ from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import make
-from rllib_llm.overseer.sampler_watch import SamplerWatch
+from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.generate_function import EnginePolicy, FunctionPolicy, ServerPolicy

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 
 from ray.exceptions import RayError
 
+from rllib_llm.shared.messages import short_traceback
 from rllib_llm.shared.openai_client import ServerError
-from rllib_llm.shared.tracebacks import short_traceback
 from rllib_llm.weights.coordinator import WeightsLostError
 
 

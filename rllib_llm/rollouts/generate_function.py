@@ -30,8 +30,8 @@ from rllib_llm.engines.protocol import Completions, Ended, Engine, Noise
 from rllib_llm.engines.servers import ClientPolicy
 from rllib_llm.rollouts.policy import Generation, LoadWeights, ModulePolicy
 from rllib_llm.shared import columns
-from rllib_llm.shared.elsewhere import EventLoop, call
-from rllib_llm.shared.padding import pad_right
+from rllib_llm.shared.columns import pad_right
+from rllib_llm.shared.remote import EventLoop, call
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 
 if TYPE_CHECKING:  # it imports transformers

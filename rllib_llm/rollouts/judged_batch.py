@@ -15,9 +15,8 @@ import torch
 from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup
 from rllib_llm.shared import columns
-from rllib_llm.shared.columns import NO_VERSION
+from rllib_llm.shared.columns import NO_VERSION, widen
 from rllib_llm.shared.messages import Message
-from rllib_llm.shared.padding import widen
 from rllib_llm.weights.coordinator import PublishedWeights
 
 Column: TypeAlias = torch.Tensor

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rllib_llm.rollouts.groups import Answer, JudgedGroup, Lease, PartialCompletion
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.shared.named_actor import NAMESPACE, NamedActor
+from rllib_llm.shared.remote import NAMESPACE, NamedActor
 from rllib_llm.weights.coordinator import PublishedWeights
 
 # Calls that change the table. What is asked only is not written.

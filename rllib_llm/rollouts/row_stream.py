@@ -23,7 +23,7 @@ from rllib_llm.rollouts.judged_batch import NO_VERSION, SampleRequest
 from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
-from rllib_llm.shared.padding import pad_right
+from rllib_llm.shared.columns import pad_right
 from rllib_llm.weights.coordinator import PublishedWeights
 
 _NOTHING = PartialCompletion((), (), ())

@@ -23,7 +23,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.actions import Judgement, told_columns
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
-from rllib_llm.overseer.sampler_watch import SamplerWatch
+from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.judged_batch import NO_VERSION, JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.shared import columns

@@ -22,7 +22,7 @@ from ray.tune import Callback
 from rllib_llm.envs.judges.reward_functions import RewardError
 from rllib_llm.overseer.diagnosis import PAUSED
 from rllib_llm.rollouts.errors import BrokenSamplerError
-from rllib_llm.runs.trial_logs import local_folder
+from rllib_llm.runs.results import local_folder
 from rllib_llm.shared.messages import TrialEar
 from rllib_llm.shared.process import StarvedProcesses, TimeLimit
 from rllib_llm.shared.ray_compat import processes_of

@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rllib_llm.runs.metrics import Metric, columns, progress
+from rllib_llm.runs.results import flatten, local_folder, number, setting
 from rllib_llm.runs.signs import Sign, Watch
-from rllib_llm.runs.trial_logs import flatten, local_folder, number, setting
-from rllib_llm.shared.messages import TrialEar, same_key
-from rllib_llm.shared.tracebacks import is_verbose
+from rllib_llm.shared.messages import TrialEar, is_verbose, same_key
 
 LINE_INTERVAL_S = 10.0
 WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has no result yet

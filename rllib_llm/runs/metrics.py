@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.runs.trial_logs import fresh_series, number
+from rllib_llm.runs.results import fresh_series, number
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.registry import ALGORITHMS
-from rllib_llm.checkpoints.whole import restore_source
+from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import build_config, flat_settings
-from rllib_llm.runs.check_data import check_data, check_sources, data_settings
-from rllib_llm.runs.experiment import Experiment, algorithm_class
+from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
+from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
 from rllib_llm.runs.metrics import describes
+from rllib_llm.runs.results import number
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, to_tune
-from rllib_llm.runs.trial_logs import number
-from rllib_llm.runs.yaml_experiments import model_of, with_stand_ins
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
 

@@ -15,18 +15,17 @@ from rich.text import Text
 
 from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
+from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.metrics import first_and_last, summary_metrics
-from rllib_llm.runs.plot import plot_stage
-from rllib_llm.runs.report_page import PAGE_FILE
-from rllib_llm.runs.signs import signs
-from rllib_llm.runs.stage_result import StageResult
-from rllib_llm.runs.trial_logs import (
+from rllib_llm.runs.report_page import PAGE_FILE, plot_stage
+from rllib_llm.runs.results import (
+    StageResult,
     before_and_after,
     number,
     read_json_lines,
     read_results,
 )
-from rllib_llm.runs.yaml_experiments import Experiment
+from rllib_llm.runs.signs import signs
 from rllib_llm.shared.storage import Place, UrlPath, inner_path
 
 

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.runs.experiment import KEYS, Experiment
-from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.experiments import KEYS, Experiment
+from rllib_llm.runs.results import StageResult
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place, UrlPath, place, replace_text
 

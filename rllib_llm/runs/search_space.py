@@ -11,7 +11,7 @@ from ray.tune.utils import flatten_dict
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
 
 if TYPE_CHECKING:
-    from rllib_llm.runs.experiment import Experiment
+    from rllib_llm.runs.experiments import Experiment
 
 # Name -> argument names of the `ray.tune` function. `choice` and `grid_search` take one list.
 SAMPLERS: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.runs.trial_logs import number
+from rllib_llm.runs.results import number
 
 Rows = Sequence[Mapping[str, Any]]
 

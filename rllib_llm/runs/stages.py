@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-from rllib_llm.checkpoints.whole import restore_source
+from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import resolve_classes
 from rllib_llm.data.rollout_store import ROLLOUTS
 from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import NewTerms
-from rllib_llm.runs.experiment import algorithm_class
+from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.failing_trials import KilledForMemory, fit
 from rllib_llm.runs.live_table import LiveTable
 from rllib_llm.runs.plan import (
@@ -25,15 +25,14 @@ from rllib_llm.runs.plan import (
     search_space,
 )
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
+from rllib_llm.runs.results import RECORD, StageResult, collect_result, short_name
 from rllib_llm.runs.run_folder import write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher
-from rllib_llm.runs.stage_result import RECORD, StageResult, collect_result, short_name
 from rllib_llm.runs.trial_checkpoints import SaveOnStop
-from rllib_llm.runs.yaml_experiments import Experiment, fill
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
 from rllib_llm.shared.storage import Place, UrlPath
-from rllib_llm.shared.tracebacks import failure_text
 
 
 class StageFailed(RuntimeError):

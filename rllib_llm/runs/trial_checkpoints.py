@@ -30,7 +30,7 @@ from rllib_llm.checkpoints.folder import (
     read_manifest,
 )
 from rllib_llm.overseer.oversight import STOP_RUN
-from rllib_llm.runs.trial_logs import flatten, number
+from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.ray_compat import training_result
 from rllib_llm.shared.storage import BestEffort
 

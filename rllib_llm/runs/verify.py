@@ -26,8 +26,8 @@ import torch
 from gymnasium.spaces import Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 
+from rllib_llm.checkpoints.algorithm import saved_config
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check, fetched
-from rllib_llm.checkpoints.made_by import saved_config
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise

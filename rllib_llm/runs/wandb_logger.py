@@ -9,7 +9,7 @@ from typing import Any
 from ray.air.integrations.wandb import WandbLoggerCallback
 
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.trial_logs import read_new_json_lines
+from rllib_llm.runs.results import read_new_json_lines
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
 

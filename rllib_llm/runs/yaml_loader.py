@@ -201,7 +201,7 @@ def apply_overrides(
 
 
 def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
-    from rllib_llm.runs.experiment import KEYS
+    from rllib_llm.runs.experiments import KEYS
 
     experiments = {name: spec for name, spec in data.items() if name != "vars"}
     if keys[0] == "vars":
@@ -258,7 +258,7 @@ def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
 def _known_settings(experiments: dict[str, Any]) -> set[str]:
     """Return the settings, and sections, of all algorithms of the experiments."""
     from rllib_llm.config.schema import allowed_keys, sections
-    from rllib_llm.runs.experiment import algorithm_class
+    from rllib_llm.runs.experiments import algorithm_class
 
     names = {
         spec["run"] for spec in experiments.values() if isinstance(spec, dict) and "run" in spec

@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
+from rllib_llm.data.chats import render_chat
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
-from rllib_llm.shared.chat_text import render_chat
 
 _MAX_FORMATS = 64
 # What `chat_template_kwargs` may not say: a template is a program, and the others are the server's.

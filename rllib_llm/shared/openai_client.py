@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from functools import partial
 from typing import Any, TypeVar
 
-from rllib_llm.shared.elsewhere import Away, Outage, backoff_seconds
+from rllib_llm.shared.remote import Away, Outage, backoff_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from rllib_llm.shared.named_actor import NAMESPACE, PASSING, NamedActor
+from rllib_llm.shared.remote import NAMESPACE, PASSING, NamedActor
 
 
 class WeightsLostError(RuntimeError):

@@ -22,7 +22,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
 
-from rllib_llm.shared.elsewhere import backoff_seconds
+from rllib_llm.shared.remote import backoff_seconds
 from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, TicketError, verify
 from rllib_llm.weights.transport import Transports

@@ -14,7 +14,7 @@ from rllib_llm.algorithms.registry import (
     get_algorithm_class,
 )
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
-from rllib_llm.shared.tracebacks import VERBOSE
+from rllib_llm.shared.messages import VERBOSE
 from tests.algorithms import tiny_runs as tiny
 
 CONFIGS = {

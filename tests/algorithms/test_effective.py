@@ -9,7 +9,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.runs.trial_logs import read_json_lines
+from rllib_llm.runs.results import read_json_lines
 from tests.algorithms import tiny_runs as tiny
 
 # Several updates per batch with a large step, so that clipping decides about tokens.

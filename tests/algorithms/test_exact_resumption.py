@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, check
 from rllib_llm.cli.main import app
-from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.results import StageResult
 from rllib_llm.shared.storage import CACHE, UrlPath, local_copy
 from tests.algorithms import resumed_runs as runs
 from tests.algorithms import tiny_runs as tiny

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.checkpoints.folder import check, checkpoints_in
 from rllib_llm.cli.main import app
-from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.results import StageResult
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 

@@ -9,8 +9,8 @@ from ray import cloudpickle
 
 from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.algorithms.rloo import RLOO
+from rllib_llm.checkpoints.algorithm import CLASS_FILE, class_and_arguments, importable, name_class
 from rllib_llm.checkpoints.folder import CheckpointError
-from rllib_llm.checkpoints.made_by import CLASS_FILE, class_and_arguments, importable, name_class
 from tests.algorithms import tiny_runs as tiny
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rllib_llm.checkpoints.made_by import found, in_its_folder
+from rllib_llm.checkpoints.algorithm import found, in_its_folder
 from rllib_llm.cli.main import app
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow.fs
 import pytest
 
+from rllib_llm.checkpoints.algorithm import upload_checkpoint
 from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check, write_manifest
-from rllib_llm.checkpoints.whole import upload_checkpoint
 
 
 def test_an_upload_that_fails_leaves_no_mixture_of_two_checkpoints(tmp_path):

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.cli.session import LOGGERS
-from rllib_llm.runs.stage_result import StageResult
-from rllib_llm.shared.tracebacks import VERBOSE, is_verbose
+from rllib_llm.runs.results import StageResult
+from rllib_llm.shared.messages import VERBOSE, is_verbose
 from tests.cli.said import said
 from tests.scripted_server import serving
 

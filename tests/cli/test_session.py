@@ -19,7 +19,7 @@ from rllib_llm.cli.session import (
     ray_session,
     weights_in_store,
 )
-from rllib_llm.runs.yaml_experiments import Experiment
+from rllib_llm.runs.experiments import Experiment
 from rllib_llm.shared.dotted import IMPORTS
 from rllib_llm.shared.errors import UserError
 

@@ -16,8 +16,7 @@ import rllib_llm
 from rllib_llm.cli.main import app
 from rllib_llm.cli.options import RunOptions, laid_over
 from rllib_llm.cli.train import resume_command
-from rllib_llm.runs.stage_result import StageResult
-from rllib_llm.runs.trial_logs import read_results
+from rllib_llm.runs.results import StageResult, read_results
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 from tests.runs.tiny_trainables import COUNTER

@@ -14,7 +14,7 @@ from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.mcp_tools import MCPServers
 from rllib_llm.envs.tools import Toolbox, ToolError
-from rllib_llm.shared.elsewhere import EventLoop
+from rllib_llm.shared.remote import EventLoop
 from tests.conversations.scripted import roll, settings
 
 pytest.importorskip("mcp")
@@ -176,7 +176,7 @@ def test_a_rollout_whose_server_is_away_is_not_valid(tmp_path):
         }
 
         async def run(self, arguments):
-            from rllib_llm.shared.elsewhere import Away
+            from rllib_llm.shared.remote import Away
 
             if arguments["a"]:
                 return "3"

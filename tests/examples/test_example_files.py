@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from rllib_llm.config.schema import allowed_keys, build_config
-from rllib_llm.runs.experiment import algorithm_class
+from rllib_llm.runs.experiments import Experiment, algorithm_class, fill, load
 from rllib_llm.runs.plan import check_experiments, search_space
+from rllib_llm.runs.results import export_model, flatten
 from rllib_llm.runs.search_space import examples
-from rllib_llm.runs.stage_result import export_model
-from rllib_llm.runs.trial_logs import flatten
-from rllib_llm.runs.yaml_experiments import Experiment, fill, load
 from rllib_llm.runs.yaml_loader import examples_folder, read
 from rllib_llm.shared.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.runs.trial_logs import before_and_after, read_json_lines, read_results
+from rllib_llm.runs.results import before_and_after, read_json_lines, read_results
 from rllib_llm.runs.yaml_loader import examples_folder
 
 YAML = examples_folder() / "stories_sentiment.yaml"

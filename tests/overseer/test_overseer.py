@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.overseer.actor import OverseerServer
-from rllib_llm.overseer.client import NoOverseerError, find_run
 from rllib_llm.overseer.overseer import SILENT_SECONDS, CommandError, Overseer, is_settled
+from rllib_llm.overseer.service import NoOverseerError, OverseerServer, find_run
 from rllib_llm.shared.errors import UserError
 from tests.cli.said import said
 
@@ -188,7 +187,7 @@ def test_an_overseer_that_is_started_again_has_another_address_and_the_same_toke
 def test_status_fits_80_columns(served):
     from rich.console import Console
 
-    from rllib_llm.cli.status import view
+    from rllib_llm.cli.runs import view
 
     overseer, _, _ = served
     overseer.report(trial(stage="ppo", algorithm="PPOPtx"))

@@ -14,8 +14,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from rllib_llm.overseer.actor import NAMESPACE, overseer_name
-from rllib_llm.overseer.client import find_run
+from rllib_llm.overseer.service import NAMESPACE, find_run, overseer_name
 from rllib_llm.shared.errors import UserError
 from tests.algorithms import tiny_runs as tiny
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rllib_llm.overseer import sampler_watch as module
-from rllib_llm.overseer.sampler_watch import SamplerWatch
+from rllib_llm.overseer import oversight as module
+from rllib_llm.overseer.oversight import SamplerWatch
 
 
 def test_a_decode_loop_calls_nobody_where_nobody_listens():

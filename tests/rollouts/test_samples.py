@@ -6,7 +6,7 @@ import torch
 
 from rllib_llm.rollouts.recorder import SampleLog
 from rllib_llm.rollouts.schedule import texts_are_due
-from rllib_llm.runs.trial_logs import read_json_lines
+from rllib_llm.runs.results import read_json_lines
 from rllib_llm.shared import columns
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rllib_llm.algorithms.reward_model import RewardModelConfig
 from rllib_llm.algorithms.sft import SFTConfig
-from rllib_llm.runs.check_data import check_data
+from rllib_llm.runs.doctor.data_rules import check_data
 from tests.algorithms import tiny_runs as tiny
 
 CHATS = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]

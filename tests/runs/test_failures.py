@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rllib_llm.shared.tracebacks import failure_text, last_error, place
+from rllib_llm.shared.messages import failure_text, last_error, place
 
 TRACEBACK = """ray.exceptions.RayTaskError(ValueError): ray::Bad.train() (pid=1)
   File "/venv/lib/site-packages/ray/tune/trainable.py", line 326, in train

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.runs.result_log import ResultLog, _append_whole
+from rllib_llm.runs.callbacks import ResultLog, _append_whole
 from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
 from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, Message, MessageLog
 from rllib_llm.shared.storage import BestEffort

@@ -6,7 +6,7 @@ import pytest
 
 from rllib_llm import GRPOConfig, PPOPtxConfig, RewardModelConfig, SFTConfig
 from rllib_llm.runs.metrics import GROUPS, describes
-from rllib_llm.runs.trial_logs import flatten
+from rllib_llm.runs.results import flatten
 
 SUMS = "rllib_llm.examples.arithmetic"
 REVIEWS = "rllib_llm.examples.reviews_grammar"

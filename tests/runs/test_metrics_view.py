@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.runs.metrics import EPISODES, Metric, columns, progress, summary_metrics
-from rllib_llm.runs.trial_logs import flatten, number
+from rllib_llm.runs.results import flatten, number
 
 
 def test_nested_results_become_flat():

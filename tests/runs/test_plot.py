@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from rllib_llm.runs.plot import PANELS, _draw, _running_mean, part_panels, plot_stage
+from rllib_llm.runs.report_page import PANELS, _draw, _running_mean, part_panels, plot_stage
 
 
 def write_results(folder, rows):

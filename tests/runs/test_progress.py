@@ -14,8 +14,8 @@ from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 
 from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.runs.live_table import Progress, TunerProgress
-from rllib_llm.shared import tracebacks as quiet
-from rllib_llm.shared.tracebacks import VERBOSE
+from rllib_llm.shared import messages as quiet
+from rllib_llm.shared.messages import VERBOSE
 from tests.docs.code_blocks import blocks_of
 from tests.runs.test_live_table import result, trial
 from tests.runs.tiny_trainables import Counter

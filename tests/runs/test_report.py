@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from rllib_llm.data.rollout_store import STORE_FILE
+from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.report import report
-from rllib_llm.runs.stage_result import StageResult
-from rllib_llm.runs.yaml_experiments import Experiment
+from rllib_llm.runs.results import StageResult
 from tests.cli.said import said
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from rllib_llm.runs.result_log import ResultLog
-from rllib_llm.runs.trial_logs import RESULTS, read_json_lines
+from rllib_llm.runs.callbacks import ResultLog
+from rllib_llm.runs.results import RESULTS, read_json_lines
 from rllib_llm.shared.storage import keep_json_rows
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.search_space import make_scheduler
-from rllib_llm.runs.yaml_experiments import Experiment
 
 
 class Trial:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rllib_llm.runs.experiment import Experiment
+from rllib_llm.runs.experiments import Experiment
+from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.run_folder import RECORD, check_continues, new_folder, resumed_folder
-from rllib_llm.runs.stage_result import StageResult
 from rllib_llm.shared.errors import UserError
 
 FILE, OTHER = "/a/x.yaml", "/b/x.yaml"

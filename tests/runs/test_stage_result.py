@@ -3,14 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.runs.stage_result import (
+from rllib_llm.runs.experiments import Experiment
+from rllib_llm.runs.results import (
     StageResult,
     best_trial,
     export_model,
+    setting,
     trial_labels,
 )
-from rllib_llm.runs.trial_logs import setting
-from rllib_llm.runs.yaml_experiments import Experiment
 
 
 def test_the_best_trial_is_told_by_the_experiments_metric_or_the_algorithms():

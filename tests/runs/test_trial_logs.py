@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rllib_llm.runs.trial_logs import (
+from rllib_llm.runs.results import (
     before_and_after,
     fresh_series,
     read_json_lines,

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
-from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.results import StageResult
 from rllib_llm.shared.storage import CACHE, UrlPath
 from tests.cli.said import said
 from tests.s3_server import bucket

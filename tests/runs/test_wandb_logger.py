@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.runs.stage_result import StageResult
+from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.wandb_logger import check_wandb, wandb_logger
 from rllib_llm.shared.errors import UserError
 from tests.runs.tiny_trainables import COUNTER

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rllib_llm.runs.yaml_experiments import fill, load, references
+from rllib_llm.runs.experiments import fill, load, references
 from rllib_llm.runs.yaml_loader import parse
 from rllib_llm.shared.errors import UserError
 

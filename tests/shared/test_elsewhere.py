@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rllib_llm.shared import elsewhere
-from rllib_llm.shared.elsewhere import Away, Outage, OutageError, backoff_seconds
+from rllib_llm.shared import remote
+from rllib_llm.shared.remote import Away, Outage, OutageError, backoff_seconds
 
 
 def test_an_outage_is_told_at_once_where_something_depends_on_it(caplog):
@@ -24,7 +24,7 @@ def test_an_outage_is_told_at_once_where_something_depends_on_it(caplog):
 
 def test_one_that_is_waited_for_is_told_once_a_minute_and_given_up_on(caplog, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(elsewhere.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
     outage, waited = Outage("http://judge", 150.0), []
     for now[0] in (0.0, 59.0, 60.0, 90.0, 121.0, 150.0):
         waited.append(outage.waits("status 503"))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
-from rllib_llm.shared.named_actor import NamedActor, Silence
+from rllib_llm.shared.remote import NamedActor, Silence
 
 
 class Starved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rllib_llm.shared.padding import pad_left, pad_right, widen
+from rllib_llm.shared.columns import pad_left, pad_right, widen
 
 
 def test_rows_are_padded_on_either_side():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rllib_llm.shared.tracebacks import LOGGERS, VERBOSE
+from rllib_llm.shared.messages import LOGGERS, VERBOSE
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = "import rllib_llm, torchao, ray.rllib.core.rl_module.rl_module; print('loaded')"
@@ -34,7 +34,7 @@ def test_loading_libraries_says_nothing():
 
 def test_who_sets_a_level_or_wants_to_see_it_does(monkeypatch):
     monkeypatch.setenv(VERBOSE, "1")
-    from rllib_llm.shared import tracebacks as quiet
+    from rllib_llm.shared import messages as quiet
 
     logger = logging.getLogger(LOGGERS[0])
     before = logger.level

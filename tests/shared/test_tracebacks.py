@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.envs.judges.reward_functions import RewardError, RewardTerm
-from rllib_llm.shared.tracebacks import (
+from rllib_llm.shared.messages import (
     explains_itself,
     failure_text,
     is_library,

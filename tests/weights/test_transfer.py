@@ -14,7 +14,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from rllib_llm.shared.elsewhere import backoff_seconds
+from rllib_llm.shared.remote import backoff_seconds
 from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import FlatBuffer, TicketError, pack
 from rllib_llm.weights.receiver import Transfer

@@ -34,7 +34,7 @@ from rllib_llm.envs.conversation_rollouts import (
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.elsewhere import call
+from rllib_llm.shared.remote import call
 
 
 class AgentEnv(ConversationEnv):

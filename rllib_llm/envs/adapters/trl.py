@@ -21,7 +21,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.elsewhere import Away, call
+from rllib_llm.shared.remote import Away, call
 
 _NO_TOOLS = ("reset", "get_reward")
 _ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own

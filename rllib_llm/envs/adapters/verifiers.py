@@ -27,7 +27,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.elsewhere import call
+from rllib_llm.shared.remote import call
 
 
 def prompt_of(task: Any) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from rllib_llm.modules.packing.sequence_scores import (
 from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
 from rllib_llm.modules.quantization import load_quantized, model_bytes
 from rllib_llm.modules.quantize import score_drift
-from rllib_llm.shared.padding import pad_right, widen
+from rllib_llm.shared.columns import pad_right, widen
 
 PAIR, CHAT = "pair", "chat"
 DEFAULT_TEMPLATE = "{prompt}{completion}"

@@ -22,8 +22,8 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardError,
     RewardTerm,
 )
-from rllib_llm.shared.elsewhere import EventLoop, ExitedError, harmless
-from rllib_llm.shared.tracebacks import raised
+from rllib_llm.shared.messages import raised
+from rllib_llm.shared.remote import EventLoop, ExitedError, harmless
 
 __all__ = [
     "Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards", "UnjudgedError",

@@ -2,14 +2,248 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_limits import num_positions
-from rllib_llm.runs.check_data import _is_here
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
+from rllib_llm.runs.experiments import StandIn
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import in_place, noted
+
+PROMPT_COLUMNS = {"prompt", "messages"}  # which become the prompt itself
+NUM_ROWS = 32  # of which tokens are made, from the first on
+# What the checks depend on: points of a grid that differ in other settings are checked once.
+SETTINGS = (
+    "model", "chat_template", "data", "eval_data", "max_length", "loss_on",
+    "env", "env_config", "max_new_tokens",
+)  # fmt: skip
+
+
+def data_settings(settings: Mapping[str, Any]) -> str:
+    """The settings of an experiment that `check_data` depends on, as text."""
+    return repr({name: settings.get(name) for name in SETTINGS})
+
+
+def check_data(config: Any, where: str) -> None:
+    """Check that the rows which `config` names can be read, and make tokens that the model takes.
+
+    Args:
+        config: of one experiment, validated.
+        where: how an error names the place, e.g. "ppo.config".
+
+    Raises:
+        ValueError: what is wrong with rows, tokenizer or lengths.
+    """
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
+    from rllib_llm.algorithms.rlhf_config import RLHFConfig
+    from rllib_llm.algorithms.supervised import SupervisedConfig
+
+    if not isinstance(config, LanguageModelConfig) or not _is_here(config.given_model()):
+        return
+    # What is no error is told by the run itself.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if isinstance(config, SupervisedConfig):
+            _check_rows(config, where)
+        elif isinstance(config, RLHFConfig):
+            _check_prompts(config, where)
+
+
+def _check_rows(config: Any, where: str) -> None:
+    tokenizer, max_length = config.load_tokenizer(), config.longest_text()
+    for name in ("data", "eval_data"):
+        data = getattr(config, name)
+        if _can_be_read(data):
+            try:
+                source = config.make_source(
+                    data, tokenizer=tokenizer, max_length=max_length, shuffle=False
+                )
+                source.batch(0, min(NUM_ROWS, len(source)))
+            except ValueError as error:
+                raise in_place(error, f"{where}.{name}") from error
+
+
+def _check_prompts(config: Any, where: str) -> None:
+    from rllib_llm.config.setting import DEFAULT_ENV
+    from rllib_llm.envs.prompts import PromptEncoder, PromptSource
+    from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
+    from rllib_llm.envs.rlhf import (
+        check_reference,
+        check_settings,
+        policy_tokenizer,
+        with_defaults,
+    )
+    from rllib_llm.modules.model_limits import check_lengths, num_positions
+
+    if config.env not in ENVIRONMENTS:
+        return
+    defaults = default_settings(config.env)
+    if "max_prompt_len" not in defaults:  # a conversation's tasks are read by its environment
+        return
+    settings = with_defaults(config.env_config, defaults, env_id=config.env)
+    if config.env == DEFAULT_ENV:
+        with noted():
+            check_settings(settings)
+        with noted():
+            _check_functions(settings, where)
+    settings["model"] = config.env_config.get("model") or config.pretrained_model
+    settings["chat_template"] = settings["chat_template"] or config.chat_template
+    if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
+        return
+    try:
+        tokenizer = policy_tokenizer(settings)
+        if settings["reference"] is not None:
+            check_reference(settings, tokenizer)
+        longest = None
+        positions = num_positions(config.pretrained_model)
+        if _can_be_read(settings.get("prompts")):
+            encoder = PromptEncoder(
+                tokenizer, settings["max_prompt_len"], settings["prompt_overflow"]
+            )
+            source = PromptSource(
+                settings["prompts"],
+                prompt_column=settings["prompt_column"],
+                eval_fraction=settings["eval_fraction"],
+                split_seed=settings["split_seed"],
+                eval_data=settings["eval_prompts"],
+            )
+            encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
+            encoder.check_all(source)
+            if positions and settings["max_prompt_len"] + config.max_new_tokens > positions:
+                longest = encoder.longest(source)
+        chosen = "max_prompt_len" in config.env_config
+        if chosen or longest is not None:
+            check_lengths(
+                positions,
+                max_prompt_len=settings["max_prompt_len"],
+                max_new_tokens=config.max_new_tokens,
+                longest_prompt=None if chosen else longest,
+            )
+    except ValueError as error:
+        raise in_place(error, f"{where}.env_config") from error
+
+
+def _check_functions(settings: Mapping[str, Any], where: str) -> None:
+    """Check the signatures of reward functions, and that their arguments are columns of the first
+    prompts. Classes are not instantiated: they may load a model."""
+    from rllib_llm.data.sources import load_rows
+    from rllib_llm.envs.judges.reward_functions import RewardTerm
+
+    functions = settings["reward_functions"] or []
+    prompts = settings["prompts"]
+    columns = None
+    if _can_be_read(prompts):
+        rows = load_rows(prompts, name="prompts")
+        first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
+        columns = {name for row in first if isinstance(row, Mapping) for name in row}
+    for spec in functions if isinstance(functions, list) else [functions]:
+        with noted():
+            function = spec.get("function") if isinstance(spec, Mapping) else spec
+            if isinstance(function, str):
+                function = import_dotted(function, name=f"{where}.env_config.reward_functions")
+            if inspect.isclass(function):
+                continue
+            term = RewardTerm.from_spec(spec)
+            if columns:
+                term.check_columns(columns - PROMPT_COLUMNS)
+
+
+def _can_be_read(data: Any) -> bool:
+    from rllib_llm.data.sources import is_quick_to_read
+
+    return data is not None and "${" not in str(data) and is_quick_to_read(data)
+
+
+def _is_here(model: Any) -> bool:
+    """True where tokenizer and config of `model` can be read now."""
+    from rllib_llm.modules.model_source import HUB, source_kind
+
+    if isinstance(model, Mapping):
+        model = model.get("model")
+    if model is None or not isinstance(model, str):
+        return True
+    return "${" not in model and source_kind(model)[0] != HUB
+
+
+MODELS = ("model", "critic_model")
+DATA = ("data", "eval_data", "normalization_data", "ptx_data", "ptx_eval_data")
+ENV_MODELS = ("model", "tokenizer", "reward_model", "reference")
+ENV_DATA = ("prompts", "eval_prompts")
+
+
+def check_sources(settings: Mapping[str, Any], where: str) -> None:
+    """Check what can be checked without loading weights: folders and their tokenizers, files and
+    dotted paths.
+
+    What an earlier experiment will make (`${name.checkpoint}`) is left out, and so is the hub.
+
+    Args:
+        settings: of one experiment, `env_config` among them.
+        where: how an error names the place, e.g. "ppo.config".
+
+    Raises:
+        ValueError: what is certainly not there, with the setting's name.
+    """
+    from rllib_llm.data.sources import check_source
+    from rllib_llm.envs.registry import ENVIRONMENTS
+
+    env = settings.get("env_config") if settings.get("env") in ENVIRONMENTS else None
+    env = env if isinstance(env, Mapping) else {}
+    for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
+        # A reference reads ids alone.
+        _check_model(value, f"{where}.{name}", has_tokenizer=name != "env_config.reference")
+    for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
+        if "${" not in str(value):
+            check_source(value, name=f"{where}.{name}")
+    for name, value in _chosen(env, ("reward_functions",), "env_config."):
+        _check_imports(value, f"{where}.{name}")
+
+
+def _chosen(
+    settings: Mapping[str, Any], names: tuple[str, ...], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    return ((prefix + name, settings[name]) for name in names if settings.get(name) is not None)
+
+
+def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
+    from rllib_llm.modules.model_source import DOTTED, FOLDER, source_kind
+    from rllib_llm.shared.dotted import import_dotted
+
+    if isinstance(given, Mapping):
+        given, name = given.get("model"), f"{name}.model"
+    if not isinstance(given, str) or "${" in given or isinstance(given, StandIn):
+        return  # a stand-in belongs to the experiment that makes what it stands for
+    kind, value = source_kind(given, name=name)
+    if kind == DOTTED:
+        import_dotted(value, name=name)
+    if kind == FOLDER and has_tokenizer:
+        _check_tokenizer(value, name)
+
+
+@functools.cache  # the points of a grid share their models
+def _check_tokenizer(folder: str, name: str) -> None:
+    from rllib_llm.modules.tokenizer import load_tokenizer
+
+    try:
+        load_tokenizer(folder)
+    except ValueError as error:
+        raise in_place(error, name) from error
+
+
+def _check_imports(given: Any, name: str) -> None:
+    from rllib_llm.shared.dotted import import_dotted
+
+    for function in given if isinstance(given, list) else [given]:
+        path = function.get("function") if isinstance(function, Mapping) else function
+        if isinstance(path, str) and "${" not in path:
+            import_dotted(path, name=name)
+
 
 MAX_REPEATED = 0.05  # share of rows that equal an earlier one
 MAX_CUT = 0.05  # share of texts that lose tokens

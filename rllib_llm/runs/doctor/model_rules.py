@@ -72,7 +72,7 @@ def _kind(setting: str, config: dict[str, Any], stage: Stage) -> Iterator[Findin
 
 def _tokenizer(stage: Stage) -> Iterator[Finding]:
     from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config
-    from rllib_llm.runs.check_data import _is_here
+    from rllib_llm.runs.doctor.data_rules import _is_here
 
     model = stage.config.pretrained_model
     if not _is_here(model):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rllib_llm.data.rows import Rows
-from rllib_llm.runs.experiment import Experiment
+from rllib_llm.runs.experiments import Experiment
 from rllib_llm.shared.errors import SettingError, SettingWarning, ended, sentence
 
 Severity = Literal["error", "warning", "note"]
@@ -150,7 +150,7 @@ class Stage:
 
     def is_made_before(self, setting: str) -> bool:
         """Whether an earlier experiment makes that model, which another stands in for so far."""
-        from rllib_llm.runs.yaml_experiments import StandIn
+        from rllib_llm.runs.experiments import StandIn
 
         return isinstance(self._named_models()[setting], StandIn)
 
@@ -183,7 +183,7 @@ def make_stage(experiment: Experiment) -> Stage | None:
     from rllib_llm.config.schema import build_config
     from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
     from rllib_llm.envs.rlhf import with_defaults
-    from rllib_llm.runs.experiment import algorithm_class
+    from rllib_llm.runs.experiments import algorithm_class
     from rllib_llm.runs.plan import search_space
     from rllib_llm.runs.search_space import examples
 

@@ -14,8 +14,8 @@ import pytest
 from rllib_llm.envs.judges.llm_judges import JudgeServer, ReferenceJudge, stated_score
 from rllib_llm.envs.judges.remote_rewards import RemoteReward
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
-from rllib_llm.shared.elsewhere import OutageError
 from rllib_llm.shared.openai_client import OpenAIClient
+from rllib_llm.shared.remote import OutageError
 from tests.scripted_server import ScriptedServer, serving
 
 QUICK = {"first_delay_s": 0.01, "max_attempts": 2, "judge_outage_s": 0}

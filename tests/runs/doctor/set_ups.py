@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
-from rllib_llm.runs.experiment import Experiment
+from rllib_llm.runs.experiments import Experiment
 
 HERE = "tests.runs.doctor.set_ups"
 MODEL = "tests.algorithms.tiny_runs.build_model"
