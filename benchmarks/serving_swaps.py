@@ -56,7 +56,7 @@ def two_weights(folder: str) -> list[dict[str, Any]]:
 def serve(folder: str, port: int, swaps: int) -> None:
     """Serves, swaps as often and prints what was timed."""
     from rllib_llm.engines.protocol import Ended, Tokens
-    from rllib_llm.modules.pretrained import load_tokenizer
+    from rllib_llm.modules.tokenizer import load_tokenizer
     from rllib_llm.serving.engine_process import EngineProcess, Events
     from rllib_llm.serving.http_server import HttpServer
     from rllib_llm.serving.service import Service

@@ -57,8 +57,8 @@ class Completer:
         from rllib_llm.checkpoints.folder import find_model
         from rllib_llm.engines.params import SamplingParams
         from rllib_llm.envs.prompts import PromptEncoder
-        from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
-        from rllib_llm.modules.tokenizer import eos_token_ids
+        from rllib_llm.modules.pretrained import load_causal_lm
+        from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 
         model = find_model(checkpoint)
         self.sampling = sampling

@@ -26,7 +26,7 @@ from rllib_llm.envs.rlhf import (
     with_defaults,
 )
 from rllib_llm.examples.characters import character_tokenizer, small_llama
-from rllib_llm.modules.pretrained import eos_token_ids
+from rllib_llm.modules.tokenizer import eos_token_ids
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MODEL = "rllib_llm.examples.arithmetic.build_model"

@@ -29,11 +29,11 @@ from rllib_llm.modules.packing.logprobs import (
 from rllib_llm.modules.packing.sequence_scores import read_score_normalization
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
+    load_quantized,
     load_sequence_classifier,
-    load_tokenizer,
     score_head,
 )
-from rllib_llm.modules.quantization import load_quantized
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import SettingError
 

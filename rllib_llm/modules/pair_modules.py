@@ -11,7 +11,8 @@ from rllib_llm.modules.causal_lm import CausalLMModule
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.packing.sequence_scores import sequence_scores
-from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
+from rllib_llm.modules.pretrained import load_sequence_classifier, score_head
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as hf_logging
@@ -30,30 +32,21 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
-from rllib_llm.modules.quantize import keep_unpacked
+from rllib_llm.modules.quantize import (
+    calm_bitsandbytes,
+    head_names,
+    keep_unpacked,
+    model_bytes,
+    quantize,
+    refuse_quantized,
+    resolve_backend,
+    verify_quantized,
+)
 from rllib_llm.modules.tokenizer import (
-    check_vocabulary,
-    ensure_pad_token,
     eos_token_ids,
-    load_generation_config,
     load_tokenizer,
 )
 from rllib_llm.shared.errors import SettingError
-
-__all__ = [
-    "ModelSourceError",
-    "check_vocabulary",
-    "disable_dropout",
-    "ensure_pad_token",
-    "eos_token_ids",
-    "load_causal_lm",
-    "load_generation_config",
-    "load_sequence_classifier",
-    "load_tokenizer",
-    "merge_folder",
-    "resolve_dtype",
-    "score_head",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +67,7 @@ def load_causal_lm(
     A folder of adapters (`lora.py`) is merged with the base that it names.
 
     dtype: "float32", "bfloat16", "float16" or a torch dtype, of the weights.
-    quantization_config: handed to `from_pretrained`; see `modules/quantization.py`.
+    quantization_config: handed to `from_pretrained`; see `modules/quantize.py`.
 
     Raises:
         ModelSourceError: nothing can be loaded, weights are missing, or it is no causal LM.
@@ -188,6 +181,71 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+_AUTO_CLASS = {
+    load_causal_lm: AutoModelForCausalLM,
+    load_sequence_classifier: AutoModelForSequenceClassification,
+}
+
+
+def load_quantized(
+    load: Callable[..., PreTrainedModel],
+    model: str | os.PathLike,
+    *,
+    quantization: str = "none",
+    backend: str = "auto",
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """Returns load(model) in the asked precision, frozen, in eval mode, on `device`.
+
+    load: `load_causal_lm` or `load_sequence_classifier`.
+    dtype: of what is not quantised and of the activations; "bf16" overrides it.
+
+    bitsandbytes quantises while it reads a folder, so that the whole model is never in memory in
+    full precision; but for nf4 on a CPU, where each layer's block size must be chosen.
+
+    Raises:
+        ModelSourceError: see `load`.
+        ValueError: a combination that does not exist, or a model with nothing to quantise.
+        ImportError: the backend is not installed.
+    """
+    chosen = resolve_backend(quantization, backend, device)
+    if quantization == "bf16":
+        dtype = torch.bfloat16
+    dtype = resolve_dtype(dtype)
+    kind, value = source_kind(model)
+    nf4_on_cpu = quantization == "nf4" and torch.device(device).type == "cpu"
+    if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
+        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        refuse_quantized(config, quantization, model)
+        with torch.device("meta"):
+            skeleton = _AUTO_CLASS[load].from_config(config)
+        bnb_config = _bitsandbytes_config(quantization, dtype, head_names(skeleton))
+        network = load(model, dtype=dtype, device=device, quantization_config=bnb_config)
+        verify_quantized(network, quantization)
+        calm_bitsandbytes()
+    else:
+        network = load(model, dtype=dtype, device=device)
+        network = quantize(network, quantization, backend=backend, device=device)
+    network.requires_grad_(False)
+    logger.info(
+        "%r holds %.1f MB (quantization=%s).", str(model), model_bytes(network) / 1e6, quantization
+    )
+    return network
+
+
+def _bitsandbytes_config(quantization: str, dtype: torch.dtype, heads: list[str]) -> Any:
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=heads)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=heads,
+    )
 
 
 def resolve_dtype(dtype: str | torch.dtype, *, name: str = "dtype") -> torch.dtype:

@@ -1,5 +1,20 @@
-"""Quantises a model in memory and measures the change of its outputs; `quantization.py` holds the
-choices."""
+"""Frozen models in fewer bits: bf16, int8 or nf4, through bitsandbytes or torchao.
+
+What to choose (a 135 M parameter Llama on a CPU; KL and top-1 agreement of next-token
+distributions and rank correlation of a reward model's scores, all against float32):
+
+    quantization           MB    KL      top-1   rank corr.   time of prefill / decode
+    none (float32)         538   0       1       1            1 / 1
+    bf16                   269   0.001   0.97    0.998        7.3 / 0.7
+    int8, torchao          220   0.004   0.95    0.998        1.2 / 1.1
+    int8, bitsandbytes     220   0.023   0.92    0.989        2.0 / 4.2
+    nf4, bitsandbytes      168   0.32    0.62    0.909        1.3 / 2.2
+
+Hence the defaults: "none", since a small judge costs little and is exact; "int8" is the next thing
+to try, and "auto" takes torchao's weight-only int8 on a CPU (closer and faster there) and
+bitsandbytes' LLM.int8 on CUDA; "nf4" is for models that do not fit otherwise, on a GPU. Check with
+`measure_drift`. Embeddings, norms and the head (lm_head or score head) stay as they are.
+"""
 
 from __future__ import annotations
 

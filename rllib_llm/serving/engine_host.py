@@ -21,8 +21,8 @@ from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
 from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
-from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer
-from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.weights import fingerprint

@@ -11,7 +11,8 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.modules.lora import add_adapters, is_adapter
-from rllib_llm.modules.pretrained import load_causal_lm, load_tokenizer, merge_folder
+from rllib_llm.modules.pretrained import load_causal_lm, merge_folder
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.weights.publisher import export_module
 from tests.algorithms import tiny_runs
 

@@ -25,8 +25,7 @@ from rllib_llm.modules.lora import (
     save_adapters,
 )
 from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
-from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.modules.quantization import load_quantized
+from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near, neighbour
 from tests.tiny_models import llama, save

@@ -12,13 +12,15 @@ from transformers import BertConfig, BertForMaskedLM, GenerationConfig
 from rllib_llm.modules.model_source import ModelSourceError, load_with_retries, source_kind
 from rllib_llm.modules.pretrained import (
     disable_dropout,
+    load_causal_lm,
+    load_sequence_classifier,
+    score_head,
+)
+from rllib_llm.modules.tokenizer import (
     ensure_pad_token,
     eos_token_ids,
-    load_causal_lm,
     load_generation_config,
-    load_sequence_classifier,
     load_tokenizer,
-    score_head,
 )
 from tests import tiny_models as tiny
 

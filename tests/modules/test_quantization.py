@@ -5,21 +5,19 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifier, load_tokenizer
-from rllib_llm.modules.quantization import (
-    load_quantized,
-    model_bytes,
-    quantize,
-    resolve_backend,
-)
+from rllib_llm.modules.pretrained import load_causal_lm, load_quantized, load_sequence_classifier
 from rllib_llm.modules.quantize import (
     head_names,
     is_quantized,
+    model_bytes,
     next_token_drift,
     quantizable_layers,
+    quantize,
     rank_correlation,
+    resolve_backend,
     score_drift,
 )
+from rllib_llm.modules.tokenizer import load_tokenizer
 from tests import tiny_models as tiny
 
 IDS = torch.randint(4, 260, (32, 16), generator=torch.Generator().manual_seed(0))

@@ -21,9 +21,9 @@ from rllib_llm.modules.packing.sequence_scores import (
     read_score_normalization,
     sequence_scores,
 )
-from rllib_llm.modules.pretrained import load_sequence_classifier, load_tokenizer, score_head
-from rllib_llm.modules.quantization import load_quantized, model_bytes
-from rllib_llm.modules.quantize import score_drift
+from rllib_llm.modules.pretrained import load_quantized, load_sequence_classifier, score_head
+from rllib_llm.modules.quantize import model_bytes, score_drift
+from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import pad_right, widen
 
 PAIR, CHAT = "pair", "chat"
