@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "rllib_llm_packed"
+PACKED = "rllib_llm_packed"  # the name of this attention in transformers
 Kernel = Literal["sdpa", "flash_attention_2", "flex_attention"]
 
 
@@ -161,5 +161,5 @@ def _take(states: Tensor, tokens: Tensor, in_order: bool) -> Tensor:
     return taken.unflatten(0, tokens.shape).transpose(1, 2)
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)

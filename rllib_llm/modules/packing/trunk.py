@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from rllib_llm.modules.packing import packed_attention
 from rllib_llm.modules.packing.dense_packing import pack_dense
 from rllib_llm.modules.packing.llama_trunk import fused_hidden, is_fusible
-from rllib_llm.modules.packing.packed_attention import AttentionLayout, Kernel
+from rllib_llm.modules.packing.packed_attention import PACKED, AttentionLayout, Kernel
 from rllib_llm.modules.packing.packing import Rows, WantedTokens, completion_rows, pack
 from rllib_llm.modules.products import multiplies_by_onednn
 from rllib_llm.shared.errors import SettingError
@@ -129,7 +128,7 @@ def reads_dense(trunk: nn.Module) -> bool:
 def _can_be_laid_out(trunk: PreTrainedModel) -> bool:
     if not trunk._supports_attention_backend:
         return False
-    if trunk.config._attn_implementation not in ("sdpa", packed_attention.NAME):
+    if trunk.config._attn_implementation not in ("sdpa", PACKED):
         return False
     layer_types, _ = get_layer_types_and_kwargs(trunk.config.get_text_config())
     return _LAYER_TYPES.issuperset(layer_types)
@@ -147,7 +146,7 @@ def _same_states(trunk: PreTrainedModel) -> bool:
     padded, dense = pack(rows), pack_dense(rows, kernel=kernel_of(trunk))
     with torch.no_grad(), eval_mode(trunk):
         expected = padded.pick(trunk_hidden(trunk, padded))
-        trunk.set_attn_implementation(packed_attention.NAME)
+        trunk.set_attn_implementation(PACKED)
         same = same_numbers(dense.pick(trunk_hidden(trunk, dense)), expected)
     if not same:
         trunk.set_attn_implementation(before)

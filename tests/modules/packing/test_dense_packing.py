@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from rllib_llm.modules.packing import packed_attention
 from rllib_llm.modules.packing.dense_packing import pack_dense, recurring_size
 from rllib_llm.modules.packing.logprobs import (
     ReferencePolicy,
     score_completions,
     text_logprobs,
 )
+from rllib_llm.modules.packing.packed_attention import PACKED
 from rllib_llm.modules.packing.packing import (
     WantedTokens,
     completion_rows,
@@ -230,7 +230,7 @@ def test_a_model_with_our_attention_is_the_model_itself():
     mask = mask_of(["001111", "111111"])
     before = model(input_ids=ids, attention_mask=mask.long()).logits
     assert reads_dense(model.model)
-    assert model.config._attn_implementation == packed_attention.NAME
+    assert model.config._attn_implementation == PACKED
     after = model(input_ids=ids, attention_mask=mask.long()).logits
     assert torch.equal(after[mask], before[mask])
     assert "attn_implementation" not in model.config.to_json_string()
