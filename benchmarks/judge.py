@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from rllib_llm.modules.packing.sequence_scores import sequence_scores
-from rllib_llm.modules.quantize import model_bytes, quantize
+from rllib_llm.modules.quantization import model_bytes, quantize
+from rllib_llm.modules.sequence_scores import sequence_scores
 from rllib_llm.shared.process import multiplies_bfloat16
 
 FORMS = ("none", "bf16", "int8")

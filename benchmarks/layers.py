@@ -50,13 +50,13 @@ def _without(module: str, name: str) -> Callable[[], None]:
     return take_out
 
 
-PACKING = "rllib_llm.modules.packing"
+MODULES = "rllib_llm.modules"
 VARIANTS: dict[str, tuple[Callable[[], None], ...]] = {
     "all": (),
     "onednn": (),
-    "fused": (_without(f"{PACKING}.trunk", "is_fusible"),),
-    "half": (_without(f"{PACKING}.llama_trunk", "reads_half"),),
-    "dense": (_without(f"{PACKING}.trunk", "reads_dense"),),
+    "fused": (_without(f"{MODULES}.trunk", "is_fusible"),),
+    "half": (_without(f"{MODULES}.llama_trunk", "reads_half"),),
+    "dense": (_without(f"{MODULES}.trunk", "reads_dense"),),
     "llama_step": (_without("rllib_llm.engines.decode_step", "is_llama_shaped"),),
 }
 

@@ -80,8 +80,8 @@ def build_batch(vocab: int) -> Batch:
 
 
 def our_loss(args: argparse.Namespace) -> tuple[LlamaForCausalLM, Callable[[Batch], torch.Tensor]]:
-    from rllib_llm.modules.mixed_precision import ComputingCopy
-    from rllib_llm.modules.packing.logprobs import score_completions
+    from rllib_llm.modules.logprobs import score_completions
+    from rllib_llm.modules.precision import ComputingCopy
     from rllib_llm.numerics.losses import LossDenominators, policy_loss, reduce_loss
 
     weights = model = build_model(args).eval()

@@ -126,7 +126,7 @@ def compare(case: Case, rounds: int, layers: str) -> dict[str, Any]:
     """Medians of both precisions, and their ratios."""
     if layers == "fused":
         return _compared(case, rounds, layers)
-    with mock.patch("rllib_llm.modules.packing.trunk.is_fusible", lambda trunk: False):
+    with mock.patch("rllib_llm.modules.trunk.is_fusible", lambda trunk: False):
         return _compared(case, rounds, layers)
 
 

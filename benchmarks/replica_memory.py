@@ -54,7 +54,7 @@ def held_mb() -> float:
 
 def run(kind: str, folder: str) -> dict[str, float | str]:
     from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
-    from rllib_llm.modules.quantize import model_bytes
+    from rllib_llm.modules.quantization import model_bytes
 
     torch.set_num_threads(1)
     before = held_mb()

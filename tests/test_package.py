@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers", "datasets", "bitsandbytes", "torchao", "peft",
 # Numerics know torch and nothing of Ray; what is below the algorithms does not know them; the
 # command only calls what Python users can call.
 RULES = [
-    (("shared/columns.py", "numerics/", "modules/packing/logprobs.py"),
+    (("shared/columns.py", "numerics/", "modules/logprobs.py"),
      ("ray", "rllib_llm.envs", "rllib_llm.engines", "rllib_llm.rollouts")),
     (("modules/",),
      ("rllib_llm.engines", "rllib_llm.envs", "rllib_llm.learners", "rllib_llm.rollouts",

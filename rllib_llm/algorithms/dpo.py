@@ -22,7 +22,7 @@ class DPOConfig(SupervisedConfig):
         self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
 
     def module_class(self) -> type:
-        from rllib_llm.modules.pair_modules import PreferenceModule
+        from rllib_llm.modules.rl_modules import PreferenceModule
 
         return PreferenceModule
 

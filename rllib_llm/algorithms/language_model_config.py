@@ -35,8 +35,7 @@ from rllib_llm.config.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS, OP
 from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
-from rllib_llm.modules.mixed_precision import cuda_multiplies_bfloat16
-from rllib_llm.modules.products import faster_library
+from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.errors import SettingError, noted
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.ray_compat import free_by_node

@@ -31,7 +31,7 @@ class RewardModelConfig(SupervisedConfig):
         )
 
     def module_class(self) -> type:
-        from rllib_llm.modules.pair_modules import RewardModelModule
+        from rllib_llm.modules.rl_modules import RewardModelModule
 
         return RewardModelModule
 
@@ -85,7 +85,7 @@ class RewardModel(Supervised):
 
     def _write_normalization(self, folder: Path) -> None:
         """Notes mean and std of the scores that the model, as it is, gives reference samples."""
-        from rllib_llm.modules.packing.sequence_scores import write_score_normalization
+        from rllib_llm.modules.sequence_scores import write_score_normalization
 
         if self._reference_source is not None:
             results = self._scores_of(self._reference_source)

@@ -102,7 +102,7 @@ class RLHFConfig(LanguageModelConfig):
         return config
 
     def module_class(self) -> type:
-        from rllib_llm.modules.causal_lm import CausalLMModule
+        from rllib_llm.modules.rl_modules import CausalLMModule
 
         return CausalLMModule
 

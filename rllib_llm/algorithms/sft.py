@@ -21,7 +21,7 @@ class SFTConfig(SupervisedConfig):
         super().__init__(algo_class=algo_class or SFT)
 
     def module_class(self) -> type:
-        from rllib_llm.modules.causal_lm import CausalLMModule
+        from rllib_llm.modules.rl_modules import CausalLMModule
 
         return CausalLMModule
 

@@ -50,7 +50,7 @@ class SupervisedConfig(LanguageModelConfig):
 
     def longest_text(self) -> int:
         """The number of tokens kept of each text: at most the model's context length."""
-        from rllib_llm.modules.model_limits import num_positions
+        from rllib_llm.modules.model_source import num_positions
 
         positions = num_positions(self.given_model())
         return min(self.max_length, positions or self.max_length)

@@ -289,6 +289,6 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     files = list(Path(model).expanduser().glob("*.safetensors"))
     if not files:
         return math.inf
-    from rllib_llm.modules.model_limits import num_elements
+    from rllib_llm.modules.model_source import num_elements
 
     return sum(map(num_elements, files)) * item_bytes * (settings.get("weights_keep", 2) + 1)

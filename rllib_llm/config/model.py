@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.setting import Condition, Section, Settings, setting
-from rllib_llm.modules.products import LIBRARIES
+from rllib_llm.modules.precision import LIBRARIES
 
 ADAPTERS = Condition("lora is set", lambda c: c.lora is not None, "without lora", "Set lora={{}}")
 SEVERAL_LEARNERS = Condition(

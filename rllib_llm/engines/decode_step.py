@@ -20,9 +20,8 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import LlamaStep, additive, decode_layout, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
-from rllib_llm.modules.packing.dense_packing import recurring_size
-from rllib_llm.modules.packing.lm_head import take_apart
-from rllib_llm.modules.packing.trunk import wants_recurring_sizes
+from rllib_llm.modules.packing import recurring_size
+from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
-from rllib_llm.modules.model_limits import longrope_border
+from rllib_llm.modules.model_source import longrope_border
 
 # --- What a generation is given, checked before compute is spent
 

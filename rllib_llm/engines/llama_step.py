@@ -24,8 +24,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
-from rllib_llm.modules.packing.llama_shape import is_plain, is_read_whole, is_rms_norm
-from rllib_llm.modules.products import ONEDNN, OneDNNLinear, products_of
+from rllib_llm.modules.llama_trunk import is_plain, is_read_whole, is_rms_norm
+from rllib_llm.modules.precision import ONEDNN, OneDNNLinear, products_of
 from rllib_llm.shared.process import multiplies_bfloat16
 
 # --- Weights laid out for decoding: skinny matrix products read them faster transposed, or packed

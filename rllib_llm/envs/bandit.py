@@ -29,7 +29,7 @@ from rllib_llm.envs.actions import (
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
-from rllib_llm.modules.model_limits import check_lengths, num_positions
+from rllib_llm.modules.model_source import check_lengths, num_positions
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
 

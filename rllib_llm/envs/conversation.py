@@ -38,7 +38,7 @@ from rllib_llm.envs.rlhf import (
     with_defaults,
 )
 from rllib_llm.envs.tools import Toolbox
-from rllib_llm.modules.model_limits import num_embeddings, num_positions
+from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
 from rllib_llm.shared.remote import EventLoop
 

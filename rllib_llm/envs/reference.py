@@ -9,10 +9,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from rllib_llm.modules.packing.logprobs import score_completions
-from rllib_llm.modules.packing.packing import pack_right, token_batches
+from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
-from rllib_llm.modules.quantize import model_bytes, next_token_drift
+from rllib_llm.modules.quantization import model_bytes, next_token_drift
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class FrozenReference:
     """A frozen causal language model; each replica loads its own copy.
 
     model: folder, hub id or dotted path.
-    quantization, backend: see `modules/quantize.py`.
+    quantization, backend: see `modules/quantization.py`.
     dtype: of the weights that are not quantised, and of the activations.
     batch_tokens: tokens (padding included) of one forward pass; lower it when memory runs out.
     measure_drift: rows of the first batch on which a quantised model is compared with the

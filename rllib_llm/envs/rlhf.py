@@ -12,8 +12,8 @@ from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.modules.model_limits import check_reference_vocabulary, num_embeddings
-from rllib_llm.modules.quantize import check_quantization
+from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
+from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.errors import SettingError, did_you_mean
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rllib_llm.modules.packing.packing import token_batches
+from rllib_llm.modules.packing import token_batches
 from rllib_llm.shared import columns
 
 # Per-token columns, by the mask that says which of their columns are alive.

@@ -17,7 +17,7 @@ from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.off_policy import OffPolicyCorrection, OldLogprobs
 from rllib_llm.learners.shared_passes import Batch, own_reference
-from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from rllib_llm.modules.causal_lm import ValueHead
-from rllib_llm.modules.packing.lm_head import take_apart
-from rllib_llm.modules.packing.trunk import reads_dense
+from rllib_llm.modules.rl_modules import ValueHead
 from rllib_llm.modules.shards import local_data, shard_like
+from rllib_llm.modules.trunk import reads_dense, take_apart
 
 STRATEGIES = ("ddp", "fsdp")
 _BUCKET_BYTES = 64 * 1024**2

@@ -26,11 +26,10 @@ from rllib_llm.learners.batching import (
     trim,
 )
 from rllib_llm.learners.sharding import ShardedModule, shard_module, shard_reference
+from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off, has_adapters
-from rllib_llm.modules.mixed_precision import warn_of_emulation
-from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from rllib_llm.modules.precision import multiplies_by_onednn, use_onednn, warn_of_emulation
 from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.modules.products import multiplies_by_onednn, use_onednn
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import until_it_fits
 

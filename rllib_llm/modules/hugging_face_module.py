@@ -31,11 +31,10 @@ from rllib_llm.modules.lora import (
     read_adapters,
     save_adapters,
 )
-from rllib_llm.modules.mixed_precision import ComputingCopy, cast_parameters_, computing_dtype
-from rllib_llm.modules.packing.trunk import use_kernel
+from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
-from rllib_llm.modules.products import use_onednn
 from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
+from rllib_llm.modules.trunk import use_kernel
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
 EXTRAS_FILE = "rl_heads.safetensors"  # value head, critic: what is not part of the model

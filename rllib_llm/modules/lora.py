@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.modules.packing.llama_shape import is_plain_tensor
-from rllib_llm.modules.quantize import quantize
+from rllib_llm.modules.llama_trunk import is_plain_tensor
+from rllib_llm.modules.quantization import quantize
 from rllib_llm.shared.errors import SettingError
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model

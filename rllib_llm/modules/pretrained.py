@@ -32,7 +32,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
-from rllib_llm.modules.quantize import (
+from rllib_llm.modules.quantization import (
     calm_bitsandbytes,
     head_names,
     keep_unpacked,
@@ -67,7 +67,7 @@ def load_causal_lm(
     A folder of adapters (`lora.py`) is merged with the base that it names.
 
     dtype: "float32", "bfloat16", "float16" or a torch dtype, of the weights.
-    quantization_config: handed to `from_pretrained`; see `modules/quantize.py`.
+    quantization_config: handed to `from_pretrained`; see `modules/quantization.py`.
 
     Raises:
         ModelSourceError: nothing can be loaded, weights are missing, or it is no causal LM.

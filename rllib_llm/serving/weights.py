@@ -19,7 +19,7 @@ from torch import nn
 from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.lora import adapts_tied_weights, add_adapters, is_adapter, merge_into
 from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.modules.quantize import quantize
+from rllib_llm.modules.quantization import quantize
 from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.weights.coordinator import CoordinatorClient

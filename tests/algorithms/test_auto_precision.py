@@ -10,7 +10,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.algorithms.language_model_config import decided
 from rllib_llm.checkpoints.folder import MANIFEST, read_manifest
-from rllib_llm.modules.products import LIBRARIES, faster_library, multiplies_by_onednn
+from rllib_llm.modules.precision import LIBRARIES, faster_library, multiplies_by_onednn
 from rllib_llm.shared.process import multiplies_bfloat16
 from tests.algorithms import tiny_runs
 

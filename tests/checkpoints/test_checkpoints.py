@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rllib_llm.algorithms.ppo_ptx import PPOPtx
 from rllib_llm.checkpoints import folder as checkpoint_folder
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, CheckpointError, check
-from rllib_llm.modules.packing.sequence_scores import read_score_normalization
+from rllib_llm.modules.sequence_scores import read_score_normalization
 from rllib_llm.weights.loading import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import Counted, how_it_got_weights

@@ -10,7 +10,7 @@ import torch
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.texts import TextSource
-from rllib_llm.modules.packing.logprobs import text_logprobs
+from rllib_llm.modules.logprobs import text_logprobs
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import build_model
 from tests.tiny_models import ENCODER_SPECIALS, byte_tokenizer, llama, sentencepiece_tokenizer

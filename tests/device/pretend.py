@@ -35,7 +35,7 @@ import torch
 import torch._dynamo  # as any optimiser does; it looks at functions of torch that are replaced here
 from torch.utils import _pytree as pytree
 
-from rllib_llm.modules.packing.llama_shape import PLAIN_TENSORS
+from rllib_llm.modules.llama_trunk import PLAIN_TENSORS
 from tests.device import cuda_module
 
 DEVICE = torch.device("cuda", 0)

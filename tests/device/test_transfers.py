@@ -105,7 +105,7 @@ def test_more_rows_and_more_tokens_are_no_more_transfers_in_the_learner(gpu):
 
     def in_learner(**settings):
         found = transfers(gpu, **settings)
-        rooms = ("learners", "numerics", "modules/packing/dense_packing")
+        rooms = ("learners", "numerics", "modules/packing")
         return Counter(t.kind for t in found if t.site.startswith(rooms))
 
     few = in_learner()

@@ -9,7 +9,7 @@ import torch
 from rllib_llm.engines.engine import Completions, generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.modules.packing.logprobs import score_completions
+from rllib_llm.modules.logprobs import score_completions
 from tests.engines.tiny_generations import (
     MODELS,
     PAD,

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
-from rllib_llm.modules.mixed_precision import cast_parameters_
+from rllib_llm.modules.precision import cast_parameters_
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near
 

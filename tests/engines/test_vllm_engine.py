@@ -14,7 +14,7 @@ from rllib_llm.engines.engine import generate  # noqa: E402
 from rllib_llm.engines.params import SamplingParams  # noqa: E402
 from rllib_llm.engines.protocol import Noise, Row, continued  # noqa: E402
 from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
-from rllib_llm.modules.packing.logprobs import score_completions  # noqa: E402
+from rllib_llm.modules.logprobs import score_completions  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
 
 pytestmark = pytest.mark.vllm

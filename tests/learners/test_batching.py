@@ -17,7 +17,7 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
-from rllib_llm.modules.packing.packing import token_batches
+from rllib_llm.modules.packing import token_batches
 from rllib_llm.shared import columns
 
 

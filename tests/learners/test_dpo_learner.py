@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.algorithms.dpo import DPOConfig
 from rllib_llm.data.preferences import PromptedPairSource
-from rllib_llm.modules.packing.logprobs import ReferencePolicy
+from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.shared import columns
 from tests import tiny_models
 from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, dpo

@@ -13,7 +13,7 @@ import torch
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.modules.mixed_precision import ComputingCopy, warn_of_emulation
+from rllib_llm.modules.precision import ComputingCopy, warn_of_emulation
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.weights.flat_buffer import unpack

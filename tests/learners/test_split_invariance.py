@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rllib_llm.learners.batching import micro_batch_indices, row_lengths, take_rows, trim
-from rllib_llm.modules.packing.logprobs import score_completions
+from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.numerics.advantages import gae, masked_whiten
 from rllib_llm.numerics.kl import kl_estimate
 from rllib_llm.numerics.losses import LossDenominators, policy_loss, reduce_loss, value_loss

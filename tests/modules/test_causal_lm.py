@@ -12,8 +12,8 @@ from transformers import LlamaForSequenceClassification
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
-from rllib_llm.modules.causal_lm import CausalLMModule
-from rllib_llm.modules.packing.sequence_scores import write_score_normalization
+from rllib_llm.modules.rl_modules import CausalLMModule
+from rllib_llm.modules.sequence_scores import write_score_normalization
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import MODEL, build_classifier
 from tests.learners.tiny_learners import completions

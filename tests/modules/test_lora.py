@@ -13,7 +13,7 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
-from rllib_llm.modules.causal_lm import CausalLMModule
+from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.lora import (
     AdapterBase,
     adapters_off,
@@ -24,8 +24,8 @@ from rllib_llm.modules.lora import (
     read_adapters,
     save_adapters,
 )
-from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
+from rllib_llm.modules.rl_modules import CausalLMModule
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near, neighbour
 from tests.tiny_models import llama, save

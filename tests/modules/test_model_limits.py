@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rllib_llm.algorithms.sft import SFTConfig
-from rllib_llm.modules import model_limits
+from rllib_llm.modules import model_source
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from tests import tiny_models as tiny
 
@@ -17,10 +17,10 @@ def test_positions_and_embeddings(tmp_path):
     folder = tiny.save(tmp_path / "llama", tiny.llama(), tiny.byte_tokenizer())
     # As tiny_models.llama_config has them; GPT-2 calls its positions otherwise.
     for model in (folder, "tests.tiny_models.build_llama"):
-        assert model_limits.num_positions(model) == 128
-        assert model_limits.num_embeddings(model) == 260
+        assert model_source.num_positions(model) == 128
+        assert model_source.num_embeddings(model) == 260
     folder = tiny.save(tmp_path / "gpt2", tiny.gpt2(), tiny.byte_tokenizer())
-    assert model_limits.num_positions(folder) == 128
+    assert model_source.num_positions(folder) == 128
 
 
 def test_texts_end_where_longrope_would_let_rows_depend_on_their_neighbours(tmp_path):
@@ -31,40 +31,40 @@ def test_texts_end_where_longrope_would_let_rows_depend_on_their_neighbours(tmp_
         rope_parameters={**rope, **factors},
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    assert model_limits.num_positions(tmp_path) == 20
+    assert model_source.num_positions(tmp_path) == 20
     config = SFTConfig().update_from_dict({"model": str(tmp_path), "max_length": 32})
     assert config.longest_text() == 20
 
 
 def test_prompt_and_completion_share_the_positions():
-    model_limits.check_lengths(None, max_prompt_len=4000, max_new_tokens=16)
-    model_limits.check_lengths(512, max_prompt_len=496, max_new_tokens=16)
-    model_limits.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=496)
+    model_source.check_lengths(None, max_prompt_len=4000, max_new_tokens=16)
+    model_source.check_lengths(512, max_prompt_len=496, max_new_tokens=16)
+    model_source.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=496)
     with pytest.raises(ValueError, match="max_prompt_len=4000 must be at most 496 with max_new_to"):
-        model_limits.check_lengths(512, max_prompt_len=4000, max_new_tokens=16)
+        model_source.check_lengths(512, max_prompt_len=4000, max_new_tokens=16)
     with pytest.raises(ValueError, match="the longest prompt has 500 tokens, and the model reads"):
-        model_limits.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=500)
+        model_source.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=500)
     with pytest.raises(ValueError, match="max_new_tokens=16 must be below 16"):
-        model_limits.check_lengths(16, max_prompt_len=4, max_new_tokens=16)
+        model_source.check_lengths(16, max_prompt_len=4, max_new_tokens=16)
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     ours = tiny.byte_tokenizer()
     other = tiny.save(tmp_path / "other", tiny.llama(), tiny.byte_tokenizer(reverse=True))
     with pytest.raises(ValueError, match="its token 4 is .* a KL between them would be of nothing"):
-        model_limits.check_reference_vocabulary(other, ours)
+        model_source.check_reference_vocabulary(other, ours)
     small = tiny.save(tmp_path / "small", tiny.llama(vocab_size=260), ours)
-    model_limits.check_reference_vocabulary(small, ours)
+    model_source.check_reference_vocabulary(small, ours)
     larger = tiny.byte_tokenizer()
     larger.add_tokens(["<extra>"])
     with pytest.raises(ValueError, match="it has 260 rows and the policy's largest id is 260"):
-        model_limits.check_reference_vocabulary(small, larger)
+        model_source.check_reference_vocabulary(small, larger)
 
 
 def test_a_reference_without_a_tokenizer_is_asked_for_its_rows(tmp_path):
     model = tiny.llama()
     model.save_pretrained(tmp_path / "bare")
-    model_limits.check_reference_vocabulary(str(tmp_path / "bare"), tiny.byte_tokenizer())
+    model_source.check_reference_vocabulary(str(tmp_path / "bare"), tiny.byte_tokenizer())
 
 
 def test_a_chat_template_is_a_text_or_a_file(tmp_path):

@@ -18,7 +18,7 @@ from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from rllib_llm.envs.reference import FrozenReference
 from rllib_llm.modules.lora import AdapterBase, add_adapters, is_adapter, merge_into, save_adapters
 from rllib_llm.modules.pretrained import load_causal_lm, load_quantized, load_sequence_classifier
-from rllib_llm.modules.quantize import model_bytes
+from rllib_llm.modules.quantization import model_bytes
 from rllib_llm.modules.tokenizer import load_tokenizer
 from tests import tiny_models as tiny
 

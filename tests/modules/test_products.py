@@ -11,9 +11,9 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.learners.shared_passes import own_reference
-from rllib_llm.modules.packing.llama_trunk import is_fusible
-from rllib_llm.modules.packing.logprobs import score_completions
-from rllib_llm.modules.products import (
+from rllib_llm.modules.llama_trunk import is_fusible
+from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.precision import (
     ONEDNN,
     TORCH,
     OneDNNLinear,
@@ -25,7 +25,7 @@ from rllib_llm.modules.products import (
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
-from tests.modules.packing.test_logprobs import batch
+from tests.modules.test_logprobs import batch
 from tests.modules.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from rllib_llm.modules.pretrained import load_causal_lm, load_quantized, load_sequence_classifier
-from rllib_llm.modules.quantize import (
+from rllib_llm.modules.quantization import (
     head_names,
     is_quantized,
     model_bytes,

@@ -8,7 +8,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from transformers import AutoModelForSequenceClassification
 
 from rllib_llm.data.preferences import PairSource
-from rllib_llm.modules.pair_modules import RewardModelModule
+from rllib_llm.modules.rl_modules import RewardModelModule
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import HERE, MODEL, PAIRS, build_model
 from tests.modules.test_causal_lm import SPACE

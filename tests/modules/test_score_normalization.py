@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.modules.packing.sequence_scores import (
+from rllib_llm.modules.pretrained import load_sequence_classifier
+from rllib_llm.modules.sequence_scores import (
     read_score_normalization,
     write_score_normalization,
 )
-from rllib_llm.modules.pretrained import load_sequence_classifier
 from tests import tiny_models as tiny
 
 

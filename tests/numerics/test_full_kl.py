@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
+from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs

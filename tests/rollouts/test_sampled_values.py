@@ -10,8 +10,8 @@ import torch
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.modules.causal_lm import ValueHead
-from rllib_llm.modules.packing.logprobs import score_completions
+from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.rl_modules import ValueHead
 from rllib_llm.shared import columns
 from tests.engines.tiny_generations import PAD, STOPS, ragged_prompts
 from tests.modules.tiny_models import tiny_model

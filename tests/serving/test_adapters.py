@@ -10,7 +10,7 @@ import torch
 
 from rllib_llm.modules.lora import add_adapters, is_adapter
 from rllib_llm.modules.pretrained import load_causal_lm
-from rllib_llm.modules.quantize import quantize
+from rllib_llm.modules.quantization import quantize
 from rllib_llm.serving.deployment import follow
 from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings, read_settings

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rllib_llm.data.encoding import encode_judged_chat, encode_text, keep_end
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.envs.reference import DEFAULT_BATCH_TOKENS, check_measure_drift, log_drift
-from rllib_llm.modules.packing.packing import pack_right, token_batches
-from rllib_llm.modules.packing.sequence_scores import (
+from rllib_llm.modules.packing import pack_right, token_batches
+from rllib_llm.modules.pretrained import load_quantized, load_sequence_classifier, score_head
+from rllib_llm.modules.quantization import model_bytes, score_drift
+from rllib_llm.modules.sequence_scores import (
     check_normalization,
     label_index,
     read_score_normalization,
     sequence_scores,
 )
-from rllib_llm.modules.pretrained import load_quantized, load_sequence_classifier, score_head
-from rllib_llm.modules.quantize import model_bytes, score_drift
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import pad_right, widen
 

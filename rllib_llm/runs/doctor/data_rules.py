@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rllib_llm.data.rows import Rows
-from rllib_llm.modules.model_limits import num_positions
+from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import import_dotted
@@ -79,7 +79,7 @@ def _check_prompts(config: Any, where: str) -> None:
         policy_tokenizer,
         with_defaults,
     )
-    from rllib_llm.modules.model_limits import check_lengths, num_positions
+    from rllib_llm.modules.model_source import check_lengths, num_positions
 
     if config.env not in ENVIRONMENTS:
         return

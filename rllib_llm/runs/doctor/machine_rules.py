@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rllib_llm.algorithms.language_model_config import AUTO
-from rllib_llm.modules.model_limits import TruncatedWeightsError, num_parameters
+from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
 from rllib_llm.runs.doctor.stage import Finding, Stage
 from rllib_llm.shared.process import multiplies_bfloat16, processor_features
 
@@ -338,7 +338,7 @@ def _sampler(stage: Stage, policy: int, sizes: dict[str, int | None]) -> float:
 
 
 def _cache_bytes(stage: Stage) -> float:
-    from rllib_llm.modules.model_limits import text_config
+    from rllib_llm.modules.model_source import text_config
 
     config = stage.config
     model: Any = text_config(config.pretrained_model)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.modules.model_limits import TruncatedWeightsError, num_elements
+from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements
 from rllib_llm.runs.doctor.stage import Finding, Stage
 from rllib_llm.runs.metrics import describes
 from rllib_llm.shared.errors import suggestion

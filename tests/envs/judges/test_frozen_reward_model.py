@@ -6,7 +6,7 @@ import torch
 from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum, RewardTerm
 from rllib_llm.modules.model_source import ModelSourceError
-from rllib_llm.modules.packing.sequence_scores import write_score_normalization
+from rllib_llm.modules.sequence_scores import write_score_normalization
 from tests import tiny_models as tiny
 
 TOKENIZER = tiny.byte_tokenizer()

@@ -25,8 +25,8 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
-from rllib_llm.modules.packing.packing import Rows
-from rllib_llm.modules.packing.trunk import wanted_hidden, wanted_tokens
+from rllib_llm.modules.packing import Rows
+from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 

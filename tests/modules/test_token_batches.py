@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.modules.packing.packing import pack_right, token_batches
+from rllib_llm.modules.packing import pack_right, token_batches
 
 
 def test_batches_hold_all_rows_once_within_the_budget():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.modules.packing.packing import WantedTokens, completion_rows, pack, text_rows
+from rllib_llm.modules.packing import WantedTokens, completion_rows, pack, text_rows
 
 
 def words(wanted: WantedTokens) -> list[tuple[list[int], int]]:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rllib_llm.modules.packing.lm_head import take_apart
-from rllib_llm.modules.packing.packing import Rows, WantedTokens, completion_rows, text_rows
-from rllib_llm.modules.packing.trunk import wanted_hidden, wanted_tokens
+from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, text_rows
+from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
 

@@ -14,17 +14,18 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from rllib_llm.modules.lora import add_adapters
-from rllib_llm.modules.packing.fused_layers import (
+from rllib_llm.modules.llama_trunk import (
     embedded,
+    fused_hidden,
     gated_mlp,
+    is_fusible,
     normed_linears,
     rms_norm,
     rotate,
 )
-from rllib_llm.modules.packing.llama_trunk import fused_hidden, is_fusible
-from rllib_llm.modules.packing.packing import completion_rows
-from rllib_llm.modules.packing.trunk import trunk_hidden, wanted_hidden, wanted_tokens
+from rllib_llm.modules.lora import add_adapters
+from rllib_llm.modules.packing import completion_rows
+from rllib_llm.modules.trunk import trunk_hidden, wanted_hidden, wanted_tokens
 from tests.modules.tiny_models import VOCAB, tiny_model
 
 EPS = 1e-5

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import BartConfig, BartForSequenceClassification
 
-from rllib_llm.modules.packing.sequence_scores import label_index, sequence_scores
-from rllib_llm.modules.packing.trunk import reads_dense
+from rllib_llm.modules.sequence_scores import label_index, sequence_scores
+from rllib_llm.modules.trunk import reads_dense
 from tests import tiny_models as tiny
 
 EOS = 2

@@ -1,13 +1,4 @@
-"""Parts of a Llama layer with gradients written by hand: fewer passes over memory, less kept.
-
-Autograd keeps every intermediate of a norm, an activation and a product, and reads and writes each
-of them; on a CPU that is a third of a small model's training. Here the norms and the activation
-are computed again in the backward pass, in place where nobody else looks. Results and gradients
-are those of transformers' modules up to round-off.
-
-All take tokens [tokens, features], float32 or bfloat16. In bfloat16 norms and their gradients
-are computed in float32 and rounded once; what goes between layers is bfloat16.
-"""
+"""Requirements that a model must meet to be computed by our own Llama-shaped code."""
 
 from __future__ import annotations
 
@@ -15,11 +6,61 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rllib_llm.modules.products import TORCH, Products
+from rllib_llm.modules.packed_attention import (
+    AttentionLayout,
+    HeadLayout,
+    half_attention,
+    lay_out_heads,
+    packed_attention,
+    reads_half,
+)
+from rllib_llm.modules.packing import WantedTokens
+from rllib_llm.modules.precision import TORCH, OneDNNLinear, Products, products_of
+
+# Classes of tensors that are neither quantised nor sharded, which have their own. Tests add one.
+PLAIN_TENSORS: set[type] = {nn.Parameter, torch.Tensor}
+_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether it is these models' own RMS norm."""
+    return type(module) in _NORMS
+
+
+def is_read_whole(trunk: nn.Module) -> bool:
+    """Whether the model reads all of its layers, and rotates all of each head."""
+    rotary_dim = 2 * trunk.rotary_emb.inv_freq.shape[-1]
+    all_layers = len(trunk.layers) == trunk.config.num_hidden_layers
+    return all_layers and rotary_dim == trunk.layers[0].self_attn.head_dim
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether it is neither quantised nor sharded."""
+    return type(tensor) in PLAIN_TENSORS
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a part computes what its class and weights say: no hooks, no replaced forward, no
+    adapter, no quantised weights."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
+        return False
+    if isinstance(module, nn.Linear | nn.Embedding):
+        plain = type(module) in (nn.Linear, OneDNNLinear, nn.Embedding)
+        return plain and is_plain_tensor(module.weight)
+    return True
 
 
 def embedded(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
@@ -286,3 +327,125 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     rotated[..., :half].addcmul_(second, sin, value=-sign)
     rotated[..., half:].addcmul_(first, sin, value=sign)
     return rotated
+
+
+_TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+_DTYPES = ({torch.float32}, {torch.bfloat16})  # one for all of a trunk's parameters
+_COMMON_PARTS = (
+    nn.Embedding, nn.Linear, OneDNNLinear, nn.ModuleList, nn.SiLU, SiLUActivation
+)  # fmt: skip
+
+
+def is_fusible(trunk: nn.Module) -> bool:
+    """Whether `fused_hidden` supports this trunk, and is faster.
+
+    Exact classes only, float32 or bfloat16 on a CPU and nothing in between: quantised layers,
+    adapters, hooks, compiled layers, dropout and gradient checkpointing are the model's own
+    business.
+    """
+    if type(trunk) not in _TRUNKS:
+        return False
+    config = trunk.config
+    if trunk.training and (trunk.gradient_checkpointing or config.attention_dropout):
+        return False
+    attention, mlp = trunk.layers[0].self_attn, trunk.layers[0].mlp
+    return (
+        is_read_whole(trunk)
+        and config.hidden_act == "silu"
+        and mlp.down_proj.bias is None
+        and attention.o_proj.bias is None
+        and all(_is_own(part, trunk) for part in trunk.modules())
+        and all(_is_plain_on_cpu(parameter) for parameter in trunk.parameters())
+        and {parameter.dtype for parameter in trunk.parameters()} in _DTYPES
+    )
+
+
+def _is_own(part: nn.Module, trunk: nn.Module) -> bool:
+    """Whether it is a part that transformers builds such a trunk from, as it was built."""
+    own = type(part) in _COMMON_PARTS or type(part).__module__ == type(trunk).__module__
+    return own and is_plain(part) and part._compiled_call_impl is None
+
+
+def _is_plain_on_cpu(parameter: Tensor) -> bool:
+    return parameter.device.type == "cpu" and is_plain_tensor(parameter)
+
+
+def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:
+    """Last hidden state [wanted tokens, hidden] at the positions that predict the wanted tokens of
+    dense rows; the trunk must be one that `is_fusible`."""
+    assert isinstance(wanted.layout, AttentionLayout) and wanted.position_ids is not None
+    embedding = trunk.embed_tokens
+    # With the padding's index, whose row gets no gradient: a pad token may be text as well.
+    hidden = embedded(wanted.input_ids[0], embedding.weight, embedding.padding_idx)
+    cos, sin = trunk.rotary_emb(hidden, wanted.position_ids)
+    rotation = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    layout = _layout(trunk, wanted.layout, hidden)
+    *layers, last = trunk.layers
+    for layer in layers:
+        hidden = _mlp(layer, _attend(layer, hidden, rotation, layout, None))
+    # Rows that share a prompt want its last state several times: perhaps more states than tokens.
+    few = len(wanted.predicted_at) <= len(hidden)
+    picked = wanted.predicted_at if few else None
+    hidden = _mlp(last, _attend(last, hidden, rotation, layout, picked))
+    hidden = rms_norm(hidden, trunk.norm.weight, trunk.norm.variance_epsilon)
+    return hidden if few else hidden.index_select(0, wanted.predicted_at)
+
+
+def _layout(
+    trunk: PreTrainedModel, layout: AttentionLayout, hidden: Tensor
+) -> AttentionLayout | HeadLayout:
+    if not reads_half(layout, hidden.dtype, hidden.device):
+        return layout
+    config = trunk.config
+    return lay_out_heads(layout, config.num_attention_heads, config.num_key_value_heads)
+
+
+def _attend(
+    layer: nn.Module,
+    hidden: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    layout: AttentionLayout | HeadLayout,
+    picked: Tensor | None,
+) -> Tensor:
+    """The layer's first half, [tokens, hidden]; with `picked`, of these tokens alone."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    projected = normed_linears(
+        hidden,
+        norm.weight,
+        norm.variance_epsilon,
+        tuple(linear.weight for linear in linears),
+        tuple(linear.bias for linear in linears),
+        products_of(attention.q_proj, hidden),
+    )
+    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
+    if hasattr(attention, "q_norm"):
+        query = rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
+        key = rms_norm(key, attention.k_norm.weight, attention.k_norm.variance_epsilon)
+    query, key = rotate(query, *rotation), rotate(key, *rotation)
+    if isinstance(layout, HeadLayout):
+        attended = half_attention(query, key, value, layout, attention.scaling)
+    else:
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        attended, _ = packed_attention(
+            attention, query, key, value, None, layout, scaling=attention.scaling
+        )
+        attended = attended[0].flatten(1)
+    if picked is not None:
+        attended, hidden = attended.index_select(0, picked), hidden.index_select(0, picked)
+    if products_of(attention.o_proj, attended) is TORCH:
+        return torch.addmm(hidden, attended, attention.o_proj.weight.t())
+    return hidden + attention.o_proj(attended)
+
+
+def _mlp(layer: nn.Module, hidden: Tensor) -> Tensor:
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    return gated_mlp(
+        hidden,
+        norm.weight,
+        norm.variance_epsilon,
+        mlp.gate_proj.weight,
+        mlp.up_proj.weight,
+        mlp.down_proj.weight,
+        products_of(mlp.gate_proj, hidden),
+    )

@@ -7,10 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rllib_llm.modules.packing.dense_packing import pack_dense
-from rllib_llm.modules.packing.half_attention import half_attention, lay_out_heads, reads_half
-from rllib_llm.modules.packing.packed_attention import AttentionLayout, packed_attention
-from rllib_llm.modules.packing.packing import completion_rows
+from rllib_llm.modules.packed_attention import (
+    AttentionLayout,
+    half_attention,
+    lay_out_heads,
+    packed_attention,
+    reads_half,
+)
+from rllib_llm.modules.packing import completion_rows, pack_dense
 
 HEAD_DIM = 16
 

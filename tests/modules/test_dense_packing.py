@@ -8,21 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from rllib_llm.modules.packing.dense_packing import pack_dense, recurring_size
-from rllib_llm.modules.packing.logprobs import (
+from rllib_llm.modules.logprobs import (
     ReferencePolicy,
     score_completions,
     text_logprobs,
 )
-from rllib_llm.modules.packing.packed_attention import PACKED
-from rllib_llm.modules.packing.packing import (
+from rllib_llm.modules.packed_attention import PACKED
+from rllib_llm.modules.packing import (
     WantedTokens,
     completion_rows,
     pack,
+    pack_dense,
+    recurring_size,
     text_rows,
 )
-from rllib_llm.modules.packing.sequence_scores import sequence_scores
-from rllib_llm.modules.packing.trunk import (
+from rllib_llm.modules.sequence_scores import sequence_scores
+from rllib_llm.modules.trunk import (
     is_fusible,
     reads_dense,
     trunk_hidden,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rllib_llm.modules.packing.logprobs import (
+from rllib_llm.modules.logprobs import (
     ReferencePolicy,
     completion_hidden,
     score_completions,

@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from rllib_llm.modules.packing.lm_head import LogitTransform, take_apart
-from rllib_llm.modules.packing.logprobs import ReferencePolicy, score_completions
+from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
+from rllib_llm.modules.trunk import LogitTransform, take_apart
 from rllib_llm.numerics.kl import full_kl
-from tests.modules.packing.test_logprobs import batch, exactly, own_logits, own_stats
+from tests.modules.test_logprobs import batch, exactly, own_logits, own_stats
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near
 

@@ -9,12 +9,12 @@ from torch.nn.attention import varlen
 
 from rllib_llm import GRPOConfig
 from rllib_llm.config.checks import check_precision
-from rllib_llm.modules.packing.logprobs import score_completions
-from rllib_llm.modules.packing.packed_attention import MaskedLayout, RowLayout
-from rllib_llm.modules.packing.packing import completion_rows
-from rllib_llm.modules.packing.trunk import use_kernel, wanted_tokens
+from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.packed_attention import MaskedLayout, RowLayout
+from rllib_llm.modules.packing import completion_rows
+from rllib_llm.modules.trunk import use_kernel, wanted_tokens
 from rllib_llm.shared.errors import SettingError
-from tests.modules.packing.test_dense_packing import group_batch, stats_and_gradients
+from tests.modules.test_dense_packing import group_batch, stats_and_gradients
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near
 
