@@ -20,6 +20,8 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -32,7 +34,8 @@ Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 HISTORIES = ("fork", "keep")
 AUTO = "auto"
-_THOUGHTS = "<think>"
+_THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
+_HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 _MARKER = "qqq"
 
 
@@ -197,7 +200,7 @@ class ChatFormat:
         behind = self._end_at(rendered, asked + reply.text)
         if behind is not None:
             return Suffix("exact", self._behind_turn(*behind, last_id))
-        said, _ = self._without_end(asked, self.render([*before, turn]), turn)
+        said, _ = self._without_end(self.render([*before, turn]), len(asked), turn)
         behind = self._end_at(rendered, said) if rendered.startswith(asked) else None
         if behind is not None and reply.reasoning in said[len(asked) :]:
             return Suffix("rewritten", self._behind_turn(*behind, last_id))
@@ -206,26 +209,48 @@ class ChatFormat:
         return Suffix("kept", self.written_behind(before, turn, new, last_id=last_id))
 
     def said(self, before: Sequence[Message], turn: Message) -> str | None:
-        """The sampled part of a turn as the template writes it: from the generation prompt to the
-        end of the turn. None if the turn does not begin with the generation prompt."""
+        """A turn as the policy samples it: what the template writes of it behind the generation
+        prompt, to the end of the turn. None if the template does not show where the turn begins.
+
+        Where the generation prompt opens thoughts, or writes that there are none, and the
+        template leaves them out of this turn, they are closed first.
+        """
         asked = self.render(before, generation_prompt=True)
         rendered = self.render([*before, turn])
-        if not rendered.startswith(asked):
+        start = self._turn_start(before, asked, rendered)
+        if start is None:
             return None
-        said, end = self._without_end(asked, rendered, turn)
-        return said[len(asked) :] + (end or self.end_of(turn))
+        told, end = self._without_end(rendered, start, turn)
+        said = told[start:] + (end or self.end_of(turn))
+        left_out = start < len(asked) and opens_thoughts(asked)
+        return f"{_THOUGHTS_END}\n\n{said}" if left_out and _THOUGHTS_END not in said else said
+
+    def _turn_start(self, before: Sequence[Message], asked: str, rendered: str) -> int | None:
+        """Where the turn that follows `before` begins."""
+        unasked, last = self.render(before), str(before[-1]["content"]).strip()
+        common = len(os.path.commonprefix([asked, rendered]))
+        if common == len(asked):
+            return common
+        # Some templates write a generation prompt behind every conversation.
+        told = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
+        if common >= told:  # whole marks: <think> and <tool_call> begin alike
+            return common - len(_HALF_MARK.search(rendered[:common])[0])
+        prompt = asked[len(os.path.commonprefix([asked, unasked])) :]
+        place = rendered.rfind(prompt) if prompt else -1
+        return None if place < 0 else place + len(prompt)
 
     def end_of(self, turn: Message) -> str:
         """The token that ends a turn when it is the newest."""
         return self._ends.calls if turn.get("tool_calls") else self._ends.last
 
-    def _without_end(self, asked: str, rendered: str, turn: Message) -> tuple[str, str]:
-        """A conversation up to the end of its last turn, and that end, "" where none is written."""
+    def _without_end(self, rendered: str, start: int, turn: Message) -> tuple[str, str]:
+        """A conversation up to the end of its last turn, which begins at `start`, and that end, ""
+        where none is written."""
         ends = self._ends
         kinds = (ends.calls, ends.last, ends.text) if turn.get("tool_calls") else (
             ends.last, ends.text, ends.calls)  # fmt: skip
         for end in kinds:
-            place = rendered.rfind(end, len(asked))
+            place = rendered.rfind(end, start)
             if place >= 0:
                 return rendered[:place], end
         return rendered.rstrip(), ""
@@ -405,10 +430,10 @@ class ChatFormat:
             )
         )
         asked = str(self.tokenizer.decode(list(prompt_ids)[-16:])) if prompt_ids else ""
-        opens = asked.rstrip().endswith(_THOUGHTS)
         return self.read(
-            text, finish=finish, first_call=first_call, opens_thoughts=opens, syntax=syntax
-        )
+            text, finish=finish, first_call=first_call, opens_thoughts=opens_thoughts(asked),
+            syntax=syntax,
+        )  # fmt: skip
 
     def read(
         self,
@@ -425,6 +450,11 @@ class ChatFormat:
             opens_thoughts=opens_thoughts, tools=self._schemas if self.tools else None,
             max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None,
         )  # fmt: skip
+
+
+def opens_thoughts(asked: str) -> bool:
+    """Whether the turn that follows a generation prompt begins within thoughts."""
+    return asked.rstrip().endswith(_THOUGHTS)
 
 
 def example_calls(

@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages, example_calls
+from rllib_llm.conversations.chat_format import (
+    ChatFormat,
+    ChatFormatError,
+    Messages,
+    example_calls,
+    opens_thoughts,
+)
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
 
@@ -194,13 +200,18 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
         waiting = []
         said = chat_format.said(turns[:place], turn)
         if not said:
-            return Proof(name, "ignored", "a turn does not begin with the generation prompt")
+            return Proof(name, "ignored", "the template does not show where a turn begins")
         ids = _sampled_ids(chat_format, turns[:place], said)
         conversation.append_sampled(ids, [0.0] * len(ids))
         # The text and not the ids: a small vocabulary may not spell what is said here.
-        wrong = _misread(turn, chat_format.read(said.removesuffix(chat_format.end_of(turn))))
-        if wrong:
+        asked = chat_format.render(turns[:place], generation_prompt=True)
+        reply = chat_format.read(
+            said.removesuffix(chat_format.end_of(turn)), opens_thoughts=opens_thoughts(asked)
+        )
+        if wrong := _misread(turn, reply):
             return Proof(name, "unreadable", wrong)
+        if not reply.reasoning and (turn.get("reasoning_content") or said) in reply.content:
+            return Proof(name, "ignored", "its thoughts are read as words")
     if conversation.suffixes["fork"]:
         return Proof(name, "forks", "a further turn changes earlier ones")
     return _compared(chat_format, name, turns, conversation)
