@@ -399,14 +399,14 @@ class ChatFormat:
         """Most calls of a turn that the template can write; None: any number."""
         if not self.tools:
             return None
-        user = {"role": "user", "content": "x"}
+        user, written = {"role": "user", "content": "x"}, [0]
         try:
             for count in (1, 2):
-                calls, results = example_calls(min(self.tool_names), "x", "y", count)
-                self.render([user, calls, *results])
+                calls, results = example_calls(min(self.tool_names), _MARKER, "y", count)
+                written.append(self.render([user, calls, *results]).count(_MARKER))
         except ChatFormatError:
             return 1 if count == 2 else None
-        return None
+        return 1 if written[1] and written[1] == written[2] else None
 
     # --- replies -----------------------------------------------------------------------------
 

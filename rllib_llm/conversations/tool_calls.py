@@ -330,6 +330,7 @@ def _of_texts(name: str, texts: list[tuple[str, str]], raw: str, schemas: Schema
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
@@ -361,7 +362,8 @@ def _from_gemma(body: str, raw: str) -> ToolCall:
         if i % 2:
             strings[i] = json.dumps(part)
         else:
-            strings[i] = re.sub(r"(^|[{,])\s*([\w.-]+)\s*:", r'\1"\2":', part)
+            keyed = re.sub(r"(^|[{,])\s*([\w.-]+)\s*:", r'\1"\2":', part)
+            strings[i] = re.sub(r"\bNone\b", "null", keyed)  # the template's, within lists
     return _named(name.strip(), "{" + "".join(strings), raw)
 
 
@@ -369,12 +371,21 @@ def _from_python(body: str, raw: str) -> list[ToolCall]:
     """Calls written as a Python list, with literals as arguments."""
     if len(body) > _MOST_PYTHON:
         return [ToolCall("", None, raw, "invalid_json")]
-    try:
-        listed = ast.parse(body.strip(), mode="eval").body
-        calls = listed.elts if isinstance(listed, ast.List) else [listed]
-        return [_from_call(call) for call in calls]
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return [ToolCall("", None, raw, "invalid_json")]
+    for text in (body.strip(), body.strip().replace("\n", "\\n")):  # templates write lines in texts
+        try:
+            listed = _JSONWords().visit(ast.parse(text, mode="eval")).body
+            calls = listed.elts if isinstance(listed, ast.List) else [listed]
+            return [_from_call(call) for call in calls]
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return [ToolCall("", None, raw, "invalid_json")]
+
+
+class _JSONWords(ast.NodeTransformer):
+    """Replaces JSON's words, which templates write in lists and objects, by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
 def _from_call(call: ast.expr) -> ToolCall:

@@ -103,6 +103,38 @@ ZEPHYR = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token }}\n"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
+# Their generation prompt is not how the template writes a turn: it opens thoughts (QwQ, GLM 4.7),
+# says that there are none (Command R7B, which writes it always; the large Gemma 4), or the result
+# before it ends otherwise once it is answered (Hermes 2 Pro).
+_HERMES_TURNS = (
+    _TOOLS + "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '\\n' if m.role != 'tool' or not loop.last }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+HERMES2 = _HERMES_TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+QWQ = HERMES2.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
+    " if m.role != 'tool' or not loop.last", ""
+)
+GLM47 = GLM.replace(
+    "<think>{{ m.reasoning_content or '' }}</think>",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}{% endif %}</think>",
+).replace("<|assistant|>{% endif %}", "<|assistant|>\n<think>{% endif %}")
+COHERE_R7B = COHERE.removesuffix("{% endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>") + (
+    "{% endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>"
+)
+GEMMA4_LARGE = GEMMA4.replace(
+    "<|turn>model\n{% endif %}\n", "<|turn>model\n<|channel>thought\n<channel|>{% endif %}\n"
+).removesuffix("<|turn>model\n{% endif %}") + (
+    "<|turn>model\n<|channel>thought\n<channel|>{% endif %}"
+)
+OPENERS = {
+    "hermes2": (HERMES2, "<|im_end|>"), "qwq": (QWQ, "<|im_end|>"),
+    "glm4.7": (GLM47, "<|endoftext|>"), "r7b": (COHERE_R7B, "<|END_OF_TURN_TOKEN|>"),
+    "gemma4": (GEMMA4_LARGE, "<eos>"),
+}  # fmt: skip
 SHAPES = {
     "glm": (GLM, "<|endoftext|>"), "harmony": (HARMONY, "<|return|>"), "gemma4": (GEMMA4, "<eos>"),
     "cohere": (COHERE, "<|END_OF_TURN_TOKEN|>"), "mistral": (MISTRAL_V11, "</s>"),
@@ -145,6 +177,42 @@ def test_tools_of_the_shape_are_proven_and_its_own_calls_read(shape):
     old = "keeps" if shape == "harmony" else "appends"
     assert by_name["turns"] == old and by_name["turns after tool calls"] == old
     assert by_name["tool calls"] == "appends"
+
+
+@pytest.mark.parametrize("shape", OPENERS)
+def test_a_turn_that_the_generation_prompt_does_not_begin_is_proven_with_tools(shape):
+    chat_format = ChatFormat(tokenizer_for(*OPENERS[shape]), tools=[ADD])
+    found = prove(chat_format)
+    require_tools(chat_format, found)
+    by_name = {finding.dialogue: finding.outcome for finding in found}
+    assert by_name["turns"] == ("appends" if shape == "hermes2" else "forks")
+    assert by_name["turns after tool calls"] == "forks"
+
+
+@pytest.mark.parametrize("shape", OPENERS)
+def test_a_fork_is_what_the_template_writes_of_all_that_was_said(shape):
+    """Calls and words arrive whole, whatever the generation prompt opened."""
+    chat_format = ChatFormat(tokenizer_for(*OPENERS[shape]), tools=[ADD])
+    call = {"type": "function", "id": "call00000",
+            "function": {"name": "add", "arguments": {"text": "7 + 1"}}}  # fmt: skip
+    turns = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "8"},
+        {"role": "assistant", "content": "Eight."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    conversation = Conversation(chat_format)
+    for place, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            conversation.append_messages([turn])
+            continue
+        said = chat_format.said(turns[:place], turn)
+        reply = conversation.append_sampled(ids := chat_format.encode(said), [0.0] * len(ids))
+        assert (reply.content, len(reply.tool_calls)) == (turn["content"], int(place == 1))
+    assert conversation.suffixes["fork"] >= 1
+    whole = chat_format.encode(chat_format.render(turns, generation_prompt=True))
+    assert conversation.token_ids == whole
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -251,6 +319,8 @@ def test_the_policy_cannot_forge_special_tokens_in_a_fork(family):
 def test_the_most_calls_of_a_turn_are_found_out():
     assert ChatFormat(tokenizer_for(HARMONY, "<|return|>"), tools=[ADD]).max_calls == 1
     assert ChatFormat(tokenizer_for(GLM, "<|endoftext|>"), tools=[ADD]).max_calls is None
+    silent = HARMONY.replace("{{ raise_exception('one call') }}", "")  # as gpt-oss has it
+    assert ChatFormat(tokenizer_for(silent, "<|return|>"), tools=[ADD]).max_calls == 1
 
 
 # --- TRL's templates, where it is installed ------------------------------------------------------
@@ -265,7 +335,7 @@ def trl_templates():
     return sorted({file for folder in folders for file in folder.glob("*.jinja")})
 
 
-_WITH_TOOLS = re.compile(r"glm4moe|gptoss|gemma4|qwen(2_5(_tr|\.)|3)|lfm2_(v2|2)|llama3_[12]")
+_WITH_TOOLS = re.compile(r"glm4moe|gptoss|gemma4|nemotron_3|qwen(2_5(_tr|\.)|3)|lfm2_(v2|2)|llama3_[12]")
 
 
 @pytest.mark.slow

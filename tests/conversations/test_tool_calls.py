@@ -62,6 +62,10 @@ def test_a_truncated_tool_call_is_never_complete(syntax):
         ("pythonic", "<|tool_call_start|>[add(a='x', b=[1, None]), add(a=2)]<|tool_call_end|>",
          [{"a": "x", "b": [1, None]}, {"a": 2}]),
         ("pythonic", "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>", [None]),
+        # What templates write of nested values: Jinja's None, JSON's words, lines as they are.
+        ("gemma4", "<|tool_call>call:add{a:[1,None,true]}<tool_call|>", [{"a": [1, None, True]}]),
+        ("pythonic", "<|tool_call_start|>[add(a={\"b\": [null, true]}, c='x\ny')]<|tool_call_end|>",
+         [{"a": {"b": [None, True]}, "c": "x\ny"}]),
         ("glm", "<tool_call>add\n</tool_call>", [{}]),
     ],
 )  # fmt: skip
