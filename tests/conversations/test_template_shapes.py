@@ -335,7 +335,9 @@ def trl_templates():
     return sorted({file for folder in folders for file in folder.glob("*.jinja")})
 
 
-_WITH_TOOLS = re.compile(r"glm4moe|gptoss|gemma4|nemotron_3|qwen(2_5(_tr|\.)|3)|lfm2_(v2|2)|llama3_[12]")
+_WITH_TOOLS = re.compile(
+    r"glm4moe|gptoss|gemma4|nemotron_3|qwen(2_5(_tr|\.)|3)|lfm2_(v2|2)|llama3_[12]"
+)
 
 
 @pytest.mark.slow
