@@ -22,9 +22,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.judged_batch import JudgedBatch
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.source import RolloutSource
 
 Result = TypeVar("Result")
 Metrics: TypeAlias = dict[str, dict[str, float]]

@@ -34,7 +34,7 @@ from rllib_llm.algorithms.run_weights import RunWeights
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
-from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder, SampleLog
 from rllib_llm.rollouts.replay import replayed
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
@@ -44,7 +44,7 @@ from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import PublishedWeights
 
 if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import Rollouts
+    from rllib_llm.rollouts.source import Rollouts, RolloutSource
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,19 +41,20 @@ from rllib_llm.envs.registry import make
 from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.generate_function import EnginePolicy, FunctionPolicy, ServerPolicy
+from rllib_llm.rollouts.generate_function import FunctionPolicy
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import (
     EVALUATION_SEED,
+    EnginePolicy,
     ModulePolicy,
     SamplingPolicy,
+    ServerPolicy,
     sampling_params,
 )
 from rllib_llm.rollouts.sampler import (
     Sampler,
     SamplingEnvironment,
     UnjudgedBatch,
-    environment_settings,
 )
 from rllib_llm.rollouts.streamer import Streamer, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
@@ -366,3 +367,41 @@ def _sampler_class(env: Any) -> type[Sampler]:
     if isinstance(env, AgentEnv):
         return AgentSampler
     return ConversationSampler if isinstance(env, ConversationEnv) else Sampler
+
+
+def environment_settings(
+    env_config: Mapping[str, Any],
+    *,
+    model: Any,
+    max_completion_len: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    is_evaluation: bool,
+    with_reference: bool,
+    frozen_quantization: str = "none",
+) -> dict[str, Any]:
+    """An environment's settings: the user's, and those that follow from the config.
+
+    Args:
+        env_config: the user's; what is set there stays.
+        model: the policy's source; its tokenizer is the environment's.
+        max_completion_len: tokens.
+        temperature: the sampler's.
+        seed: of the order of prompts.
+        device: of the environment's tensors and frozen models.
+        is_evaluation: whether prompts are held-out ones.
+        with_reference: whether the environment holds the reference, a copy of `model` by default.
+        frozen_quantization: of frozen models that name none.
+    """
+    defaults = {
+        "model": model,
+        "max_completion_len": max_completion_len,
+        "temperature": temperature,
+        "seed": seed,
+        "device": device,
+        "split": "eval" if is_evaluation else "train",
+        "reference": {"model": model} if with_reference else None,
+        "frozen_quantization": frozen_quantization,
+    }
+    return {**defaults, **env_config}

@@ -1,4 +1,5 @@
-"""Requests to a sampler, its answers, and the interface of a source of batches."""
+"""Judged batches: how they are joined and cut, and their groups as a ledger holds them, without
+unpacking: as bytes, or in process as indices into the batch they were sampled in."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -17,7 +18,6 @@ from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, widen
 from rllib_llm.shared.messages import Message
-from rllib_llm.weights.coordinator import PublishedWeights
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -217,6 +217,19 @@ def take_rows(batch: JudgedBatch, rows: Column) -> JudgedBatch:
     )
 
 
+def take_trimmed(batch: JudgedBatch, rows: Column) -> JudgedBatch:
+    """As `take_rows`, cut to the longest prompt and completion among them."""
+    taken = take_rows(batch, rows)
+    held = taken.columns
+    prompt_len = max(1, int(held[columns.PROMPT_MASK].any(dim=0).sum()))
+    completion_len = max(1, int(held[columns.COMPLETION_MASK].any(dim=0).sum()))
+    for name, column in held.items():
+        if column.ndim == 2:
+            is_prompt = name in _LEFT_PADDED
+            held[name] = column[:, -prompt_len:] if is_prompt else column[:, :completion_len]
+    return taken
+
+
 def _filler(name: str, pad_token_id: int) -> int:
     """The value of a column where there is no token."""
     if name in _TOKEN_IDS:
@@ -250,38 +263,8 @@ def _mean(column: Column, valid: Column) -> float:
     return float((column * valid).sum() / valid.sum().clamp(min=1))
 
 
-class RolloutSource(Protocol):
-    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
+# --- groups as a ledger holds them ---------------------------------------------------------------
 
-    @property
-    def position(self) -> int:
-        """Prompt groups learnt from so far, those of the batch handed out last among them."""
-
-    def next(self) -> JudgedBatch:
-        """The batch to be learnt from next.
-
-        Raises:
-            SamplingError: nobody can sample it.
-        """
-
-    def publish(self, weights: PublishedWeights) -> None:
-        """Sets the weights to sample with; called before the first `next`."""
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Its metrics, once per iteration, by group."""
-
-    def state(self) -> dict[str, Any]:
-        """Its state for a checkpoint, from which another kind of source can continue."""
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the `state` of this or another source. `state` also has `weights_version`, the
-        number of updates until then."""
-
-    def stop(self) -> None:
-        """Waits, for a limited time, for work in flight."""
-
-
-_PROMPT_COLUMNS = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 TOO_FEW = "too_few"
 
 
@@ -310,66 +293,6 @@ def unpack(payload: bytes) -> JudgedBatch:
         held[name] = {key: torch.from_numpy(column) for key, column in held[name].items()}
     held["rewards"] = torch.from_numpy(held["rewards"])
     return JudgedBatch(**held)
-
-
-def split(batch: JudgedBatch) -> list[JudgedBatch]:
-    """One batch for each group, without padding that only other groups need. Metrics go with the
-    first."""
-    groups = batch.columns[columns.GROUP]
-    parts = [rows(batch, (groups == g).nonzero().squeeze(1)) for g in groups.unique().tolist()]
-    for part in parts[1:]:
-        part.messages = []
-    return parts
-
-
-def rows(batch: JudgedBatch, index: torch.Tensor) -> JudgedBatch:
-    """Rows `index` [k] of a batch, cut to the longest prompt and completion among them."""
-
-    def of(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: column[index] for name, column in held.items()}
-
-    taken = of(batch.columns)
-    prompt_len = max(1, int(taken[columns.PROMPT_MASK].any(dim=0).sum()))
-    completion_len = max(1, int(taken[columns.COMPLETION_MASK].any(dim=0).sum()))
-    for name, column in taken.items():
-        if column.ndim == 2:
-            is_prompt = name in _PROMPT_COLUMNS
-            taken[name] = column[:, -prompt_len:] if is_prompt else column[:, :completion_len]
-    chosen = index.tolist()
-    return dataclasses.replace(
-        batch,
-        columns=taken,
-        rewards=batch.rewards[index],
-        components=of(batch.components),
-        metrics=of(batch.metrics),
-        texts={name: [texts[i] for i in chosen] for name, texts in batch.texts.items()},
-    )
-
-
-def judged_group(
-    group: JudgedBatch, *, reason: str = "", min_valid: int = 1, continues: bool = False
-) -> JudgedGroup:
-    """One group as handed to the ledger; a group with too few valid members is not trained.
-
-    Args:
-        group: its rows.
-        reason: a filter's, "" where all let it pass.
-        min_valid: rows with a score that it needs.
-        continues: see `JudgedGroup`.
-    """
-    valid, mask = group.columns[columns.VALID], group.sampled_mask
-    # A policy's own tokens may be masked, see `RowStream`.
-    sampled = mask | (group.columns[columns.WEIGHTS_VERSION] != NO_VERSION)
-    return JudgedGroup(
-        position=int(group.columns[columns.GROUP][0]),
-        payload=pack(group),
-        num_tokens=int(sampled.sum()),
-        num_lost=int((sampled & ~(mask & valid.unsqueeze(1))).sum()),
-        oldest_version=int(group.versions.min()) if bool(mask.any()) else -1,
-        reason=_too_few(int(valid.sum()), min_valid) or reason,
-        continues=continues,
-        cause=group.cause,
-    )
 
 
 def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup]:
@@ -414,19 +337,20 @@ def as_bytes(group: JudgedGroup | None) -> JudgedGroup | None:
     """The group as bytes of its own, for a checkpoint."""
     if group is None or isinstance(group.payload, bytes):
         return group
-    return dataclasses.replace(group, payload=pack(_opened(group.payload)))
+    return dataclasses.replace(group, payload=pack(opened(group.payload)))
 
 
-def _opened(payload: Any) -> JudgedBatch:
+def opened(payload: bytes | Places) -> JudgedBatch:
+    """The rows of a group."""
     if isinstance(payload, bytes):
         return unpack(payload)
-    return rows(payload.batch, torch.arange(payload.first, payload.last))
+    return take_trimmed(payload.batch, torch.arange(payload.first, payload.last))
 
 
 def rows_of(closed: Closed) -> JudgedBatch:
     """The rows of a group that is not trained; for a failed group, one row that names it."""
     if closed.group is not None:
-        return _opened(closed.group.payload)
+        return opened(closed.group.payload)
     return JudgedBatch(
         {columns.GROUP: torch.tensor([closed.position])}, rewards=torch.tensor([torch.nan])
     )
@@ -444,16 +368,17 @@ def batch_of(groups: Sequence[JudgedGroup]) -> JudgedBatch:
 def _parts(groups: Sequence[JudgedGroup]) -> Iterator[tuple[JudgedBatch, bool]]:
     """The rows of groups one after the other, those of a shared batch at once; and whether they are
     of such a batch."""
-    waiting: list[Places] = []
-    for group in [*groups, None]:
-        place = group.payload if group is not None else None
-        if waiting and not (isinstance(place, Places) and place.batch is waiting[0].batch):
-            yield _taken(waiting), True
-            waiting = []
-        if isinstance(place, Places):
-            waiting.append(place)
-        elif place is not None:
-            yield unpack(place), False
+    for is_shared, of_batch in itertools.groupby(groups, _shared_batch):
+        payloads = [group.payload for group in of_batch]
+        if is_shared:
+            yield _taken(payloads), True
+        else:
+            yield from ((unpack(payload), False) for payload in payloads)
+
+
+def _shared_batch(group: JudgedGroup) -> int:
+    """Names the batch that a group is a part of; 0 where it is bytes of its own."""
+    return id(group.payload.batch) if isinstance(group.payload, Places) else 0
 
 
 def _taken(places: list[Places]) -> JudgedBatch:
@@ -462,7 +387,7 @@ def _taken(places: list[Places]) -> JudgedBatch:
     if sum(place.last - place.first for place in places) == batch.num_rows:
         return batch
     index = [torch.arange(place.first, place.last) for place in places]
-    return rows(batch, torch.cat(index))
+    return take_trimmed(batch, torch.cat(index))
 
 
 def _spent(batches: Sequence[JudgedBatch]) -> dict[str, float]:

@@ -1,14 +1,15 @@
-"""The interface of whatever generates for a sampler, and an RLModule that generates by itself.
+"""Whatever generates for a sampler: the interface, an RLModule, vLLM in this process, or a server.
 
-Others are in `foreign_policies.py`.
+A user's function that generates is in `generate_function.py`.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -16,11 +17,15 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import check_decoding_once, generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine, uniform_noise
+from rllib_llm.engines.protocol import Engine, Noise, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.shared import columns
-from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
+
+if TYPE_CHECKING:  # they import transformers, or httpx
+    from rllib_llm.engines.servers import ClientPolicy
+    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
@@ -242,6 +247,103 @@ class ModulePolicy:
 def _check_decoding(module: Any) -> None:
     """Tries, before anything is learnt, whether the module's model decodes as it computes."""
     check_decoding_once(module.computing_model)
+
+
+class ForeignPolicy(ABC):
+    """The base of policies whose weights are not accessible.
+
+    Args:
+        source: generates, and knows its model's tokenizer.
+    """
+
+    takes_weights: bool = False
+    has_weights: bool = True
+
+    def __init__(self, source: VLLMEngine | ClientPolicy) -> None:
+        self._source: Any = source
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._source.tokenizer.pad_token_id
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self._source.stop_token_ids
+
+    def generate(
+        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    ) -> dict[str, torch.Tensor]:
+        ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
+        noises = [Noise(asked.seed, row) for row in asked.row_ids.tolist()]
+        made = self._source.generate(
+            ids, mask, asked.params, num_completions=asked.num_completions, noises=noises,
+            **self._followed(asked),
+        )  # fmt: skip
+        return made.columns(ids.device)
+
+    def _followed(self, asked: Generation) -> dict[str, Any]:
+        """The weights that the source is to follow, where it does."""
+        return {}
+
+    @abstractmethod
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        """A new engine with weights of `version`."""
+
+    def load(self, weights: FlatBuffer) -> None:
+        self.set_state(unpack(weights))
+
+    def differing(self, weights: FlatBuffer) -> list[str]:
+        """Nothing: its weights cannot be seen, or lie in a layout of the engine's own."""
+        return []
+
+    def get_state(self) -> dict[str, torch.Tensor]:
+        """Empty: its weights are external, or come with a request."""
+        return {}
+
+    @abstractmethod
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Generates with these weights from now on, where it is given any."""
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class EnginePolicy(ForeignPolicy):
+    """vLLM in this process, which has a copy of the policy."""
+
+    takes_weights = True
+
+    @property
+    def has_weights(self) -> bool:  # type: ignore[override]  # what it starts from are dummies
+        return self._source.has_weights
+
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        return self._source.open_rows(version, load_weights)
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._source.load_weights(dict(state))
+
+
+class ServerPolicy(ForeignPolicy):
+    """A server that generates, with weights that it has from elsewhere."""
+
+    def _followed(self, asked: Generation) -> dict[str, Any]:
+        return {"weights": asked.weights}
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Does nothing: its weights are external."""
+
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        raise ValueError(
+            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
+            "whole batches of completions, not turn by turn. Set engine='torch'."
+        )
 
 
 def sampling_params(config: Any, policy: SamplingPolicy, explore: bool) -> SamplingParams:

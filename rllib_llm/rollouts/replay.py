@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource, concatenate, take_rows
+from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate, take_rows
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.source import RolloutSource
 
 EVICTIONS = ("oldest", "most_used")
 

@@ -4,7 +4,9 @@
                                              ▲
                                  published weights, by their receiver
 
-It is given its parts and knows neither RLlib nor a config; `env_runner.py` makes them from one.
+`SamplingEnvironment` is the environment as the sampler asks it: for prompts by their position, and
+in threads for scores, beside decoding. A sampler is given its parts and knows neither RLlib nor a
+config; `env_runner.py` makes them from one.
 """
 
 from __future__ import annotations
@@ -32,13 +34,6 @@ from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
 
 MAX_JUDGING = 16  # batches of completions that are judged at the same time
-
-
-def unjudged(completions: Mapping[str, torch.Tensor], error: Exception) -> Judgement:
-    """The judgement of completions none of which could be judged."""
-    rewards = torch.zeros(len(completions[columns.COMPLETION_IDS]))
-    scores = {columns.SCORES: rewards, columns.VALID: torch.zeros_like(rewards, dtype=torch.bool)}
-    return Judgement(rewards, scores, cause=str(error))
 
 
 class SamplingEnvironment:
@@ -146,44 +141,6 @@ class SamplingEnvironment:
 
 def _rows(infos: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
     return dict(infos.get(name, {}))
-
-
-def environment_settings(
-    env_config: Mapping[str, Any],
-    *,
-    model: Any,
-    max_completion_len: int,
-    temperature: float,
-    seed: int,
-    device: str,
-    is_evaluation: bool,
-    with_reference: bool,
-    frozen_quantization: str = "none",
-) -> dict[str, Any]:
-    """An environment's settings: the user's, and those that follow from the config.
-
-    Args:
-        env_config: the user's; what is set there stays.
-        model: the policy's source; its tokenizer is the environment's.
-        max_completion_len: tokens.
-        temperature: the sampler's.
-        seed: of the order of prompts.
-        device: of the environment's tensors and frozen models.
-        is_evaluation: whether prompts are held-out ones.
-        with_reference: whether the environment holds the reference, a copy of `model` by default.
-        frozen_quantization: of frozen models that name none.
-    """
-    defaults = {
-        "model": model,
-        "max_completion_len": max_completion_len,
-        "temperature": temperature,
-        "seed": seed,
-        "device": device,
-        "split": "eval" if is_evaluation else "train",
-        "reference": {"model": model} if with_reference else None,
-        "frozen_quantization": frozen_quantization,
-    }
-    return {**defaults, **env_config}
 
 
 @dataclass
@@ -334,7 +291,10 @@ class Sampler:
 
     def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
         """Rows that are not valid, and the cause."""
-        return self._judged(generated, unjudged(generated.completions, error), 0.0)
+        rewards = torch.zeros(len(generated.completions[columns.COMPLETION_IDS]))
+        valid = torch.zeros_like(rewards, dtype=torch.bool)
+        scores = {columns.SCORES: rewards, columns.VALID: valid}
+        return self._judged(generated, Judgement(rewards, scores, cause=str(error)), 0.0)
 
     def _judged(self, generated: UnjudgedBatch, judged: Judgement, seconds: float) -> JudgedBatch:
         made = {**generated.prompts, **generated.completions, **judged.columns}

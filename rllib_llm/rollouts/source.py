@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
@@ -57,6 +57,37 @@ SECONDS_BETWEEN_WORDS = 60.0  # about who is waited for
 
 class FilteredOutError(SamplingError):
     """Filters refuse, or samplers fail to make, so many groups that no batch gets full."""
+
+
+class RolloutSource(Protocol):
+    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
+
+    @property
+    def position(self) -> int:
+        """Prompt groups learnt from so far, those of the batch handed out last among them."""
+
+    def next(self) -> JudgedBatch:
+        """The batch to be learnt from next.
+
+        Raises:
+            SamplingError: nobody can sample it.
+        """
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Sets the weights to sample with; called before the first `next`."""
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Its metrics, once per iteration, by group."""
+
+    def state(self) -> dict[str, Any]:
+        """Its state for a checkpoint, from which another kind of source can continue."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores the `state` of this or another source. `state` also has `weights_version`, the
+        number of updates until then."""
+
+    def stop(self) -> None:
+        """Waits, for a limited time, for work in flight."""
 
 
 class Rollouts:

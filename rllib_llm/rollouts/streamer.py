@@ -8,6 +8,7 @@ at work, which a sampler that was started again takes as its order to begin.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -21,7 +22,7 @@ from ray.exceptions import RayActorError
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.filters import Filters
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
-from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest, judged_group, split
+from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest, judged_groups, opened, pack
 from rllib_llm.rollouts.ledger_actor import SamplerLedger
 from rllib_llm.rollouts.row_stream import RowStream
 from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, SamplesAndJudges, UnjudgedBatch
@@ -86,13 +87,17 @@ class JudgeThreads:
     def _groups(self, generated: UnjudgedBatch, continues: bool) -> list[JudgedGroup]:
         # Groups leave the process: a column goes to the host once for all of them.
         judged = self._judge(generated).to("cpu")
-        return [
-            judged_group(
-                group, reason=self._filters.reason(group), min_valid=self._min_valid,
-                continues=continues,
+        groups = []
+        for group in judged_groups(judged, min_valid=self._min_valid):
+            rows = opened(group.payload)
+            if groups:
+                rows.messages = []  # they go with the first
+            reason = group.reason or self._filters.reason(rows)
+            packed = dataclasses.replace(
+                group, payload=pack(rows), reason=reason, continues=continues
             )
-            for group in split(judged)
-        ]  # fmt: skip
+            groups.append(packed)
+        return groups
 
     @property
     def leases(self) -> set[int]:

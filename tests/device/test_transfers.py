@@ -22,7 +22,7 @@ ROWS, TOKENS = 12, 5  # of a batch of `tiny.grpo`, and of a completion at most
 # A pass of the model through packed rows asks for the sizes of what it packs (`modules`); there are
 # five: one with old weights and one for each mini-batch.
 PASSES = 5
-TO_THE_HOST = "rollouts/judged_batch.py:<dictcomp>"  # `JudgedBatch.to`
+OF_COLUMNS = "rollouts/judged_batch.py:<dictcomp>"  # by `JudgedBatch.to`
 MOST = {
     "envs": {"to_device": 12, "to_host": 12, "wait": 3},
     "engines": {"to_device": 12, "to_host": 16, "wait": 1},
@@ -86,7 +86,7 @@ def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
 
 def test_without_a_store_of_rollouts_the_learner_hands_nothing_back(gpu):
     found = transfers(gpu, lambda **s: tiny.grpo(**s).rollouts(store_rollouts=False))
-    assert TO_THE_HOST not in {t.site for t in found}
+    assert OF_COLUMNS not in {t.site for t in found}
     of_learners = [t for t in found if t.site.startswith("learners") and t.kind == "to_host"]
     assert max(t.num_bytes for t in of_learners if "metrics" not in t.site) <= ROWS * 8
 
@@ -97,7 +97,8 @@ def test_groups_that_stream_leave_the_device_together(gpu):
         max_staleness=1, groups_per_lease=4
     ))  # fmt: skip
     of_groups = ("rollouts/judged_batch.py", "rollouts/streamer.py", "rollouts/workers.py")
-    assert {t.site for t in found if t.site.startswith(of_groups)} == {TO_THE_HOST}
+    to_host = {OF_COLUMNS, "rollouts/judged_batch.py:to"}
+    assert {t.site for t in found if t.site.startswith(of_groups)} == to_host
 
 
 def test_more_rows_and_more_tokens_are_no_more_transfers_in_the_learner(gpu):

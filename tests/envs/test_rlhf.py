@@ -10,7 +10,7 @@ from rllib_llm.envs.check_env import check_env
 from rllib_llm.envs.judges.rewards import RewardError
 from rllib_llm.envs.prompts import PromptError
 from rllib_llm.envs.rlhf import EnvConfigError
-from rllib_llm.rollouts.sampler import environment_settings
+from rllib_llm.rollouts.env_runner import environment_settings
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
 MODEL = "tests.tiny_models.build_llama"

@@ -1,12 +1,21 @@
-"""Parts of requests, and batches put together again."""
+"""Batches put together again, and groups that share a batch."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate
+from rllib_llm.rollouts.judged_batch import (
+    JudgedBatch,
+    as_bytes,
+    batch_of,
+    concatenate,
+    judged_groups,
+    opened,
+)
 from rllib_llm.shared import columns
 
 
@@ -94,7 +103,7 @@ def test_a_failure_is_text():
     except KeyError as error:
         failure = SampleFailure.from_exception(error)
     assert failure.error == "KeyError: 'missing'"
-    assert "test_request.py" in failure.traceback
+    assert "test_judged_batch.py" in failure.traceback
 
 
 def raised(raise_it) -> SampleFailure:
@@ -151,3 +160,53 @@ def test_a_column_that_nothing_takes_the_place_of_is_named():
     scored.columns[columns.REF_LOGPROBS] = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="column='ref_logprobs' must be in all batches"):
         concatenate([batch([[1]], [[5]]), scored])
+
+
+# --- groups as a ledger holds them ---------------------------------------------------------------
+
+LENGTHS = torch.tensor([3, 1, 2, 4, 2, 2])
+POSITIONS = [4, 4, 5, 5, 6, 6]
+VALID = torch.tensor([True, False, True, True, False, False])
+
+
+def groups_of_two(replica=1, seconds=1.0):
+    """Three groups: one that lost a member, a whole one, one without a score."""
+    mask = torch.arange(4) < LENGTHS.unsqueeze(1)
+    ones = torch.ones(6, 2, dtype=torch.int64)
+    versions = torch.tensor([3, 3, 2, 3, 3, 3], dtype=torch.int32).unsqueeze(1)
+    held = {
+        columns.PROMPT_IDS: ones, columns.PROMPT_MASK: ones.bool(),
+        columns.COMPLETION_IDS: mask.long(), columns.COMPLETION_MASK: mask,
+        columns.WEIGHTS_VERSION: versions.where(mask, columns.NO_VERSION),
+        columns.GROUP: torch.tensor(POSITIONS), columns.VALID: VALID,
+        columns.REPLICA: torch.full((6,), replica),
+    }  # fmt: skip
+    return JudgedBatch(held, VALID.float(), timings={"judge_seconds": seconds}, cause="KeyError")
+
+
+def test_what_is_told_of_groups_of_a_batch_is_what_is_told_of_each_alone():
+    together = judged_groups(groups_of_two(), min_valid=2)
+    for one in together:
+        rows = opened(one.payload)
+        (alone,) = judged_groups(rows, min_valid=2)
+        assert dataclasses.replace(one, payload=b"") == dataclasses.replace(alone, payload=b"")
+        kept = opened(as_bytes(one).payload)
+        for name, column in rows.columns.items():
+            assert kept.columns[name].equal(column), name
+    assert [group.reason for group in together] == ["too_few", "", "unjudged"]
+    assert [group.num_tokens for group in together] == [4, 6, 4]
+    assert [group.num_lost for group in together] == [1, 0, 4]
+    assert [group.oldest_version for group in together] == [3, 2, 3]
+
+
+def test_a_whole_batch_is_handed_out_as_it_is_and_others_without_what_was_rejected():
+    whole = groups_of_two()
+    groups = judged_groups(whole)
+    assert batch_of(groups) is whole
+    assert batch_of(groups[1:]).columns[columns.GROUP].tolist() == [5, 5, 6, 6]
+
+
+def test_who_spent_most_on_all_its_parts_was_waited_for():
+    parts = [groups_of_two(1, 1.0), groups_of_two(2, 1.5), groups_of_two(1, 1.0)]
+    groups = [group for part in parts for group in judged_groups(part)]
+    assert batch_of(groups).timings == {"judge_seconds": 2.0}

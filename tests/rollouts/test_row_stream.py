@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.groups import Lease
-from rllib_llm.rollouts.judged_batch import SampleRequest, judged_group, split
+from rllib_llm.rollouts.judged_batch import SampleRequest, judged_groups, opened
 from rllib_llm.rollouts.row_stream import RowStream
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
@@ -45,8 +45,8 @@ def test_rows_have_the_tokens_and_scores_of_a_batch(sampler):
     assert made.leases == {1, 2} and made.num_groups == 3
     found = finish(made, sampler)
     for start, count in ((4, 2), (9, 1)):
-        expected = split(sampler.serve(SampleRequest(start, count, N), publication()))
-        for batch in expected:
+        expected = sampler.serve(SampleRequest(start, count, N), publication())
+        for batch in [opened(group.payload) for group in judged_groups(expected)]:
             group = found[int(batch.columns[columns.GROUP][0])]
             assert group.columns.keys() == batch.columns.keys()
             for name, column in batch.columns.items():
@@ -177,7 +177,7 @@ def test_a_group_that_cannot_be_judged_is_handed_in_with_the_cause():
     made = stream(sampler)
     made.add(Lease(1, 4, 1, publication()))
     batch = finish(made, sampler)[4]
-    group = judged_group(batch, min_valid=2)
+    (group,) = judged_groups(batch, min_valid=2)
     assert group.reason == "unjudged" and "KeyError: 'no judge'" in group.cause
     assert group.num_tokens == int(batch.columns[columns.COMPLETION_MASK].sum()) > 0
 
@@ -191,7 +191,7 @@ def test_a_group_that_lost_a_member_is_learnt_from_by_the_rest(sampler):
     lengths = batch.columns[columns.COMPLETION_MASK].sum(dim=1)
     for num_lost, reason in ((1, ""), (2, "too_few")):
         batch.columns[columns.VALID][:num_lost] = False
-        group = judged_group(batch, min_valid=2)
+        (group,) = judged_groups(batch, min_valid=2)
         assert group.reason == reason
         assert group.num_lost == int(lengths[:num_lost].sum())
         assert group.num_tokens == int(lengths.sum())
@@ -212,6 +212,6 @@ def test_only_tokens_of_the_newest_weights_are_learnt_from_where_that_is_asked_f
     assert long.any()
     assert torch.equal(held[columns.LOSS_MASK][long], (mask & (versions == 3))[long])
     assert torch.equal(held[columns.LOSS_MASK][~long], mask[~long])
-    group = judged_group(batch, continues=True)
+    (group,) = judged_groups(batch)
     assert group.num_tokens == int(mask.sum())
     assert group.num_lost == int(mask.sum() - held[columns.LOSS_MASK].sum()) > 0
