@@ -17,7 +17,6 @@ import multiprocessing.connection
 import os
 import queue
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.sandbox_program import remove
 from rllib_llm.shared.remote import Away
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
@@ -121,7 +121,7 @@ class Contained:
             )  # fmt: skip
         except BaseException as error:
             os.close(self._lifeline)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
             if isinstance(error, OSError):  # too many processes, too little memory
                 raise Away(f"no process can be started: {error}") from error
             raise
@@ -225,8 +225,7 @@ def _end(
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):  # what was not sent yet
                     pipe.close()
-        with contextlib.suppress(RecursionError):  # folders in folders in folders
-            shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ import os
 import platform
 import resource
 import select
-import shutil
 import signal
 import struct
 import sys
@@ -37,19 +36,26 @@ _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
 _REFER = 1 << 13
 _SCOPED = 0b11  # abstract Unix sockets, signals
+_SIGNALS_HELD = 6  # the version that knows them
 _WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
-# seccomp(2): (AUDIT_ARCH, socket, truncate, calls that change a file's mode, owner, times or
-# attributes, which Landlock does not hold) by machine.
+# seccomp(2), by machine: AUDIT_ARCH; `socket`; `truncate`; calls that change a file's mode, owner,
+# times or attributes, which Landlock does not hold; calls whose memory, queues and keys outlive the
+# process; calls into the memory of others; {call: its argument that must be 0, this process}.
 _MACHINES = {
     "x86_64": (
         0xC000003E, 41, 76,
         (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280),
+        (29, 64, 68, 240, 248, 249, 250), (101, 310, 311),
+        {302: 0, 203: 0, 144: 0, 142: 0, 314: 0, 141: 1},
     ),
     "aarch64": (
         0xC00000B7, 198, 45, (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88),
+        (194, 190, 186, 180, 217, 218, 219), (117, 270, 271),
+        {261: 0, 122: 0, 119: 0, 118: 0, 274: 0, 140: 1},
     ),
 }  # fmt: skip
-_LATER = (452, 463, 466, 469)  # everywhere: fchmodat2, setxattrat, removexattrat, file_setattr
+# Everywhere: fchmodat2, setxattrat, removexattrat, file_setattr, pidfd_getfd.
+_LATER = (452, 463, 466, 469, 438)
 _IO_URING_SETUP, _X32 = 425, 0x40000000
 _MAX_ANSWER = 2**23  # bytes of a copy
 _COUNTS_APART = (5, 14)  # Linux that counts processes of each user namespace by itself
@@ -89,9 +95,33 @@ def main() -> None:
             os.read(wake, 512)
         status = _reaped(child)
     _end_descendants()
-    with contextlib.suppress(RecursionError):  # its parent may be gone
-        shutil.rmtree(order["folder"], ignore_errors=True)
+    remove(order["folder"])  # its parent may be gone
     os._exit(_exit_code(status))
+
+
+def remove(folder: str) -> None:
+    """Removes a folder, however deep it is: what lies in its folders is moved up, again and again,
+    since paths and Python's stack have limits."""
+    token, number = os.urandom(8).hex(), 0
+    with contextlib.suppress(OSError):
+        while inner := _folders_left(folder):
+            for path in inner:
+                os.chmod(path, 0o700)  # it may be closed to its owner
+                for deeper in _folders_left(path):
+                    number += 1
+                    os.rename(deeper, f"{folder}/{token}-{number}")
+                os.rmdir(path)
+        os.rmdir(folder)
+
+
+def _folders_left(folder: str) -> list[str]:
+    """The folders in a folder, whose files are removed."""
+    with os.scandir(folder) as entries:
+        found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for path, is_folder in found:
+        if not is_folder:
+            os.unlink(path)
+    return [path for path, is_folder in found if is_folder]
 
 
 def _reaped(child: int) -> int | None:
@@ -179,6 +209,9 @@ def _own_namespaces(order: dict[str, Any], missing: list[str]) -> bool:
                 file.write(text)
     except OSError as error:  # the namespaces are there; files seem to belong to nobody
         missing.append(f"user ids ({error.strerror})")
+    no_more = "/proc/sys/user/max_user_namespaces"  # in another one it would have capabilities
+    with contextlib.suppress(OSError), open(no_more, "w") as file:
+        file.write("0")
     return True
 
 
@@ -211,7 +244,8 @@ def _drop_capabilities() -> None:
 
 
 def _landlock_version() -> int:
-    return _checked(_libc.syscall(_LANDLOCK[0], None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    """The version of the kernel's Landlock; 0: it has none."""
+    return max(0, _libc.syscall(_LANDLOCK[0], None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def _hold_files(writable: list[str]) -> None:
@@ -219,9 +253,11 @@ def _hold_files(writable: list[str]) -> None:
     signal outside processes."""
     create, add_rule, restrict = _LANDLOCK
     version = _landlock_version()
+    if not version:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     changes = _CHANGES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    scoped = _SCOPED if version >= 6 else 0
-    attributes = struct.pack("QQQ", changes, 0, scoped)[: 24 if version >= 6 else 8]
+    scoped = _SCOPED if version >= _SIGNALS_HELD else 0
+    attributes = struct.pack("QQQ", changes, 0, scoped)[: 24 if version >= _SIGNALS_HELD else 8]
     rules = _checked(
         _libc.syscall(create, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     )
@@ -239,30 +275,41 @@ def _hold_files(writable: list[str]) -> None:
 
 def _refuse_calls(has_network: bool) -> None:
     """Makes system calls fail with EACCES: `socket` of any family (socket pairs and pipes still
-    work), and calls that change a file without writing to it."""
+    work), and calls that change a file without writing to it, that leave something behind, or that
+    reach into other processes."""
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no rule for {platform.machine()}")
-    arch, socket, truncate, changes = _MACHINES[platform.machine()]
-    numbers = [*changes, *_LATER, _IO_URING_SETUP, *([] if has_network else [socket])]
-    try:
-        is_held = _landlock_version() >= 3
-    except OSError:
-        is_held = False
-    if not is_held:
-        numbers.append(truncate)
+    arch, socket, truncate, changes, left, into, of_itself = _MACHINES[platform.machine()]
+    numbers = [*changes, *left, *into, *_LATER, _IO_URING_SETUP]
+    numbers += [] if has_network else [socket]
+    numbers += [] if _landlock_version() >= 3 else [truncate]
     load, equal, above, give = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, JEQ|K, JGE|K, RET|K
-    refused, allowed = 0x00050000 | errno.EACCES, 0x7FFF0000
-    count = len(numbers)
-    program = [
-        (load, 0, 0, 4),  # the architecture
-        (equal, 0, count + 3, arch),
-        (load, 0, 0, 0),  # the number of the call
-        (above, count + 1, 0, _X32),
-        *((equal, count - i, 0, number) for i, number in enumerate(numbers)),
-        (give, 0, 0, allowed),
-        (give, 0, 0, refused),
+    allow, refuse, on = "allow", "refuse", "on"
+    program: list[tuple[int, str | int, str | int, int]] = [
+        (load, on, on, 4),  # the architecture
+        (equal, on, refuse, arch),
+        (load, on, on, 0),  # the number of the call
+        (above, refuse, on, _X32),
+        *((equal, refuse, on, number) for number in numbers),
     ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    for number, argument in of_itself.items():
+        program += [
+            (equal, on, 2, number),
+            (load, on, on, 16 + 8 * argument),
+            (equal, allow, refuse, 0),
+        ]
+    ends = {allow: len(program), refuse: len(program) + 1}
+    program += [(give, on, on, 0x7FFF0000), (give, on, on, 0x00050000 | errno.EACCES)]
+
+    def skipped(place: int, to: str | int) -> int:
+        return to if isinstance(to, int) else ends.get(to, place + 1) - place - 1
+
+    code = ctypes.create_string_buffer(
+        b"".join(
+            struct.pack("HBBI", kind, skipped(place, yes), skipped(place, no), value)
+            for place, (kind, yes, no, value) in enumerate(program)
+        )
+    )
     given = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
     _checked(_prctl(_PR_SET_SECCOMP, 2, given))
 
@@ -280,13 +327,15 @@ def _contained(order: dict[str, Any], missing: list[str], is_apart: bool) -> Non
         layers: dict[str, Callable[[], None]] = {
             "capabilities": _drop_capabilities,
             "files": lambda: _hold_files(order["writable"]),
-            "sockets and modes of files": lambda: _refuse_calls(order["network"]),
+            "system calls": lambda: _refuse_calls(order["network"]),
         }
         for name, hold in layers.items():
             try:
                 hold()
             except (OSError, AttributeError) as error:
                 missing.append(f"{name} ({getattr(error, 'strerror', None) or error})")
+        if not is_apart and _landlock_version() < _SIGNALS_HELD:
+            missing.append("signals to other processes (Linux before 6.12)")
         if order["mode"] == "calls":
             sys.path[:] = order["path"]
         _MODES[order["mode"]](order, missing, is_apart)
@@ -328,6 +377,9 @@ def _run_program(order: dict[str, Any], missing: list[str], is_apart: bool) -> N
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(1) from None
+    finally:
+        if "threading" in sys.modules:  # as Python does at its end
+            sys.modules["threading"]._shutdown()
 
 
 def find(path: str) -> Callable[..., Any]:

@@ -135,7 +135,8 @@ def test_workers_end_with_whoever_started_them(mark):
     "attempt",
     [
         "write", "change", "network", "unix", "environment", "parent's environment",
-        "kill the parent",
+        "kill the parent", "limit the parent", "pin the parent", "slow the parent",
+        "shared memory",
     ],
 )  # fmt: skip
 def test_what_a_contained_call_cannot_do(tmp_path, monkeypatch, attempt, namespaces):
@@ -152,6 +153,13 @@ def test_what_a_contained_call_cannot_do(tmp_path, monkeypatch, attempt, namespa
         assert target.stat() == before and target.read_text() == "mine"
     else:
         assert not target.exists()
+
+
+def test_no_capabilities_come_back_in_a_namespace_within():
+    """Without namespaces a call may make some where the sampler may: the kernel's own choice."""
+    pool = WorkerPool(f"{FILE}:attempt", num_workers=1)
+    assert pool.map([{"completion": "capabilities", "target": "", "pid": 0}]) == ["refused"]
+    pool.close()
 
 
 def test_what_a_sandbox_is_given_it_may_use(tmp_path, monkeypatch):
@@ -274,10 +282,31 @@ def test_processes_are_counted_where_the_kernel_counts_them_apart(monkeypatch, r
     assert bool(set_limits) == counts and bool(missing) != counts
 
 
+def test_a_program_ends_with_its_threads():
+    code = (
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start(); print('early')"
+    )
+    with Contained(Sandbox(), PROGRAM, files={"program.py": code}) as process:
+        assert process.read(time.monotonic() + 20) == b"early\nlate\n"
+
+
+def test_folders_deeper_than_python_s_stack_are_removed():
+    code = (
+        "import os; os.symlink('/', 'link'); os.mkfifo('pipe'); os.mkdir('closed', 0)\n"
+        "for _ in range(1200): os.mkdir('a'); os.chdir('a'); os.symlink('/', 'link')"
+    )
+    with Contained(Sandbox(), PROGRAM, files={"program.py": code}) as process:
+        assert process.read(time.monotonic() + 60) == b""
+    assert not os.path.exists(process.folder)
+
+
+PROGRAM = {"mode": "program", "program": "program.py"}
+
+
 def test_a_contained_program_is_held_to_its_time_and_its_output():
-    order = {"mode": "program", "program": "program.py"}
     code = "import sys; sys.stdout.write('x' * 10**6); sys.stdout.flush()\nwhile True: pass"
-    with Contained(Sandbox(), order, files={"program.py": code}) as process:
+    with Contained(Sandbox(), PROGRAM, files={"program.py": code}) as process:
         assert process.read(time.monotonic() + 20, most=5000) == b"x" * 5000
         with pytest.raises(TimeoutError):
             process.read(time.monotonic() + 0.2, most=10**8)

@@ -1,6 +1,8 @@
 """What worker processes run in the tests."""
 
+import ctypes
 import os
+import resource
 import socket
 import subprocess
 import time
@@ -103,7 +105,26 @@ def _change(target, pid):
     return done
 
 
+def _called(name, *arguments):
+    """Calls a function of the C library."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), name)
+    return found
+
+
+def _share_memory(target, pid):
+    """A segment of shared memory, which would outlive all processes; it is removed again."""
+    segment = _called("shmget", 0, 4096, 0o1600)  # IPC_PRIVATE, IPC_CREAT
+    _called("shmctl", segment, 0, None)
+
+
 _ATTEMPTS = {
+    "limit the parent": lambda target, pid: resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0)),
+    "pin the parent": lambda target, pid: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
+    "slow the parent": lambda target, pid: os.setpriority(os.PRIO_PROCESS, pid, 19),
+    "shared memory": _share_memory,
+    "capabilities": lambda target, pid: _called("unshare", 0x10000000),  # CLONE_NEWUSER
     "change": _change,
     "write": _write,
     "network": lambda target, pid: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
