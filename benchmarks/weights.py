@@ -1,6 +1,8 @@
 """How fast weights travel, beside one memcpy of the same bytes in the same process.
 
     python benchmarks/weights.py [--mb 200 1000] [--cases aliased copied stall ...] [--rounds 5]
+    python benchmarks/weights.py --cases nodes --mb 100 --receivers 1 8 64 --raylets 1 2 4 8 \
+        [--plot benchmarks/figures/weights_nodes.png]
 
 One JSON line per case and size: medians over the rounds, of seconds and of their ratio to a memcpy
 taken just before (`ratio`), and of the CPU seconds of all processes taking part as a ratio to those
@@ -16,21 +18,33 @@ of the memcpy (`cpu_ratio`), which says more on a machine that does other work. 
               RAY_preallocate_plasma_memory=1
     store     bytes in the object store with K versions kept and one in use by a slow receiver
     checksum  the CRC-32 that `weights_checksum` costs on each side
+    nodes     publish until all of `--receivers` on `--raylets` nodes (raylets of this machine with
+              a store each, beside the learner's) have loaded, all pulling at once and in turns:
+              copies that left the learner's node and the others, beside those of a tree in which
+              each holder gives one copy per turn; seconds; CPU seconds of all processes for each
+              copy. The receivers of a node share a process, which would else take 0.3 GB each.
+              Only when asked for
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import ray
 import torch
+from ray.cluster_utils import Cluster
 
 from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
 from rllib_llm.weights.direct import DirectTransport, has_nixl
@@ -51,16 +65,25 @@ CASES = {
     "aliased": 10, "copied": 11, "direct": 17, "stall": 9, "swap": 8, "first": 6, "store": 8,
     "checksum": 4,
 }  # fmt: skip
+CHUNK_BYTES = 5 * MIB  # Ray's: what a node sends in one message
+MAX_SECONDS = 120.0  # until all raylets have written their state
 
 
 class Weights:
     """A module as large as asked for: matrices 32 wide, of ones."""
 
-    def __init__(self, num_bytes: int, dtype: torch.dtype = torch.bfloat16, num_tensors: int = 32):
+    def __init__(
+        self,
+        num_bytes: int,
+        dtype: torch.dtype = torch.bfloat16,
+        num_tensors: int = 32,
+        empty: bool = False,
+    ):
         rows = num_bytes // dtype.itemsize // num_tensors // 32
+        new = torch.empty if empty else torch.ones  # of empty ones no page is touched
         self._own = {
             f"layers.{i}.weight": torch.nn.Parameter(
-                torch.ones(rows, 32, dtype=dtype), requires_grad=False
+                new(rows, 32, dtype=dtype), requires_grad=False
             )
             for i in range(num_tensors)
         }
@@ -344,25 +367,187 @@ def checksum(num_bytes: int, rounds: int) -> dict:
     return compare(memcpy, turn, rounds)
 
 
+# --- Several nodes
+
+
+@ray.remote(num_cpus=0)
+class NodeReceivers:
+    """The receivers of a node, a thread each."""
+
+    def __init__(self, count: int, num_bytes: int):
+        torch.set_num_threads(1)
+        self.receivers = []
+        for _ in range(count):
+            module, loader = Weights(num_bytes, empty=True), ModuleLoader(alias=True)
+            self.receivers.append((WeightsReceiver(), module, loader))
+        self.threads = ThreadPoolExecutor(count)
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def receive(self, published: PublishedWeights) -> set[float]:
+        """The numbers at the ends of all that they hold, after the weights are in use."""
+
+        def one(receiver, module, loader) -> set[float]:
+            receiver.ensure(published, lambda flat: loader.load(module, flat))
+            return module.ends()
+
+        return set().union(*self.threads.map(lambda each: one(*each), self.receivers))
+
+
+def start_cluster(raylets: int, store_bytes: int) -> Cluster:
+    settings = {"object_store_memory": store_bytes, "include_dashboard": False}
+    system = {**SYSTEM_CONFIG, "debug_dump_period_milliseconds": 200}
+    head = {"num_cpus": 0, "_system_config": system, **settings}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for number in range(raylets):
+        cluster.add_node(num_cpus=1, resources={f"node{number}": 1}, **settings)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    cluster.wait_for_nodes()
+    return cluster
+
+
+def chunks_sent(cluster: Cluster) -> dict[str, int]:
+    """Messages with weights that each node has sent, as it says from now on: in the state that its
+    raylet writes now and then, all into one file."""
+    state_file = Path(cluster.head_node.get_session_dir_path()) / "logs" / "debug_state.txt"
+    began, sent = time.time(), {}
+    nodes = {node["NodeID"] for node in ray.nodes()}
+    while set(sent) != nodes:
+        assert time.time() < began + MAX_SECONDS, f"{len(sent)} nodes have written their state"
+        time.sleep(0.02)
+        try:
+            if state_file.stat().st_mtime < began + 0.5:
+                continue
+            state = state_file.read_text()
+        except FileNotFoundError:
+            continue
+        node = re.search(r"Node ID: (\w+)", state)
+        count = re.search(r"ObjectManagerService\.grpc_client\.Push - (\d+) total", state)
+        if node and "DebugString() time ms" in state:  # else it is being written
+            sent[node.group(1)] = int(count.group(1)) if count else 0
+    return sent
+
+
+def cpu_of_cluster() -> float:
+    """CPU seconds of this process and of those that it started."""
+    total = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:2])
+    return total
+
+
+def nodes(num_bytes: int, rounds: int, num_receivers: int, raylets: int) -> dict:
+    """See the top. A node that has a copy gives it to one more at a time, which is what turns are
+    for: after t of them up to 2**t nodes have one."""
+    cluster = start_cluster(raylets, 3 * num_bytes + 64 * MIB)
+    own = ray.get_runtime_context().get_node_id()
+    shares = [len(range(i, num_receivers, raylets)) for i in range(raylets)]
+    receivers = [
+        NodeReceivers.options(resources={f"node{i}": 1}).remote(share, num_bytes)
+        for i, share in enumerate(shares)
+    ]
+    turns = tuple(ray.get([each.node.remote() for each in receivers]))
+    weights = Weights(num_bytes)
+    lay_side_by_side(weights.own_tensors())
+    per_copy = math.ceil(sum(t.nbytes for t in weights.own_tensors().values()) / CHUNK_BYTES)
+    result: dict[str, Any] = {"receivers": num_receivers, "raylets": raylets}
+    version = 0
+    for name, order in (("at_once", ()), ("in_turns", turns)):
+        seconds, before, cpu = [], {}, 0.0
+        for number in range(rounds + WARM_UPS):
+            if number == WARM_UPS:
+                before, cpu = chunks_sent(cluster), cpu_of_cluster()
+            version += 1
+            weights.fill(version)
+            start = time.perf_counter()
+            ref = ray.put(scatter(weights.own_tensors()))
+            published = PublishedWeights(version, ref=(ref,), nodes=order)
+            found = set().union(*ray.get([each.receive.remote(published) for each in receivers]))
+            seconds.append(time.perf_counter() - start)
+            if found != {float(version)}:
+                raise SystemExit(f"Receivers hold {found} after weights {version} were loaded.")
+        cpu, after = cpu_of_cluster() - cpu, chunks_sent(cluster)
+        copies = {node: (after[node] - before[node]) / per_copy / rounds for node in after}
+        learner = copies.pop(own)
+        result[name] = {
+            "seconds": round(statistics.median(seconds[WARM_UPS:]), 4),
+            "copies_from_learner": round(learner, 2),
+            "copies_from_others": round(sum(copies.values()), 2),
+            "cpu_seconds_per_copy": round(cpu / rounds / raylets, 4),
+        }
+    result["tree"] = {"copies_from_learner": math.ceil(math.log2(raylets + 1)), "copies": raylets}
+    ray.shutdown()
+    cluster.shutdown()
+    return result
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Copies that left the learner's node over the nodes."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    most = max(point["receivers"] for point in points if point["mb"] == points[0]["mb"])
+    chosen = [p for p in points if p["receivers"] == most and p["mb"] == points[0]["mb"]]
+    raylets = [p["raylets"] for p in chosen]
+    for name, label in (("at_once", "all at once"), ("in_turns", "in turns"), ("tree", "tree")):
+        sent = [point[name]["copies_from_learner"] for point in chosen]
+        axes.plot(raylets, sent, "k--" if name == "tree" else "o-", label=label)
+    axes.set_xlabel(f"nodes, {most} receivers, {points[0]['mb']} MB")
+    axes.set_ylabel("copies sent by the learner's node")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def aliased(num_bytes: int, rounds: int) -> dict:
+    """`broadcast`, parameters being the store."""
+    return broadcast(num_bytes, rounds, alias=True)
+
+
+def copied(num_bytes: int, rounds: int) -> dict:
+    """`broadcast`, copied into parameters."""
+    return broadcast(num_bytes, rounds, alias=False)
+
+
+def settings_of(case: str, arguments: argparse.Namespace) -> list[dict[str, int]]:
+    """With which a case is run, one after the other."""
+    if case != "nodes":
+        return [{}]
+    return [
+        {"num_receivers": receivers, "raylets": raylets}
+        for receivers in arguments.receivers
+        for raylets in arguments.raylets
+        if raylets <= receivers
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, nargs="+", default=[200])
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=[*CASES, "nodes"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--raylets", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    points = []
     for megabytes in arguments.mb:
         num_bytes = payload_bytes(megabytes)
         for case in arguments.cases:
-            ray.shutdown()
-            time.sleep(1)
-            require_memory(CASES[case] * num_bytes)
-            if case in ("aliased", "copied"):
-                result = broadcast(num_bytes, arguments.rounds, alias=case == "aliased")
-            else:
-                result = globals()[case](num_bytes, arguments.rounds)
-            print(json.dumps({"case": case, "mb": megabytes, **result}), flush=True)
+            for settings in settings_of(case, arguments):
+                ray.shutdown()
+                time.sleep(1)
+                # Of nodes: the learner's, its store, and two versions in each other store.
+                copies = 3 + 2 * settings["raylets"] if case == "nodes" else CASES[case]
+                require_memory(copies * num_bytes)
+                result = globals()[case](num_bytes, arguments.rounds, **settings)
+                points.append({"case": case, "mb": megabytes, **result})
+                print(json.dumps(points[-1]), flush=True)
     ray.shutdown()
+    if arguments.plot:
+        draw([point for point in points if point["case"] == "nodes"], arguments.plot)
 
 
 if __name__ == "__main__":
