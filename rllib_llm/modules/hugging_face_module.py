@@ -33,7 +33,7 @@ from rllib_llm.modules.lora import (
 )
 from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
-from rllib_llm.modules.shards import gather, is_sharded, local_data, write_
+from rllib_llm.modules.shards import gather, is_sharded, local_data, own_parts, write_
 from rllib_llm.modules.trunk import use_kernel
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
@@ -176,16 +176,21 @@ class HuggingFaceModule(TorchRLModule):
     def published_state(self) -> dict[str, torch.Tensor]:
         """`published_tensors`, detached and sharing memory with the module; shards are gathered,
         and cast as they are when they compute."""
-        tensors = self.published_tensors()
-        gathered = gather(tensors)
+        return self._as_they_compute(gather(self.published_tensors()))
+
+    def published_shards(self) -> dict[str, torch.Tensor]:
+        """This learner's share of `published_state`, see `shards.own_parts`."""
+        return self._as_they_compute(own_parts(self.published_tensors()))
+
+    def _as_they_compute(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         dtype = self.computing_dtype
         if dtype is None or not is_sharded(self.model):
-            return gathered
-        cast = {id(tensor): tensor.to(dtype) for tensor in gathered.values()}  # tied stay one
-        return {
-            name: cast[id(tensor)] if isinstance(tensors[name], nn.Parameter) else tensor
-            for name, tensor in gathered.items()
-        }
+            return state
+        tensors, cast = self.published_tensors(), {}  # tied stay one
+        for name, tensor in state.items():
+            if isinstance(tensors[name], nn.Parameter) and id(tensors[name]) not in cast:
+                cast[id(tensors[name])] = tensor.to(dtype)
+        return {name: cast.get(id(tensors[name]), tensor) for name, tensor in state.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Copies `state` into the parameters in place; names of absent extras are ignored.

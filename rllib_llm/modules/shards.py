@@ -40,6 +40,19 @@ def gather(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     return gathered
 
 
+def own_parts(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+    """This learner's parts of the tensors, detached, sharing their memory; what is no shard is left
+    to the first learner. Without communication. Parts of all learners, in the order of their ranks,
+    are the tensor along its first dimension."""
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    is_first = not sharded or torch.distributed.get_rank() == 0
+    return {
+        name: local_data(tensor).detach()
+        for name, tensor in tensors.items()
+        if is_first or isinstance(tensor, DTensor)
+    }
+
+
 def _full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         full = tensor.detach().full_tensor()

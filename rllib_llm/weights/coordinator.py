@@ -36,9 +36,10 @@ class PublishedWeights:
 
     `version` counts learner updates; `key` is unique for every publication, since after a restore
     the same version may mean other weights. `ref` holds the object reference of a `FlatBuffer`
-    (inside a tuple, so that Ray does not fetch it before it is wanted), or nothing where sampler
-    and learner share the module. `epoch` says whose count `version` is: a learner that was
-    restarted or restored has a higher one, and counts on from any number (0: nobody else asks).
+    (inside a tuple, so that Ray does not fetch it before it is wanted), one of each learner's part
+    where learners hold shards, or none where sampler and learner share the module. `epoch` says
+    whose count `version` is: a learner that was restarted or restored has a higher one, and counts
+    on from any number (0: nobody else asks).
     `nodes`: ids of the nodes that are about to pull, which take turns (`receiver.py`).
     """
 

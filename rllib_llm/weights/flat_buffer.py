@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,6 +39,11 @@ class Slot:
     def num_bytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
+    @property
+    def end(self) -> int:
+        """Where the next tensor lies."""
+        return self.offset + -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 @dataclass(frozen=True)
 class FlatBuffer:
@@ -46,12 +51,14 @@ class FlatBuffer:
     In host memory `data` is an array, on a device a tensor.
 
     `checksum` is the CRC-32 of `data` where one was asked for: it takes about as long as two
-    copies. In the object store the buffer is its own ticket.
+    copies. In the object store the buffer is its own ticket. `is_shared`: other processes may see
+    the same bytes.
     """
 
     data: np.ndarray | torch.Tensor
     slots: dict[str, Slot]
     checksum: int | None = None
+    is_shared: bool = True
     transport: ClassVar[str] = "store"
 
     @property
@@ -95,19 +102,16 @@ class StagingBuffer:
         """As `pack`; the result is valid until the next call."""
         slots, firsts, end = lay_out(tensors)
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        size = end + ALIGNMENT
         if (
             self._memory is None
-            or len(self._memory) != size
+            or len(self._memory) != end
             or (on_gpu and not self._memory.is_pinned())
         ):
             self._memory = None  # the old one goes before the new one comes
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        start = -self._memory.data_ptr() % ALIGNMENT
-        buffer = self._memory[start : start + end]
-        fill_slots(buffer, tensors, slots, firsts)
+            self._memory = _aligned(end, pinned=on_gpu)
+        fill_slots(self._memory, tensors, slots, firsts)
         wait_for(tensor.device for tensor in tensors.values())
-        data = buffer.numpy()
+        data = self._memory.numpy()
         return FlatBuffer(data, slots, _crc32(data) if checksum else None)
 
 
@@ -154,13 +158,13 @@ def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
         views.setdefault(tensor.data_ptr(), set()).add(_storage_identity(tensor))
     own = {key: tensor for key, tensor in own.items() if len(views[tensor.data_ptr()]) == 1}
     slots, _, end = lay_out({str(key): tensor for key, tensor in own.items()})
-    memory = np.empty(end + ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    memory = _aligned(end)
     moved: dict[int, torch.Tensor] = {}
     for key, tensor in own.items():
         slot = slots[str(key)]
         if slot.offset not in moved:
-            place = memory[start + slot.offset :][: slot.num_bytes]
+            # A storage of its own, by way of numpy.
+            place = memory.numpy()[slot.offset :][: slot.num_bytes]
             moved[slot.offset] = torch.from_numpy(place).view(slot.dtype).view(slot.shape)
             moved[slot.offset].copy_(tensor.detach())
         tensor.data = moved[slot.offset]
@@ -178,6 +182,36 @@ def unpack(flat: FlatBuffer) -> dict[str, torch.Tensor]:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             buffer = torch.from_numpy(buffer)
     return {name: _view(buffer, slot) for name, slot in flat.slots.items()}
+
+
+def join(parts: Sequence[FlatBuffer]) -> FlatBuffer:
+    """One buffer of tensors that are cut along their first dimension over `parts`, in order; what
+    is in the first part alone is whole. In host memory of its own, unless there is one part."""
+    if len(parts) == 1:
+        return parts[0]
+    views = [unpack(part) for part in parts]
+    slots: dict[str, Slot] = {}
+    placed: dict[Slot, Slot] = {}  # by that of the first part: tied tensors stay one
+    cut: dict[Slot, list[torch.Tensor]] = {}
+    end = 0
+    for name, first in parts[0].slots.items():
+        if first not in placed:
+            pieces = [view[name] for view in views if name in view]
+            whole = first.shape
+            if len(pieces) > 1:
+                whole = (sum(map(len, pieces)), *whole[1:])
+            placed[first] = Slot(end, whole, first.dtype)
+            cut[placed[first]] = pieces
+            end = placed[first].end
+        slots[name] = placed[first]
+    memory = _aligned(end)
+    for slot, pieces in cut.items():
+        target = _view(memory, slot)
+        if len(pieces) > 1:
+            torch.cat(pieces, out=target)
+        else:
+            target.copy_(pieces[0])
+    return FlatBuffer(memory.numpy(), slots, is_shared=False)
 
 
 def verify(flat: FlatBuffer) -> None:
@@ -246,7 +280,7 @@ def lay_out(
         if identity not in firsts:
             firsts[identity] = name
             slots[name] = Slot(end, tuple(tensor.shape), tensor.dtype)
-            end += -(-slots[name].num_bytes // ALIGNMENT) * ALIGNMENT
+            end = slots[name].end
         slots[name] = slots[firsts[identity]]
     return slots, list(firsts.values()), end
 
@@ -262,8 +296,7 @@ def fill_slots(
     for name in firsts:
         slot, tensor = slots[name], tensors[name].detach()
         _view(buffer, slot).copy_(tensor, non_blocking=tensor.is_cuda)
-        padded = -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
-        buffer[slot.offset + slot.num_bytes : slot.offset + padded] = 0
+        buffer[slot.offset + slot.num_bytes : slot.end] = 0
 
 
 def wait_for(
@@ -275,8 +308,16 @@ def wait_for(
         synchronize(device)
 
 
+def _aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    """New host memory, [num_bytes] uint8, at a boundary of the alignment."""
+    memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
+
+
 def _view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
     flat = buffer[slot.offset : slot.offset + slot.num_bytes]
+    if not len(flat):  # of which not every buffer has a view of another dtype
+        return torch.empty(slot.shape, dtype=slot.dtype, device=buffer.device)
     return flat.view(slot.dtype).view(slot.shape)
 
 

@@ -165,8 +165,9 @@ class ModuleLoader:
         own = module.own_tensors()
         if not self._alias or not _same_layout(own, flat):
             return functools.partial(self._copy, module, flat)
-        guarded = dataclasses.replace(flat, data=read_only(flat.data))
-        views = unpack(guarded)
+        if flat.is_shared:
+            flat = dataclasses.replace(flat, data=read_only(flat.data))
+        views = unpack(flat)
         distinct = {id(tensor): (tensor, views[name]) for name, tensor in own.items()}
         return functools.partial(self._alias_all, list(distinct.values()))
 

@@ -249,9 +249,9 @@ class BackgroundPublisher:
 # --- Weights on their way from the learner to the samplers, each set with a version
 
 
-def export_module(learner, *, checksum: bool = False, transport: str = "store") -> Ticket | None:
+def export_module(learner, *, transport: str, **settings: bool) -> Ticket | None:
     """`WeightsExporter.export` of a learner, wherever that is."""
-    return learner.weights_exporter.export(transport, checksum=checksum)
+    return learner.weights_exporter.export(transport, **settings)
 
 
 class WeightsPublisher:
@@ -299,10 +299,10 @@ class WeightsPublisher:
                 self._background.submit(exporter.state(), version)
             return published
         start = time.perf_counter()
-        ref, num_bytes = self._export()
+        refs, num_bytes = self._export()
         published = PublishedWeights(
             version,
-            ref=(ref,),
+            ref=refs,
             num_bytes=num_bytes,
             publish_seconds=time.perf_counter() - start,
         )
@@ -331,19 +331,22 @@ class WeightsPublisher:
         if self._background is not None:
             self._background.stop()
 
-    def _export(self) -> tuple[ray.ObjectRef, int]:
-        """The exported weights' reference, and their bytes where they are known at once."""
+    def _export(self) -> tuple[tuple[ray.ObjectRef, ...], int]:
+        """References to the exported weights, and their bytes where they are known at once."""
+        is_local = self._learner_group.is_local
+        sharded = not is_local and self._learner_group.config.learner_strategy == "fsdp"
+        in_shards = sharded and self._transport == "store"
         export = functools.partial(
-            export_module, checksum=self._checksum, transport=self._transport
+            export_module, transport=self._transport, checksum=self._checksum, shards=in_shards
         )
-        if self._learner_group.is_local:
+        if is_local:
             ticket: Any = export(local_learner(self._learner_group))
-            return ray.put(ticket), ticket.num_bytes
+            return (ray.put(ticket),), ticket.num_bytes
         # The return value of an actor's task is owned by its caller: it survives the learner.
-        sharded = self._learner_group.config.learner_strategy == "fsdp"
         results = self._learner_group.foreach_learner(
             export,
             remote_actor_ids=None if sharded else [0],
             return_obj_refs=True,
         )
-        return next(iter(results)).get(), 0
+        refs = tuple(result.get() for result in results)
+        return refs if in_shards else refs[:1], 0

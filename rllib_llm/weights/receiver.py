@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayS
 
 from rllib_llm.shared.remote import backoff_seconds
 from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights, WeightsLostError
-from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, TicketError, verify
+from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, TicketError, join, verify
 from rllib_llm.weights.transport import Transports
 
 # --- Nodes that want the same weights take turns: each that has them gives them to one more
@@ -60,7 +60,10 @@ def wait_for_turn(
 ) -> None:
     """Returns when this node may pull, at the latest after `MAX_WAIT_SECONDS`."""
     deadline = clock() + MAX_WAIT_SECONDS
-    while clock() < deadline and not may_pull(node, published.nodes, holders(published.ref[0])):
+    while clock() < deadline:
+        copies = set.intersection(*(set(holders(ref)) for ref in published.ref))
+        if may_pull(node, published.nodes, copies):
+            return
         sleep(POLL_SECONDS)
 
 
@@ -128,8 +131,12 @@ class Transfer:
             try:
                 if len(published.nodes) > 1:
                     self._wait_for_turn(published)
-                flat = open_ticket(self.get(published.ref[0]))
-                verify(flat)
+                refs = list(published.ref)
+                tickets = self.get(refs) if len(refs) > 1 else [self.get(refs[0])]
+                parts = [open_ticket(ticket) for ticket in tickets]
+                for part in parts:
+                    verify(part)
+                flat = join(parts)
             except TicketError as error:
                 raise self.unreadable(published, error) from error
             except PASSING_ERRORS as error:
@@ -147,8 +154,8 @@ class Transfer:
             f" attempts failed, the last with {type(last).__name__}: {last}. Publish again."
         ) from last
 
-    def get(self, ref: ray.ObjectRef) -> Any:
-        """The object, if it arrives within the timeout of one attempt."""
+    def get(self, ref: ray.ObjectRef | list[ray.ObjectRef]) -> Any:
+        """The object, or all of several, if they arrive within the timeout of one attempt."""
         return self._get(ref, timeout=self._timeout_seconds)
 
     def unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:

@@ -160,6 +160,9 @@ class ExportableModule(Protocol):
     def published_state(self) -> dict[str, torch.Tensor]:
         """The same, detached, sharing memory with the module."""
 
+    def published_shards(self) -> dict[str, torch.Tensor]:
+        """Where learners hold shards, those of this one."""
+
 
 class WeightsExporter:
     """Exports the policy of one learner: created as its `weights_exporter`, and destroyed with it.
@@ -175,12 +178,15 @@ class WeightsExporter:
         learners hold shards, all must ask, and all but the first get {}."""
         return self._module.published_state()
 
-    def export(self, transport: str, *, checksum: bool = False) -> Ticket | None:
-        """A ticket for `state()` as it is now, see `Transport`; None where that is {}."""
+    def export(
+        self, transport: str, *, checksum: bool = False, shards: bool = False
+    ) -> Ticket | None:
+        """A ticket for `state()` as it is now, see `Transport`; None where that is {}. `shards`: of
+        this learner's part of it, see `flat_buffer.join`."""
         if not self._is_laid_out:
             lay_side_by_side(self._module.published_tensors())
             self._is_laid_out = True
-        state = self.state()
+        state = self._module.published_shards() if shards else self.state()
         if not state:
             return None
         return self._transports[transport].export(state, checksum=checksum)

@@ -9,7 +9,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.modules.shards import local_data
 from rllib_llm.shared import columns
-from rllib_llm.weights.flat_buffer import unpack
+from rllib_llm.weights.flat_buffer import join, unpack
 from rllib_llm.weights.publisher import WeightsPublisher
 from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms import tiny_runs
@@ -204,6 +204,28 @@ def test_shards_are_published_as_they_compute(group):
     published, whole = two.in_both(group, states, two.paired(config, "fsdp"))
     for name, tensor in published.items():
         assert torch.equal(tensor, whole[name].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+def test_shards_of_all_learners_are_the_whole_policy(group, mixed_precision):
+    """What each exports of its own, put together, is what the first would have gathered."""
+    config = two.grpo().language_model(mixed_precision=mixed_precision)
+    config = two.paired(config, "fsdp")
+
+    def exported(learner):
+        new = config.build_learner(spaces=two.SPACES)
+        ticket = new.weights_exporter.export("store", checksum=True, shards=True)
+        return ticket, new.weights_exporter.state()
+
+    answers = [result.get() for result in group.foreach_learner(exported)]
+    tickets, states = zip(*answers, strict=True)
+    whole, gathered = unpack(join(tickets)), states[0]
+    assert list(whole) == list(gathered) and states[1] == {}
+    for name, tensor in gathered.items():
+        assert whole[name].dtype == tensor.dtype and torch.equal(whole[name], tensor), name
+    # Each has about half, and none all: the tied embedding once.
+    sizes = [ticket.num_bytes for ticket in tickets]
+    assert max(sizes) < 0.6 * join(tickets).num_bytes
 
 
 def test_half_precision_layers_keep_a_float32_value_head(group):

@@ -14,6 +14,7 @@ from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
     ScatteredBuffer,
     StagingBuffer,
+    join,
     lay_side_by_side,
     pack,
     scatter,
@@ -184,3 +185,31 @@ def test_memory_that_two_shapes_share_stays_shared():
     lay_side_by_side({"wide": wide, "tall": tall})
     wide.add_(1)
     assert tall.eq(1).all()
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_parts_of_several_learners_are_put_together_bit_for_bit(num_parts):
+    """Cut as FSDP2 cuts: 7 rows in parts of 4 and 3, or of 2, 2, 2, 1 and none."""
+    torch.manual_seed(0)
+    tied = torch.randn(7, 5).bfloat16()
+    cut = {"embedding": tied, "head": tied, "bias": torch.randn(4), "narrow": torch.randn(1, 3)}
+    whole = {"buffer": torch.randn(3), "scalar": torch.tensor(2.5)}
+
+    def of_learner(rank):
+        parts: dict[int, torch.Tensor] = {}
+        for tensor in cut.values():
+            chunks = tensor.chunk(num_parts)
+            empty = tensor[:0]
+            parts.setdefault(id(tensor), chunks[rank] if rank < len(chunks) else empty)
+        own = {name: parts[id(tensor)] for name, tensor in cut.items()}
+        return own if rank else {**own, **whole}
+
+    flat = join([pack(of_learner(rank), checksum=True) for rank in range(num_parts)])
+    expected, found = {**cut, **whole}, unpack(flat)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert found[name].data_ptr() % ALIGNMENT == 0
+    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+    assert flat.num_bytes == pack(expected).num_bytes
+    assert flat.is_shared == (num_parts == 1)

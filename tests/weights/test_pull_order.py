@@ -72,3 +72,21 @@ def test_a_transfer_takes_turns_where_there_are_several_nodes(nodes, waits):
     published = PublishedWeights(1, ref=("ref",), nodes=nodes)
     transfer.fetch(lambda: published)
     assert asked == [published] * waits
+
+
+def test_a_node_has_what_learners_publish_in_parts_when_it_has_all_parts():
+    parts = {"x": {"learner", "a"}, "y": {"other learner"}}
+    published = PublishedWeights(1, ref=("x", "y"), nodes=NODES)
+    clock = Time([])
+
+    def wait(node):
+        wait_for_turn(
+            published, node=node, holders=parts.__getitem__, sleep=clock.sleep,
+            clock=lambda: clock.now,
+        )  # fmt: skip
+        return clock.now
+
+    assert wait("a") == 0  # nobody has a whole copy: the first goes
+    parts["y"].add("a")
+    assert wait("b") == 0  # the copy that "a" has feeds one more
+    assert wait("c") == pytest.approx(MAX_WAIT_SECONDS, abs=2 * POLL_SECONDS)
