@@ -18,7 +18,7 @@ from rllib_llm.engines.kv_cache import (
     StaticLayer,
     num_shared_layers,
 )
-from rllib_llm.engines.llama_step import LlamaStep, additive, decode_layout, is_llama_shaped
+from rllib_llm.engines.llama_step import LlamaStep, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
 from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
@@ -56,6 +56,11 @@ class DecodePlan:
             model, num_shared_layers(model.config), is_llama, is_recordable, cost,
             wants_recurring_sizes(weight),
         )  # fmt: skip
+
+    @property
+    def steps_between_looks(self) -> int:
+        """Steps between two looks at which rows have ended, each of which waits for a device."""
+        return 1 if next(self.model.parameters()).device.type == "cpu" else 8
 
     @property
     def shares_prompts(self) -> bool:
@@ -124,8 +129,7 @@ def open_decode_step(
             past_key_values=cache,
         )
 
-    with decode_layout(model, steps):
-        yield step
+    yield step
 
 
 def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -134,30 +134,17 @@ class EngineLoop:
         self._post(call, done)
         return done
 
-    def complete(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int = 0,
-        row: int = 0,
-        turn: int = 0,
-        on_tokens: OnTokens | None = None,
-    ) -> Ended:
+    def complete(self, token_ids: Sequence[int], params: SamplingParams, **asked: Any) -> Ended:
         """As `submit`, and waits for the completion."""
-        asked = {"seed": seed, "row": row, "turn": turn}
-        return self.submit(token_ids, params, on_tokens=on_tokens, **asked).result()
+        return self.submit(token_ids, params, **asked).result()
 
     async def complete_async(
         self,
         token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        seed: int = 0,
-        row: int = 0,
-        turn: int = 0,
-        conversation: Hashable | None = None,
         on_tokens: OnTokens | None = None,
+        **asked: Any,
     ) -> Ended:
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
         takes the completion out of the engine."""
@@ -168,11 +155,7 @@ class EngineLoop:
             events.call_soon_threadsafe(on_tokens, tokens)
 
         called = None if on_tokens is None else in_events
-        started = self.submit(
-            token_ids, params, seed=seed, row=row, turn=turn, conversation=conversation,
-            on_tokens=called,
-        )  # fmt: skip
-        return await asyncio.wrap_future(started)
+        return await asyncio.wrap_future(self.submit(token_ids, params, on_tokens=called, **asked))
 
     def abort(self, future: Future[Ended]) -> None:
         """Takes a completion out of the engine; its future then has the partial output, with

@@ -8,8 +8,7 @@ up to round-off.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +20,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
-from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 from rllib_llm.modules.llama_trunk import is_plain, is_read_whole, is_rms_norm
-from rllib_llm.modules.precision import ONEDNN, OneDNNLinear, products_of
+from rllib_llm.modules.precision import ONEDNN, products_of
 from rllib_llm.shared.process import multiplies_bfloat16
 
 # --- Weights laid out for decoding: skinny matrix products read them faster transposed, or packed
@@ -91,38 +89,6 @@ def transposed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
             start, end = end, end + len(block)
             copy[:, start:end] = block.t()
     return copy
-
-
-@contextmanager
-def decode_layout(model: nn.Module, steps: int) -> Iterator[None]:
-    """Keeps transposed copies of the model's plain linear weights while the context is open.
-
-    Shapes and values are unchanged, and the model's own parameters come back on leaving, also after
-    an error. Quantised layers and weights for which it does not pay are left alone. Memory: one
-    more copy of these weights.
-
-    Args:
-        model: any module.
-        steps: tokens to be decoded.
-    """
-    originals = []
-    try:
-        for module in model.modules():
-            is_linear = type(module) in (nn.Linear, OneDNNLinear, Conv1D)
-            if not is_linear or not pays(module.weight, steps):
-                continue
-            originals.append((module, module.weight))
-            module.weight = nn.Parameter(_relaid(module), requires_grad=False)
-        yield
-    finally:
-        for module, weight in originals:
-            module.weight = weight
-
-
-def _relaid(module: nn.Module) -> torch.Tensor:
-    if isinstance(module, Conv1D):  # [in, out] already, but perhaps a power of two wide
-        return transposed([module.weight.t()])
-    return transposed([module.weight]).t()
 
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)

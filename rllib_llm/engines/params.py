@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,126 +99,78 @@ class SamplingParams:
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         sorted_bias = tuple(sorted((int(i), float(value)) for i, value in pairs))
         object.__setattr__(self, "logit_bias", sorted_bias)
-        _require(
-            self.max_new_tokens >= 1,
-            "max_new_tokens",
-            self.max_new_tokens,
-            "at least 1",
+        for holds, name, rule, reason, remedy in self._rules():
+            if not holds:
+                raise SettingError(
+                    name=name, value=getattr(self, name), rule=f"be {rule}", reason=reason,
+                    remedy=remedy,
+                )  # fmt: skip
+
+    def _rules(self) -> Iterator[tuple[bool, str, str, str, str]]:
+        """(whether it holds, setting, rule, reason, remedy) of each rule."""
+        yield (
+            self.max_new_tokens >= 1, "max_new_tokens", "at least 1",
             "a completion without tokens cannot be judged or learnt from",
             "Set the longest completion you want",
-        )
-        _require(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            "min_new_tokens",
-            self.min_new_tokens,
-            f"within 0 and max_new_tokens={self.max_new_tokens}",
-            "more can never be sampled",
+        )  # fmt: skip
+        yield (
+            0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens",
+            f"within 0 and max_new_tokens={self.max_new_tokens}", "more can never be sampled",
             "Lower min_new_tokens or raise max_new_tokens",
-        )
-        _require(
-            LOWEST_TEMPERATURE <= self.temperature < math.inf,
-            "temperature",
-            self.temperature,
+        )  # fmt: skip
+        yield (
+            LOWEST_TEMPERATURE <= self.temperature < math.inf, "temperature",
             f"a finite number of at least {LOWEST_TEMPERATURE}",
             "logits are divided by it and must stay finite",
             "Use greedy=True for the limit of temperature 0",
-        )
-        _require(
-            self.top_k >= 0,
-            "top_k",
-            self.top_k,
-            "0 or more",
-            "it counts the tokens that stay",
+        )  # fmt: skip
+        yield (
+            self.top_k >= 0, "top_k", "0 or more", "it counts the tokens that stay",
             "Use 0 to switch it off",
-        )
-        _require(
-            0.0 < self.top_p <= 1.0,
-            "top_p",
-            self.top_p,
-            "above 0 and at most 1",
-            "it is a probability mass",
-            "Use 1.0 to switch it off",
-        )
-        _require(
-            self.top_logprobs >= 0,
-            "top_logprobs",
-            self.top_logprobs,
-            "0 or more",
-            "it counts tokens",
+        )  # fmt: skip
+        yield (
+            0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1",
+            "it is a probability mass", "Use 1.0 to switch it off",
+        )  # fmt: skip
+        yield (
+            self.top_logprobs >= 0, "top_logprobs", "0 or more", "it counts tokens",
             "Use 0 for none",
-        )
-        _require(
-            0.0 <= self.min_p <= 1.0,
-            "min_p",
-            self.min_p,
-            "within 0 and 1",
-            "it is a share of the likeliest token's probability",
-            "Use 0.0 to switch it off",
-        )
+        )  # fmt: skip
+        yield (
+            0.0 <= self.min_p <= 1.0, "min_p", "within 0 and 1",
+            "it is a share of the likeliest token's probability", "Use 0.0 to switch it off",
+        )  # fmt: skip
         for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _require(
-                -2.0 <= value <= 2.0,
-                name,
-                value,
-                "within -2 and 2, as OpenAI's",
-                "it is subtracted from logits",
-                "Use 0.0 to switch it off",
-            )
-        _require(
-            0.01 <= self.repetition_penalty <= 100.0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "within 0.01 and 100",
-            "logits are divided by it and must stay finite",
+            yield (
+                -2.0 <= getattr(self, name) <= 2.0, name, "within -2 and 2, as OpenAI's",
+                "it is subtracted from logits", "Use 0.0 to switch it off",
+            )  # fmt: skip
+        yield (
+            0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty",
+            "within 0.01 and 100", "logits are divided by it and must stay finite",
             "Use 1.0 to switch it off",
-        )
-        self._check_token_ids()
-
-    def _check_token_ids(self) -> None:
-        _require(
-            self.pad_token_id >= 0,
-            "pad_token_id",
-            self.pad_token_id,
-            "0 or more",
-            "it is a row of the embedding",
+        )  # fmt: skip
+        row = "they are rows of the embedding"
+        yield (
+            self.pad_token_id >= 0, "pad_token_id", "0 or more", "it is a row of the embedding",
             "Give the tokenizer's pad_token_id",
-        )
-        _require(
-            all(token >= 0 for token in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "ids of 0 or more",
-            "they are rows of the embedding",
-            "Give ids of the tokenizer's vocabulary",
-        )
-        _require(
-            len(set(self.stop_token_ids)) == len(self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "distinct",
-            "a repeated id has no effect",
-            "Name each stop token once",
-        )
+        )  # fmt: skip
+        vocabulary = "Give ids of the tokenizer's vocabulary"
+        yield (
+            all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "ids of 0 or more",
+            row, vocabulary,
+        )  # fmt: skip
+        yield (
+            len(set(self.stop_token_ids)) == len(self.stop_token_ids), "stop_token_ids",
+            "distinct", "a repeated id has no effect", "Name each stop token once",
+        )  # fmt: skip
         ids = [token for token, _ in self.logit_bias]
-        _require(
-            all(token >= 0 for token in ids) and len(set(ids)) == len(ids),
-            "logit_bias",
-            self.logit_bias,
-            "of distinct ids of 0 or more",
-            "they are rows of the embedding",
-            "Give ids of the tokenizer's vocabulary",
-        )
-        _require(
-            all(-100.0 <= value <= 100.0 for _, value in self.logit_bias),
-            "logit_bias",
-            self.logit_bias,
-            "of numbers within -100 and 100, as OpenAI's",
-            "they are added to logits",
+        yield (
+            all(token >= 0 for token in ids) and len(set(ids)) == len(ids), "logit_bias",
+            "of distinct ids of 0 or more", row, vocabulary,
+        )  # fmt: skip
+        yield (
+            all(-100.0 <= value <= 100.0 for _, value in self.logit_bias), "logit_bias",
+            "of numbers within -100 and 100, as OpenAI's", "they are added to logits",
             "Use -100 for tokens that must not come",
-        )
-
-
-def _require(holds: bool, name: str, value: object, rule: str, reason: str, remedy: str) -> None:
-    if not holds:
-        raise SettingError(name=name, value=value, rule=f"be {rule}", reason=reason, remedy=remedy)
+        )  # fmt: skip

@@ -115,8 +115,6 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         own[name].copy_(tensor)
 
 
-# On a GPU each look at which rows have ended waits for the device.
-_STEPS_BETWEEN_LOOKS_ON_GPU = 8
 # An engine decodes for as long as it lives: copies of the weights that make it faster pay.
 _MANY_STEPS = 1_000_000
 # Of conversations between two turns.
@@ -168,16 +166,14 @@ class TorchEngine:
     ) -> None:
         self.model, self._version = model, version
         self.device = next(model.parameters()).device
-        if steps_between_looks is None:
-            is_cpu = self.device.type == "cpu"
-            steps_between_looks = 1 if is_cpu else _STEPS_BETWEEN_LOOKS_ON_GPU
+        plan = plan or DecodePlan.of(model)
         check_decoding_once(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
         self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
         self._buffers.version = version or 0
         self._decoder = Decoder(
-            plan or DecodePlan.of(model), self._buffers, steps=_MANY_STEPS,
-            steps_between_looks=steps_between_looks,
+            plan, self._buffers, steps=_MANY_STEPS,
+            steps_between_looks=steps_between_looks or plan.steps_between_looks,
             max_rows=max_rows or row_budget(model, max_positions),
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         )  # fmt: skip

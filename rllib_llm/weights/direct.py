@@ -1,13 +1,5 @@
-"""Weights that go from the learner's memory straight into a sampler's, by Ray's direct transport.
-
-    learner   tensors ── copy ──▶ a buffer where they are, registered with NIXL for good
-    store     a reference to it, which keeps it from being written again (`DirectSnapshot`)
-    sampler   reads it by NIXL: RDMA or NVLink between GPUs, else TCP or shared memory ── copy ──▶
-              parameters
-
-Readers act alone: one that died or hangs stops nobody, and a learner that died is an error that
-passes, to them. This transport of Ray's is alpha in 2.60:
-https://docs.ray.io/en/latest/ray-core/direct-transport/direct-transport.html
+"""Weights that do not pass through the object store: straight from the learner's memory into a
+sampler's, by NIXL or by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -35,6 +27,17 @@ from rllib_llm.weights.flat_buffer import (
     lay_out,
     wait_for,
 )
+
+# --- NIXL, by Ray's direct transport
+#
+#     learner   tensors ── copy ──▶ a buffer where they are, registered with NIXL for good
+#     store     a reference to it, which keeps it from being written again (`DirectSnapshot`)
+#     sampler   reads it: RDMA or NVLink between GPUs, else TCP or shared memory ── copy ──▶
+#               parameters
+#
+# Readers act alone: one that died or hangs stops nobody, and a learner that died is an error that
+# passes, to them. This transport of Ray's is alpha in 2.60:
+# https://docs.ray.io/en/latest/ray-core/direct-transport/direct-transport.html
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,16 @@ def _deregister(buffers: list[_Buffer]) -> None:
     for buffer in buffers:
         deregister_nixl_memory(buffer.memory)
 
+
+# --- CUDA IPC: they stay on one device, where processes that work on the same one read them
+#
+#     learner   tensors ── copy ──▶ one of two buffers on the device
+#     store     where the buffer is, and what lies in it: a few kB     (`DeviceSnapshot`)
+#     sampler   the same buffer, mapped once by CUDA IPC ── copy ──▶ parameters
+#
+# Nobody waits for readers: a buffer is written again at the second publication after its own. The
+# number of the snapshot stands behind the bytes, and is no longer there as soon as others are
+# written over them: readers check it before and after.
 
 _STAMP_BYTES = 8
 _BEING_WRITTEN = -1

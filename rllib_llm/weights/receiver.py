@@ -3,7 +3,7 @@
     where from ── latest() ──▶ ticket ── transport ──▶ flat buffer ── load ──▶ the model
 
 A sampler is told by each request which weights to use (`ensure`); who follows a run asks its
-coordinator (`follower.py`).
+coordinator (`WeightsFollower`).
 """
 
 from __future__ import annotations
@@ -287,8 +287,18 @@ class WeightsReceiver:
         }
 
 
+# --- Following a run from any process: a replica of a server, say
+
+
 class WeightsFollower:
     """Keeps one model at the newest weights of a run.
+
+        follower = WeightsFollower(CoordinatorClient("my_run"), load)
+        follower.require(timeout=60)      # before the first generation
+        follower.start()                  # fetches newer weights beside the work
+        while serving:
+            follower.swap()               # between batches: loads what has arrived
+            generate(...)
 
     load: makes the model use what `prepare` gave; called by `require` and `swap` only, never by the
         thread.

@@ -1,13 +1,10 @@
-"""Transposed weights: the same products, and the model's own parameters back afterwards."""
+"""Weights that are laid out for decoding: the same products."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import nn
 
 from rllib_llm.engines.llama_step import (
-    decode_layout,
     packed,
     packed_linear,
     pays,
@@ -15,7 +12,6 @@ from rllib_llm.engines.llama_step import (
     transposed,
 )
 from rllib_llm.shared.process import multiplies_bfloat16
-from tests.modules.tiny_models import tiny_model
 
 
 def test_weights_lie_side_by_side_and_apart_from_powers_of_two():
@@ -57,40 +53,3 @@ def test_packing_pays_in_bfloat16_where_the_processor_multiplies_it():
     assert not pays_packed(weight.float(), steps=64)
     assert not pays_packed(weight.to("meta"), steps=64)
     assert not pays_packed(torch.empty(2**13, 2**12, dtype=torch.bfloat16), steps=64)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2 (tied)", "phi (head bias)"])
-def test_the_model_computes_the_same_and_is_left_as_it_was(family):
-    model = tiny_model(family)
-    ids = torch.randint(3, 97, (2, 5))
-    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        expected = model(ids).logits
-        with decode_layout(model, steps=64):
-            swapped = [m for m in model.modules() if isinstance(m, nn.Linear) or "Conv1D" in str(m)]
-            assert any(m.weight is not None and not m.weight.is_contiguous() for m in swapped[-1:])
-            torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
-
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name][0]
-        assert torch.equal(parameter, before[name][1])
-
-
-def test_an_error_inside_gives_the_parameters_back():
-    model = tiny_model("llama")
-    head = model.lm_head.weight
-    with pytest.raises(KeyError), decode_layout(model, steps=64):
-        assert model.lm_head.weight is not head
-        raise KeyError
-
-    assert model.lm_head.weight is head
-
-
-def test_subclasses_of_linear_are_left_alone():
-    class Quantised(nn.Linear):
-        pass
-
-    model = nn.Sequential(Quantised(4, 4))
-    weight = model[0].weight
-    with decode_layout(model, steps=64):
-        assert model[0].weight is weight

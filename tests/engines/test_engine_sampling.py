@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.engines.engine import Completions, generate
+from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.engines.protocol import Completions, uniform_noise
 from rllib_llm.modules.logprobs import score_completions
 from tests.engines.tiny_generations import (
     MODELS,

@@ -19,11 +19,11 @@ from rllib_llm.engines.decode_step import (
     visible,
 )
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import Completions, generate, groups_of
+from rllib_llm.engines.engine import generate, groups_of
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.engines.protocol import Completions, uniform_noise
 from tests.engines.recording import Recording
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near

@@ -7,9 +7,9 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rllib_llm.engines.engine import Completions, generate
+from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.engines.protocol import Completions, uniform_noise
 from tests.modules.tiny_models import FAMILIES, VOCAB
 
 PAD = 0
