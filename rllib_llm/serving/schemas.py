@@ -250,6 +250,8 @@ class GenerateParams(SamplingFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     detokenize: bool | None = None
+    routed_experts_prompt_start: int | None = None  # there are no experts
+    reasoning_effort: str | None = None  # verifiers': it is in the prompt already
 
 
 class GenerateRequest(Strict):
@@ -264,12 +266,9 @@ class GenerateRequest(Strict):
     stream: bool | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens", "text"] | None = None
-    # Taken, without an effect: prompts share no cache across requests, all are equal, there are no
-    # experts, and how much the model thinks is in the prompt already.
+    # Taken, without an effect: prompts share no cache across requests, and all are equal.
     cache_salt: str | None = None
     priority: int | None = None
-    routed_experts_prompt_start: int | None = None
-    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -14,6 +15,7 @@ from tests.conversations.scripted import roll, settings
 pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
 
 from rllib_llm.envs.adapters.verifiers import VerifiersEnv  # noqa: E402
+from tests.serving import tiny_server  # noqa: E402
 
 HERE = "tests.conversations.vf_sums"
 
@@ -157,6 +159,38 @@ def test_settings_of_the_task_set_and_how_many_tasks(make):
 def test_what_cannot_be_done_in_this_process_is_refused(make, changes, why):
     with pytest.raises(EnvConfigError, match=why):
         make(**changes)
+
+
+def test_verifiers_own_client_for_training_samples_from_the_server(tmp_path):
+    """As it asks after a bridged turn; the seed's tokens are the server's own."""
+    import httpx
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.types import SamplingConfig
+
+    tiny_server.tokenizer().save_pretrained(tmp_path)
+    knobs = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "seed": 5, "max_tokens": 6}
+    sampling = SamplingConfig(**knobs, reasoning_effort="low", routed_experts_prompt_start=3)
+    body = {"model": tiny_server.NAME, "messages": [{"role": "user", "content": "1 + 1?"}]}
+
+    async def ask(address):
+        config = TrainClientConfig(base_url=f"{address}/v1", renderer_model_name=str(tmp_path))
+        client = TrainClient(config)
+        try:
+            return await client.get_response(ChatDialect(), body, sampling, session_id="one")
+        finally:
+            await client.close()
+
+    with tiny_server.running(tiny_server.service()) as address:
+        told = asyncio.run(ask(address))
+        sent = {"token_ids": told.tokens.prompt_ids, "sampling_params": {**knobs, "logprobs": 1}}
+        sent["sampling_params"]["stop_token_ids"] = [tiny_server.EOS]
+        (own,) = httpx.post(f"{address}/inference/v1/generate", json=sent).json()["choices"]
+    assert told.tokens.completion_ids == own["token_ids"] and told.finish_reason == "length"
+    assert told.tokens.completion_logprobs == [
+        each["logprob"] for each in own["logprobs"]["content"]
+    ]
 
 
 def test_a_rollout_starts_no_process_and_costs_milliseconds(make):

@@ -117,9 +117,10 @@ def test_what_changes_nothing_of_tokens_is_taken(tiny):
     """As verifiers' TrainClient sends it."""
     plain = {"token_ids": [1, 40, 41], "sampling_params": {"max_tokens": 4, "seed": 1}}
     sent = {
-        "token_ids": [1, 40, 41], "reasoning_effort": "low", "routed_experts_prompt_start": 0,
+        "token_ids": [1, 40, 41],
         "sampling_params": {**plain["sampling_params"], "skip_special_tokens": False,
-                            "spaces_between_special_tokens": False, "logprobs": 1},
+                            "spaces_between_special_tokens": False, "logprobs": 1,
+                            "reasoning_effort": "low", "routed_experts_prompt_start": 0},
     }  # fmt: skip
     answer = post(tiny, "/inference/v1/generate", **sent)
     assert answer.status_code == 200, answer.text
