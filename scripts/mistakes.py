@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -130,6 +131,16 @@ FILES: dict[str, str] = {
     "`num_env_runners: -1`": config(num_env_runners=-1),
     "`pass_at: [16]` of 4 completions": config(pass_at=[16]),
     "PPO's `ptx_coeff` with GRPO": config(ptx_coeff=0.1),
+    "`stop: {training_iteration: 0}`": file(stop={"training_iteration": 0}),
+    "`stop: {training_iteration: true}`": file(stop={"training_iteration": True}),
+    "`mode: max` without a metric": file(mode="max"),
+    "`num_to_keep: 0`": file(checkpoint_config={"num_to_keep": 0}),
+    "`time_budget_s: 1h`": file(time_budget_s="1h"),
+    "`env: [RLHF-v0]`": file(env=["RLHF-v0"]),
+    "`model: {path: ./my-model}`": config(model={"path": "./my-model"}),
+    "`model: ${sft.model` (no closing brace)": config(model="${sft.model"),
+    "`tokenizer: ./my-tokenizer`": config(tokenizer="./my-tokenizer"),
+    "`max_new_tokens: $N` (a shell's)": config(max_new_tokens="$N"),
     # --- data ------------------------------------------------------------------------------
     "no prompts": config(prompts=REMOVED),
     "`data: prompt.csv` (misspelt)": config(prompts={"data": "prompt.csv"}),
@@ -147,6 +158,9 @@ FILES: dict[str, str] = {
     "nothing judges": config(rewards=REMOVED),
     "a reward function that is not there": config(rewards={"functions": ["my_rewards.fun"]}),
     "a reward function without the module": config(rewards={"functions": ["correct"]}),
+    "a reward function whose module does not run": config(
+        rewards={"functions": ["broken_rewards.good"]}
+    ),
     "a reward that wants a column which the data lacks": config(
         rewards={"functions": ["rllib_llm.examples.arithmetic.correct"]},
         prompts={"data": "no_answers.csv"},
@@ -182,6 +196,8 @@ def prepare(folder: Path) -> None:
     (folder / "prompts.csv").write_text(f"prompt,answer\n{rows}", encoding="utf-8")
     prompts = "".join(f"{a}+{b}=\n" for a, b in sums)
     (folder / "no_answers.csv").write_text(f"prompt\n{prompts}", encoding="utf-8")
+    code = "def good(completions:\n    return [1.0 for text in completions]\n"
+    (folder / "broken_rewards.py").write_text(code, encoding="utf-8")
     (folder / "empty.jsonl").write_text("", encoding="utf-8")
     (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n', encoding="utf-8")
 
@@ -214,11 +230,13 @@ def answers() -> dict[str, str]:
         warnings.simplefilter("ignore")
         prepare(Path(folder))
         os.chdir(folder)
+        sys.path.insert(0, folder)
         try:
             found = {mistake: answer_to_file(text) for mistake, text in FILES.items()}
             found |= {mistake: answer_to_python(call) for mistake, call in PYTHON.items()}
         finally:
             os.chdir(before)
+            sys.path.remove(folder)
     here = os.path.realpath(folder)
     return {mistake: text.replace(here, "/home/me").replace(folder, "/home/me")
             for mistake, text in found.items()}  # fmt: skip

@@ -179,6 +179,14 @@ def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> N
             reason=f"its default is {default!r}",
             remedy=f"Write {kind} without quotes",
         )
+    if key == "model" and isinstance(config, Tabled) and isinstance(value, Mapping):
+        raise SettingError(
+            name=f"{where}.{key}",
+            value=value,
+            rule="be a Hugging Face folder, a hub id or the dotted path of a function",
+            reason="a mapping describes a network of RLlib's own, which is not used here",
+            remedy="Write `model: path`",
+        )
     of_rllib = not isinstance(config, Tabled)  # the others check their settings' types
     if of_rllib and isinstance(default, dict) and not isinstance(value, Mapping | None):
         raise SettingError(

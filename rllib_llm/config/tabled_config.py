@@ -57,6 +57,7 @@ ELSEWHERE = {
     "autocast_dtype": "It is mixed_precision='bf16' now",
     "bf16": "It is mixed_precision='bf16' here",
     "fp16": "Losses are not scaled for float16: use mixed_precision='bf16'",
+    "tokenizer": "It comes with the model; another is set in env_config: {tokenizer: ...}",
     "use_vllm": "It is engine='vllm' here",
     "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
     "completion's); of the weights that correct older data it is called 'off_policy_level' here",

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
-from rllib_llm.data.chats import render_chat
+from rllib_llm.data.encoding import render_chat
 from rllib_llm.shared.errors import SettingError
 
 Message = Mapping[str, Any]

@@ -317,10 +317,13 @@ def check_lengths(
     told = f"the longest prompt has {longest_prompt} tokens, and " if longest_prompt else ""
     room = positions - max_new_tokens
     if room <= 0:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} must be below {positions}: {told}{model} reads "
-            f"{positions} tokens, of prompt and completion together, and none is left for the "
-            "prompt. Lower it, or take a model with more positions."
+        raise SettingError(
+            name="max_new_tokens",
+            value=max_new_tokens,
+            rule=f"be below {positions}",
+            reason=f"{told}{model} reads {positions} tokens, of prompt and completion together, and "
+            "none is left for the prompt",
+            remedy="Lower it, or take a model with more positions",
         )
     raise SettingError(
         name="env_config.max_prompt_len",

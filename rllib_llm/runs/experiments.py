@@ -41,9 +41,15 @@ MOVED = {
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     raise PydanticCustomError("number", "a number")
+
+
+def _environment(value: Any) -> Any:
+    if value is None or isinstance(value, str) or callable(value):
+        return value
+    raise PydanticCustomError("string_type", "text")
 
 
 def _interval(value: Any) -> Any:
@@ -72,7 +78,8 @@ class CheckpointConfig(TypedDict, total=False):
     ]
     checkpoint_at_end: Annotated[StrictBool, Field(description="whether one is saved at the end")]
     num_to_keep: Annotated[
-        StrictInt | None, Field(description="how many checkpoints a trial keeps; null: all")
+        Annotated[StrictInt, Field(ge=1)] | None,
+        Field(description="how many checkpoints a trial keeps; null: all"),
     ]
     checkpoint_score_attribute: Annotated[
         StrictStr | None, Field(description="the result by which checkpoints are kept")
@@ -92,7 +99,9 @@ class Experiment(BaseModel):
 
     name: StrictStr
     run: StrictStr = Field(description="the algorithm's name or dotted path")
-    env: Any = Field(None, description="a registered environment's name or a dotted path")
+    env: Annotated[Any, AfterValidator(_environment)] = Field(
+        None, description="a registered environment's name or a dotted path"
+    )
     config: dict[str, Any] = Field(
         default_factory=dict, description="the algorithm's settings, with search spaces"
     )
@@ -144,6 +153,14 @@ class Experiment(BaseModel):
             super().__init__(**given)
         except ValidationError as error:
             raise UserError(" ".join(_in_words(name, e) for e in _one_each(error))) from None
+        if self.mode and not self.metric:
+            raise UserError(
+                name=f"{name}.mode",
+                value=self.mode,
+                rule="come with a metric",
+                reason="it says which way the metric improves, and there is none",
+                remedy="Write `metric: objective/scores`, or drop it",
+            )
 
     def replace(self, **changes: Any) -> Experiment:
         """Return the experiment with `changes`, checked as a new one."""
@@ -193,10 +210,15 @@ def _in_words(name: str, error: ErrorDetails) -> str:
         rule = str(error["ctx"]["expected"])
     if kind == "greater_than_equal":
         rule = f"at least {error['ctx']['ge']}"
-    remedy = "Write it without quotes" if isinstance(error["input"], str) else "Change it"
+    remedy = "Write it without quotes" if _is_quoted(error["input"]) else "Change it"
     if kind == "dict_type":
         remedy = f"Write `{path[-1]}: {{name: value}}`"
     return f"{where}={error['input']!r} must be {rule or error['msg']}: {_reason(path)}. {remedy}."
+
+
+def _is_quoted(value: Any) -> bool:
+    """Whether `value` is the text of a number, true or false."""
+    return isinstance(value, str) and bool(re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?|true|false", value))
 
 
 def _unknown(name: str, path: tuple[str, ...]) -> str:
@@ -342,6 +364,11 @@ def substitute(value: Any, lookup: Callable[[str, str], Any], where: str) -> Any
         return value
     if whole := REFERENCE.fullmatch(value):
         return lookup(whole[1].strip(), where)
+    if "${" in REFERENCE.sub("", value):
+        raise UserError(
+            name=where, value=value, rule="close every ${ with }", reason="a reference ends there",
+            remedy="Write the missing }",
+        )  # fmt: skip
     return REFERENCE.sub(lambda match: str(lookup(match[1].strip(), where)), value)
 
 

@@ -78,6 +78,7 @@ def examine_experiment(experiment: Experiment) -> dict[str, float]:
     with noted():
         checkpoint_settings(experiment)
     ours = is_ours(experiment.run, algo_class)
+    _check_counters(experiment)
     if ours:
         _check_stop(experiment)
     needed: dict[str, float] = {}
@@ -102,6 +103,21 @@ def is_ours(run: str, algo_class: type) -> bool:
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 
     return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
+
+
+def _check_counters(experiment: Experiment) -> None:
+    for key in COUNTERS:
+        limit = experiment.stop.get(key, 1)
+        if limit <= 0:
+            complain(
+                UserError(
+                    name=f"{experiment.name}.stop.{key}",
+                    value=limit,
+                    rule="be above 0",
+                    reason="a trial ends when its count reaches it",
+                    remedy="Raise it, or drop the experiment",
+                )
+            )
 
 
 def _check_stop(experiment: Experiment) -> None:
@@ -160,11 +176,12 @@ def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int
     if not hasattr(defaults, "planned_iterations"):
         return None
     ends = []
-    if iterations := number(experiment.stop.get("training_iteration")):
+    if (iterations := number(experiment.stop.get("training_iteration")) or 0.0) > 0:
         ends.append(iterations)
     names = ("train_batch_size_per_learner", "num_learners")
     size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
-    if (episodes := number(experiment.stop.get("episode"))) and size and learners is not None:
+    episodes = number(experiment.stop.get("episode")) or 0.0
+    if episodes > 0 and size and learners is not None:
         ends.append(episodes / (size * max(1, learners)))
     return math.ceil(min(ends)) if ends else None
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
-from rllib_llm.data.chats import render_chat
+from rllib_llm.data.encoding import render_chat
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
 

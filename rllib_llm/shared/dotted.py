@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,10 +34,11 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
     """Returns the object that `path` names; `name` is the setting to blame in the message.
 
     With a colon the module ends there (`a.b:Class.method`); without one the longest importable
-    prefix is the module. An exception raised inside the module passes through unchanged.
+    prefix is the module.
 
     Raises:
-        DottedPathError: not a dotted path, no such module, or no such name in it.
+        DottedPathError: not a dotted path, no such module, one whose code raises (the cause is what
+            it raised), or no such name in it.
     """
     if not isinstance(path, str) or not _DOTTED.fullmatch(path) or not re.search("[.:]", path):
         raise DottedPathError(
@@ -46,12 +48,21 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             reason="it names no module",
             remedy="Write the module and the name in it",
         )
-    if ":" in path:
-        module_path, attributes = path.split(":")
-        module = _import_module(module_path)
-        rest = attributes.split(".")
-    else:
-        module_path, module, rest = _longest_module(path.split("."))
+    try:
+        if ":" in path:
+            module_path, attributes = path.split(":")
+            module = _import_module(module_path)
+            rest = attributes.split(".")
+        else:
+            module_path, module, rest = _longest_module(path.split("."))
+    except Exception as error:
+        raise DottedPathError(
+            name=name,
+            value=path,
+            rule="name a module that can be imported",
+            reason=f"its code raises {type(error).__name__} ({_line(error)}): {error}",
+            remedy="Correct the module, or install what it needs",
+        ) from error
     if module is None:
         package = re.split(r"[.:]", path, maxsplit=1)[0]
         raise DottedPathError(
@@ -62,6 +73,15 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             remedy="Install it, or put its folder on PYTHONPATH",
         )
     return _walk(module, module_path, rest, path, name)
+
+
+def _line(error: Exception) -> str:
+    """File and line where the code of a module failed."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _import_module(module_path: str) -> Any:

@@ -72,7 +72,7 @@ class SettingError(ValueError):
         """The last part of the name, "top_p" of "ppo.config.top_p" and of "x['top_p']", or of the
         place where the name is no path; "" where neither is."""
         for text in (self.name, *self.where.split(": ")):
-            path = re.fullmatch(r"[\w.]*?(\w+)(?:\['(\w+)'\])?", text)
+            path = re.fullmatch(r"[\w.-]*?(\w+)(?:\['(\w+)'\])?", text)
             if path:
                 return path[2] or path[1]
         return ""
@@ -212,13 +212,23 @@ def noted() -> Iterator[None]:
 
 
 def complain(error: ValueError) -> None:
-    """Notes `error` within `all_complaints`, unless one about the same name and value is there;
-    else raises it."""
+    """Notes `error` within `all_complaints`, unless one about the same name and value is there, or
+    one that refused the value in whose place this one's default stands; else raises it."""
     found = _NOTED.get()
     if found is None:
         raise error
-    if _about(error) not in [_about(other) for other in found]:
+    if not any(_is_same(error, other) for other in found):
         found.append(error)
+
+
+def _is_same(error: ValueError, before: ValueError) -> bool:
+    if _about(error) == _about(before):
+        return True
+    if not isinstance(error, SettingError) or not isinstance(before, SettingError):
+        return False
+    has_values = error.value is not ... and before.value is not ...
+    elsewhere = (error.name, error.where) != (before.name, before.where)
+    return has_values and elsewhere and bool(error.subject) and error.subject == before.subject
 
 
 def _about(error: ValueError) -> str:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import importlib
+import re
+import sys
+
 import pytest
 
 from rllib_llm.shared.dotted import DottedPathError, import_dotted, looks_dotted
@@ -34,14 +38,28 @@ def test_wrong_paths(path, message):
         import_dotted(path, name="reward_functions")
 
 
-def test_errors_inside_a_module_pass_through(tmp_path, monkeypatch):
-    (tmp_path / "needs_more.py").write_text("import a_package_that_is_missing\n")
-    (tmp_path / "fails.py").write_text("raise RuntimeError('broken on import')\n")
+@pytest.mark.parametrize(
+    ("code", "kind", "reason"),
+    [
+        ("\nimport a_package_that_is_missing\n", ModuleNotFoundError,
+         r"ModuleNotFoundError \(.*own\.py:2\): No module named 'a_package_that_is_missing'"),
+        ("\n\nraise RuntimeError('broken')\n", RuntimeError,
+         r"RuntimeError \(.*own\.py:3\): broken"),
+        ("def f(:\n", SyntaxError, r"SyntaxError \(.*own\.py:1\): "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["own.f", "own:f"])
+def test_a_module_whose_code_fails_is_named_with_its_line(
+    code, kind, reason, path, tmp_path, monkeypatch
+):
+    (tmp_path / "own.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
-        import_dotted("needs_more:thing")
-    with pytest.raises(RuntimeError, match="broken on import"):
-        import_dotted("fails.thing")
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(DottedPathError) as error:
+        import_dotted(path, name="rewards")
+    assert re.search(rf"^rewards='{path}' must .*{reason}", str(error.value))
+    assert isinstance(error.value.__cause__, kind)
 
 
 def test_only_importable_packages_look_dotted():
