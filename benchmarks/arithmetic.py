@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from rllib_llm.config.schema import build_config
-from rllib_llm.runs.experiments import Experiment, algorithm_class, fill, load
+from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.results import flatten
-from rllib_llm.runs.yaml_loader import read
+from rllib_llm.runs.yaml_loader import load, read
 
 PRECISIONS = ("float32", "bf16")
 FOLDER = Path(__file__).parents[1] / "rllib_llm" / "examples"

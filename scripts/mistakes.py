@@ -22,8 +22,7 @@ import yaml
 from rllib_llm import GRPOConfig, PPOPtxConfig
 from rllib_llm.runs.doctor.examine import examine
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
-from rllib_llm.runs.experiments import load
-from rllib_llm.runs.yaml_loader import parse
+from rllib_llm.runs.yaml_loader import load, parse
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "mistakes.md"
 HEAD = """# Mistakes and their answers

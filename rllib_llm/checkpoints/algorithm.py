@@ -1,4 +1,4 @@
-"""The class that made a checkpoint, its arguments as RLlib keeps them, and where it was run.
+"""Checkpoints of an algorithm: RLlib's, saved as a whole and checked before they are read.
 
 Under Tune an algorithm's class is one that Ray derives from ours. Pickled as it is, it names all of
 our methods, and a version in which one of them is gone could not read it. So the class is written

@@ -80,8 +80,7 @@ def _findings(
     from rllib_llm.runs.doctor.installation import ray_rules
     from rllib_llm.runs.doctor.machine_rules import Machine
     from rllib_llm.runs.doctor.stage import Finding
-    from rllib_llm.runs.experiments import load
-    from rllib_llm.runs.yaml_loader import read
+    from rllib_llm.runs.yaml_loader import load, read
 
     folder = Path(storage_path).expanduser()
     experiments: list[Experiment] = []

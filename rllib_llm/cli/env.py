@@ -1,4 +1,6 @@
-"""`rllib env`: the environments by name, and a check of your own."""
+"""`rllib env`, `rllib judge` and `rllib reward-server`: environments by name, and checks of your
+own environments and reward functions without a training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`rllib report | rollouts | verify RUN`: results of a run."""
+"""Commands for the folder of a run: `rllib report | rollouts | verify RUN` read its results, `rllib
+status | top | pause | resume | scale | checkpoint | stop RUN` ask its overseer while it goes on.
+"""
 
 from __future__ import annotations
 

@@ -262,8 +262,7 @@ def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> f
     Adapters, which are small, count as nothing, and so do models that a function makes.
     """
     from rllib_llm.runs.experiments import with_stand_ins
-    from rllib_llm.runs.plan import search_space
-    from rllib_llm.runs.search_space import examples
+    from rllib_llm.runs.search_space import examples, search_space
 
     num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
     most = 0.0

@@ -23,9 +23,9 @@ from rllib_llm.cli.session import (
     user_errors,
     weights_in_store,
 )
-from rllib_llm.runs.experiments import Experiment, load
+from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
-from rllib_llm.runs.yaml_loader import parse_mapping, read
+from rllib_llm.runs.yaml_loader import load, parse_mapping, read
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
 

@@ -1,4 +1,5 @@
-"""Token ids of texts, which of them lie in a part of the text, and what single tokens are.
+"""Token ids of texts, which of them lie in a part of the text, and what single tokens are; chats as
+the text that their template writes.
 
 A prompt and its completion are tokenised as one text. Tokenised by itself a completion would begin
 with the space that SentencePiece puts in front of every text: "2+2=" and "4" would make "2+2= 4".

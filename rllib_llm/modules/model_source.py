@@ -321,8 +321,8 @@ def check_lengths(
             name="max_new_tokens",
             value=max_new_tokens,
             rule=f"be below {positions}",
-            reason=f"{told}{model} reads {positions} tokens, of prompt and completion together, and "
-            "none is left for the prompt",
+            reason=f"{told}{model} reads {positions} tokens, of prompt and completion together, "
+            "and none is left for the prompt",
             remedy="Lower it, or take a model with more positions",
         )
     raise SettingError(

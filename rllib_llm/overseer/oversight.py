@@ -1,6 +1,9 @@
-"""A trial's side of the overseer: its reports, and the commands that it carries out.
+"""The overseen processes' side of the overseer: reports of a trial and of a sampler, and the
+commands that a trial carries out.
 
-It does so between two iterations, and never within one:
+A thread reports once a second and brings commands back. Nothing waits for it, and it waits for
+nothing long: an overseer that is dead or hangs is missed by nobody but those who ask for the run's
+status. A trial carries commands out between two iterations, and never within one:
 
     iteration ─▶ commands ─▶ result ─▶ Tune saves ─▶ iteration ...
                   └ paused: here, until it is resumed, or a result is wanted

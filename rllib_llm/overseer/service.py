@@ -1,8 +1,12 @@
-"""The overseer of a Tune run as a named actor, created by the first trial that needs it; serves
-HTTP on loopback only, authenticated by the run's token.
+"""A run's overseer as a named actor, created by the first trial that needs it, and its client: what
+`rllib status`, `rllib pause` ... use. HTTP on loopback only, authenticated by the run's token.
 
 GET  /health /status /topology /metrics      GET /commands?id=1&id=2
 POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"commands": [{"id", ...}]}
+
+run = find_run("results/my_run")
+print(run.status()["diagnoses"])
+run.tell("scale", samplers=4)       # waits until it was answered
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The Tune callbacks that `rllib train` uses, for a `Tuner` in Python or in a file."""
+"""The Tune callbacks that `rllib train` uses, for a `Tuner` in Python or in a file: results as JSON
+Lines, one row per iteration, however often a trial is started again, and what a resumed run takes
+from its new start.
+"""
 
 from __future__ import annotations
 

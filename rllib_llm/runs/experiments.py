@@ -1,12 +1,11 @@
-"""One experiment of a YAML file, as a pydantic model: what each key may be, and what to say where
-it is something else."""
+"""One experiment, as a pydantic model: what each key may be, and what to say where it is something
+else; and what refers to other experiments, `${name.model}`.
+"""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -22,8 +21,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
-from rllib_llm.runs.yaml_loader import with_includes
-from rllib_llm.shared.errors import UserError, nearest, suggestion
+from rllib_llm.shared.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from ray.tune import Trainable
@@ -269,76 +267,6 @@ def algorithm_class(name: str, where: str) -> type[Trainable]:
 
 
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
-NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
-PRODUCTS = ("model", "checkpoint", "rollouts")
-
-
-def load(
-    data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | None = None
-) -> list[Experiment]:
-    """Return the experiments that `data`, a parsed YAML file, describes, in file order.
-
-    Args:
-        data: mapping of experiment names to their settings, and optionally `vars`.
-        source: name of the file for errors.
-        overrides: `--set` texts, applied first.
-        here: what `${here}` stands for.
-
-    Raises:
-        UserError: unknown keys, wrong kinds of values, references to nothing or to a later stage.
-    """
-    from rllib_llm.runs.yaml_loader import apply_overrides
-
-    if not isinstance(data, dict) or not data:
-        raise UserError(
-            f"{source} must hold experiments: it is {type(data).__name__}. "
-            "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
-        )
-    data = apply_overrides(with_includes(data, source, here), overrides, source)
-    values = _variables(data.pop("vars", None), source, here)
-    if not data:
-        raise UserError(
-            f"{source} must hold experiments: it has nothing but `vars`. "
-            "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
-        )
-    names = list(data)
-    experiments = []
-    for index, (name, spec) in enumerate(data.items()):
-        _check_spec(name, spec, source)
-        lookup = functools.partial(_known, values=values, names=names, index=index)
-        experiments.append(Experiment(**{**substitute(spec, lookup, name), "name": name}))
-    return experiments
-
-
-def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
-    """The values of references: the entries of `vars`, which may refer to each other, and `here`.
-
-    Raises:
-        UserError: `vars` is no mapping, or an entry refers to nothing or to itself.
-    """
-    if not isinstance(given or {}, dict):
-        raise UserError(
-            f"{source}: vars={given!r} must be a mapping: ${{vars.name}} refers to its entries. "
-            "Write `vars: {name: value}`."
-        )
-    raw = {f"vars.{key}": value for key, value in (given or {}).items()}
-    if here is not None:
-        raw["here"] = str(here)
-    asked: list[str] = []
-
-    def lookup(ref: str, where: str) -> Any:
-        if ref in asked:
-            raise UserError(
-                f"{source}: {where} refers to itself: {' -> '.join([*asked, ref])}. Write a value."
-            )
-        value = _known(ref, where, values=raw, names=[], index=0)
-        asked.append(ref)
-        try:
-            return substitute(value, lookup, ref)
-        finally:
-            asked.pop()
-
-    return {name: None if value is None else lookup(name, name) for name, value in raw.items()}
 
 
 def fill(experiment: Experiment, lookup: Callable[[str, str], Any]) -> Experiment:
@@ -383,53 +311,6 @@ def references(value: Any) -> set[tuple[str, str]]:
 
     substitute(value, lookup, "")
     return found
-
-
-def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str], index: int) -> Any:
-    """Return the value of a variable, or the reference to an earlier stage unchanged."""
-    if ref in values:
-        if values[ref] is None:
-            name = ref.removeprefix("vars.")
-            raise UserError(
-                f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=..."
-            )
-        return values[ref]
-    name, _, product = ref.rpartition(".")
-    if name in names and product not in PRODUCTS:
-        raise UserError(
-            f"{where}: ${{{ref}}} must be ${{{name}.model}}, ${{{name}.checkpoint}} or "
-            f"${{{name}.rollouts}}: an experiment leaves these behind. Change what follows the dot."
-        )
-    if name not in names:
-        known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)
-        close = nearest(ref, known) or known
-        hint = f"Known here: {', '.join(close)}." if close else "Nothing is known here."
-        raise UserError(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
-    if names.index(name) >= index:
-        problem = "itself" if name == names[index] else "a later experiment"
-        raise UserError(
-            f"{where}: ${{{ref}}} refers to {problem}: experiments run in the order of the file "
-            f"({', '.join(names)}). Move {name!r} above {names[index]!r}."
-        )
-    return f"${{{ref}}}"
-
-
-def _check_spec(name: Any, spec: Any, source: str) -> None:
-    if not isinstance(name, str) or not NAME.match(name):
-        raise UserError(
-            f"{source}: experiment name {name!r} must be letters, digits, - and _: it becomes a "
-            "folder name. Rename it."
-        )
-    if name == "run" and isinstance(spec, str):
-        raise UserError(
-            f"{source}: an experiment must have a name: `run: {spec}` stands at the top of the "
-            "file. Write a line such as `my-run:` above it, and indent the rest below."
-        )
-    if not isinstance(spec, dict):
-        raise UserError(
-            f"{source}: {name}={spec!r} must be a mapping with run, env, stop, config: it is an "
-            "experiment. Indent its settings below its name."
-        )
 
 
 class StandIn(str):

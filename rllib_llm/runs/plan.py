@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
-from rllib_llm.config.schema import build_config, flat_settings
+from rllib_llm.config.schema import build_config
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
 from rllib_llm.runs.metrics import describes
-from rllib_llm.runs.results import number
-from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, to_tune
+from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
 
@@ -150,53 +148,6 @@ def checkpoint_settings(experiment: Experiment) -> Any:
     if "checkpoint_frequency" not in settings and not experiment.scheduler:
         settings.setdefault("num_to_keep", NUM_TO_KEEP)
     return CheckpointConfig(**settings)
-
-
-def search_space(experiment: Experiment) -> dict[str, Any]:
-    """Return the experiment's config and environment, sections dissolved, search spaces as Tune's
-    objects."""
-    algo_class = algorithm_class(experiment.run, experiment.name)
-    config = flat_settings(algo_class.get_default_config(), experiment.config)
-    if experiment.env is not None:
-        config["env"] = experiment.env
-    planned = planned_iterations(experiment, config)
-    if planned is not None:
-        config.setdefault("planned_iterations", planned)
-    return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
-
-
-def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int | None:
-    """Return after how many iterations `stop` ends a trial at the latest, None where it does not
-    say, or the algorithm has no use for it.
-
-    Args:
-        config: the experiment's, sections dissolved.
-    """
-    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
-    if not hasattr(defaults, "planned_iterations"):
-        return None
-    ends = []
-    if (iterations := number(experiment.stop.get("training_iteration")) or 0.0) > 0:
-        ends.append(iterations)
-    names = ("train_batch_size_per_learner", "num_learners")
-    size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
-    episodes = number(experiment.stop.get("episode")) or 0.0
-    if episodes > 0 and size and learners is not None:
-        ends.append(episodes / (size * max(1, learners)))
-    return math.ceil(min(ends)) if ends else None
-
-
-def _mutated(experiment: Experiment) -> dict[str, Any]:
-    """Return the search spaces of settings that population-based training changes. Trials draw
-    their first values from them; Tune would do so later and without checks."""
-    mutations = experiment.scheduler_config.get("hyperparam_mutations")
-    if not isinstance(mutations, dict):
-        return {}
-    spaces = {
-        key: {"choice": space} if isinstance(space, list) else space
-        for key, space in mutations.items()
-    }
-    return to_tune(spaces, f"{experiment.name}.scheduler_config.hyperparam_mutations")
 
 
 def check_env(config: Any, algo_class: type) -> None:

@@ -1,5 +1,7 @@
-"""The report of a run as one HTML file that asks nobody for anything: curves, settings,
-environment, before and after, and a table of completions. Of two runs: side by side."""
+"""The report of a run: its curves as one picture, and one HTML file that asks nobody for anything:
+curves, settings, environment, before and after, and a table of completions. Of two runs: side by
+side.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files of a trial's folder: results (result.json) and sampled texts (samples.jsonl)."""
+"""Results as files: of a trial (result.json, samples.jsonl), and of a finished stage (stage.json):
+its best trial and that trial's model, for later stages and `--resume`.
+"""
 
 from __future__ import annotations
 

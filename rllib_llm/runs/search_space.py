@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 
+from rllib_llm.config.schema import flat_settings
+from rllib_llm.runs.experiments import Experiment, algorithm_class
+from rllib_llm.runs.results import number
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
-
-if TYPE_CHECKING:
-    from rllib_llm.runs.experiments import Experiment
 
 # Name -> argument names of the `ray.tune` function. `choice` and `grid_search` take one list.
 SAMPLERS: dict[str, tuple[str, ...]] = {
@@ -100,11 +102,11 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
             reason="these are its arguments",
             remedy=usage,
         )
-    for key, number in arguments.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
+    for key, bound in arguments.items():
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
             raise UserError(
                 name=f"{where}.{name}.{key}",
-                value=number,
+                value=bound,
                 rule="be a number",
                 reason="it bounds a range",
                 remedy=usage,
@@ -233,3 +235,50 @@ class ResumablePBT(PopulationBasedTraining):
             intervals = max(reached) // self._perturbation_interval + 1
             self._next_perturbation_sync = intervals * self._perturbation_interval
         return decision
+
+
+def search_space(experiment: Experiment) -> dict[str, Any]:
+    """Return the experiment's config and environment, sections dissolved, search spaces as Tune's
+    objects."""
+    algo_class = algorithm_class(experiment.run, experiment.name)
+    config = flat_settings(algo_class.get_default_config(), experiment.config)
+    if experiment.env is not None:
+        config["env"] = experiment.env
+    planned = planned_iterations(experiment, config)
+    if planned is not None:
+        config.setdefault("planned_iterations", planned)
+    return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+
+
+def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int | None:
+    """Return after how many iterations `stop` ends a trial at the latest, None where it does not
+    say, or the algorithm has no use for it.
+
+    Args:
+        config: the experiment's, sections dissolved.
+    """
+    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+    if not hasattr(defaults, "planned_iterations"):
+        return None
+    ends = []
+    if (iterations := number(experiment.stop.get("training_iteration")) or 0.0) > 0:
+        ends.append(iterations)
+    names = ("train_batch_size_per_learner", "num_learners")
+    size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
+    episodes = number(experiment.stop.get("episode")) or 0.0
+    if episodes > 0 and size and learners is not None:
+        ends.append(episodes / (size * max(1, learners)))
+    return math.ceil(min(ends)) if ends else None
+
+
+def _mutated(experiment: Experiment) -> dict[str, Any]:
+    """Return the search spaces of settings that population-based training changes. Trials draw
+    their first values from them; Tune would do so later and without checks."""
+    mutations = experiment.scheduler_config.get("hyperparam_mutations")
+    if not isinstance(mutations, dict):
+        return {}
+    spaces = {
+        key: {"choice": space} if isinstance(space, list) else space
+        for key, space in mutations.items()
+    }
+    return to_tune(spaces, f"{experiment.name}.scheduler_config.hyperparam_mutations")

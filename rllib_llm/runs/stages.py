@@ -18,16 +18,11 @@ from rllib_llm.runs.callbacks import NewTerms
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.failing_trials import KilledForMemory, fit
 from rllib_llm.runs.live_table import LiveTable
-from rllib_llm.runs.plan import (
-    INTERVAL,
-    check_experiment,
-    checkpoint_settings,
-    search_space,
-)
+from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import RECORD, StageResult, collect_result, short_name
 from rllib_llm.runs.run_folder import write_environment
-from rllib_llm.runs.search_space import make_scheduler, make_searcher
+from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
 from rllib_llm.runs.trial_checkpoints import SaveOnStop
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import failure_text

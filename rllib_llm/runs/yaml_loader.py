@@ -1,21 +1,42 @@
-"""YAML files as `rllib` reads them: strict, with `include`, and with `--set`.
+"""YAML files as `rllib train file` reads them: experiments in the order in which they run.
 
-The experiments of included files come first, in their order. What this file says under the same
-name is laid over them, key by key; an experiment that it sets to null is left out.
+    sft:                        # name of the experiment (stage)
+      run: SFT                  # algorithm: ours, RLlib's, or a dotted path
+      env: ...                  # environment, where the algorithm wants one
+      stop: {training_iteration: 30}
+      config: {model: ..., lr: 1e-3}
+      checkpoint_config: {checkpoint_frequency: 10, num_to_keep: 2}
+    ppo:
+      run: PPOPtx
+      config:
+        model: ${sft.model}     # the Hugging Face folder that `sft` made
+        lr: {grid_search: [1e-5, 1e-4]}
+
+`${name.model}`, `${name.checkpoint}` and `${name.rollouts}` refer to an earlier experiment,
+`${vars.name}` to an entry of the top-level mapping `vars`, `${here}` to the folder of the file.
+Relative paths are relative to the folder in which the command runs. `include: other.yaml` puts what
+another file says first.
+
+Reading is strict. The experiments of included files come first, in their order. What this file says
+under the same name is laid over them, key by key; an experiment that it sets to null is left out.
+`--set` is laid over all of it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 import rllib_llm
+from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
 from rllib_llm.runs.search_space import LISTS, SAMPLERS
-from rllib_llm.shared.errors import UserError, suggestion
+from rllib_llm.shared.errors import UserError, nearest, suggestion
 
 # YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
 FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -201,7 +222,6 @@ def apply_overrides(
 
 
 def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
-    from rllib_llm.runs.experiments import KEYS
 
     experiments = {name: spec for name, spec in data.items() if name != "vars"}
     if keys[0] == "vars":
@@ -258,7 +278,6 @@ def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
 def _known_settings(experiments: dict[str, Any]) -> set[str]:
     """Return the settings, and sections, of all algorithms of the experiments."""
     from rllib_llm.config.schema import allowed_keys, sections
-    from rllib_llm.runs.experiments import algorithm_class
 
     names = {
         spec["run"] for spec in experiments.values() if isinstance(spec, dict) and "run" in spec
@@ -295,3 +314,120 @@ def _index(items: list[Any], key: str, keys: list[str]) -> int:
             "it picks an item of a list. Check the position."
         )
     return int(key)
+
+
+NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
+PRODUCTS = ("model", "checkpoint", "rollouts")
+
+
+def load(
+    data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | None = None
+) -> list[Experiment]:
+    """Return the experiments that `data`, a parsed YAML file, describes, in file order.
+
+    Args:
+        data: mapping of experiment names to their settings, and optionally `vars`.
+        source: name of the file for errors.
+        overrides: `--set` texts, applied first.
+        here: what `${here}` stands for.
+
+    Raises:
+        UserError: unknown keys, wrong kinds of values, references to nothing or to a later stage.
+    """
+    if not isinstance(data, dict) or not data:
+        raise UserError(
+            f"{source} must hold experiments: it is {type(data).__name__}. "
+            "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
+        )
+    data = apply_overrides(with_includes(data, source, here), overrides, source)
+    values = _variables(data.pop("vars", None), source, here)
+    if not data:
+        raise UserError(
+            f"{source} must hold experiments: it has nothing but `vars`. "
+            "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
+        )
+    names = list(data)
+    experiments = []
+    for index, (name, spec) in enumerate(data.items()):
+        _check_spec(name, spec, source)
+        lookup = functools.partial(_known, values=values, names=names, index=index)
+        experiments.append(Experiment(**{**substitute(spec, lookup, name), "name": name}))
+    return experiments
+
+
+def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
+    """The values of references: the entries of `vars`, which may refer to each other, and `here`.
+
+    Raises:
+        UserError: `vars` is no mapping, or an entry refers to nothing or to itself.
+    """
+    if not isinstance(given or {}, dict):
+        raise UserError(
+            f"{source}: vars={given!r} must be a mapping: ${{vars.name}} refers to its entries. "
+            "Write `vars: {name: value}`."
+        )
+    raw = {f"vars.{key}": value for key, value in (given or {}).items()}
+    if here is not None:
+        raw["here"] = str(here)
+    asked: list[str] = []
+
+    def lookup(ref: str, where: str) -> Any:
+        if ref in asked:
+            raise UserError(
+                f"{source}: {where} refers to itself: {' -> '.join([*asked, ref])}. Write a value."
+            )
+        value = _known(ref, where, values=raw, names=[], index=0)
+        asked.append(ref)
+        try:
+            return substitute(value, lookup, ref)
+        finally:
+            asked.pop()
+
+    return {name: None if value is None else lookup(name, name) for name, value in raw.items()}
+
+
+def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str], index: int) -> Any:
+    """Return the value of a variable, or the reference to an earlier stage unchanged."""
+    if ref in values:
+        if values[ref] is None:
+            name = ref.removeprefix("vars.")
+            raise UserError(
+                f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=..."
+            )
+        return values[ref]
+    name, _, product = ref.rpartition(".")
+    if name in names and product not in PRODUCTS:
+        raise UserError(
+            f"{where}: ${{{ref}}} must be ${{{name}.model}}, ${{{name}.checkpoint}} or "
+            f"${{{name}.rollouts}}: an experiment leaves these behind. Change what follows the dot."
+        )
+    if name not in names:
+        known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)
+        close = nearest(ref, known) or known
+        hint = f"Known here: {', '.join(close)}." if close else "Nothing is known here."
+        raise UserError(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
+    if names.index(name) >= index:
+        problem = "itself" if name == names[index] else "a later experiment"
+        raise UserError(
+            f"{where}: ${{{ref}}} refers to {problem}: experiments run in the order of the file "
+            f"({', '.join(names)}). Move {name!r} above {names[index]!r}."
+        )
+    return f"${{{ref}}}"
+
+
+def _check_spec(name: Any, spec: Any, source: str) -> None:
+    if not isinstance(name, str) or not NAME.match(name):
+        raise UserError(
+            f"{source}: experiment name {name!r} must be letters, digits, - and _: it becomes a "
+            "folder name. Rename it."
+        )
+    if name == "run" and isinstance(spec, str):
+        raise UserError(
+            f"{source}: an experiment must have a name: `run: {spec}` stands at the top of the "
+            "file. Write a line such as `my-run:` above it, and indent the rest below."
+        )
+    if not isinstance(spec, dict):
+        raise UserError(
+            f"{source}: {name}={spec!r} must be a mapping with run, env, stop, config: it is an "
+            "experiment. Indent its settings below its name."
+        )

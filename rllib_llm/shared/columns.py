@@ -1,4 +1,5 @@
-"""Every column of a training batch: name, shape, dtype, meaning.
+"""Every column of a training batch: name, shape, dtype, meaning; and rows of unequal length as one
+tensor.
 
 Shapes: B completions (rows), P prompt tokens (left-padded), T completion tokens (right-padded),
 N pretraining texts of L tokens. Masks are bool and True where a token counts.

@@ -1,4 +1,4 @@
-"""Messages of a run's processes on their way to the terminal: warnings, log records and prints.
+"""Messages of a run's processes on their way to the terminal: warnings, records, prints, errors.
 
     sampler: Listener ─▶ JudgedBatch.messages ─▶ trial: MessageLog ─▶ files ─▶ TrialEar: terminal
 
@@ -9,6 +9,10 @@ The files lie in the trial's folder: what it does just now, and messages.log:
 
 The number is the iteration. A warning stands there once, however many samplers give it. All of it
 is passed on as well, so that it stands in Ray's own logs as before.
+
+Errors are shortened to their reason and place. Importing `rllib_llm` hides warnings of libraries
+that users cannot act on, in scripts and in Ray's workers alike; `RLLIB_LLM_VERBOSE=1`, which
+`rllib -v` sets, shows them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Calls to other processes and services that may be slow, dead or unreachable: retries, waits and
-outages.
+"""Calls to other processes and services that may be slow, dead or unreachable: retries, waits,
+outages, and named actors of Ray that are restarted or hang.
 
     who asks ─▶ what runs elsewhere, with a deadline ─┬─▶ answer
                                                       ├─▶ TimeoutError  it is there, and was late

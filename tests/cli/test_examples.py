@@ -5,8 +5,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.examples import description, example_files, find_example
 from rllib_llm.cli.main import app
-from rllib_llm.runs.experiments import load
-from rllib_llm.runs.yaml_loader import read
+from rllib_llm.runs.yaml_loader import load, read
 from tests.cli.said import said
 
 

@@ -14,9 +14,8 @@ import typer
 import yaml
 
 from rllib_llm.cli.main import app
-from rllib_llm.runs.experiments import load
 from rllib_llm.runs.plan import check_experiments
-from rllib_llm.runs.yaml_loader import parse
+from rllib_llm.runs.yaml_loader import load, parse
 from tests.docs.code_blocks import Block, blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parents[2]

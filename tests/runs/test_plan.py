@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.runs.experiments import Experiment, load, with_stand_ins
-from rllib_llm.runs.plan import check_disk, check_experiments, check_resources, search_space
+from rllib_llm.runs.experiments import Experiment, with_stand_ins
+from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
+from rllib_llm.runs.search_space import search_space
+from rllib_llm.runs.yaml_loader import load
 from rllib_llm.shared.errors import UserError
 from tests.runs.tiny_trainables import COUNTER
 from tests.tiny_models import byte_tokenizer, llama, save

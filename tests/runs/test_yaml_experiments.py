@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rllib_llm.runs.experiments import fill, load, references
-from rllib_llm.runs.yaml_loader import parse
+from rllib_llm.runs.experiments import fill, references
+from rllib_llm.runs.yaml_loader import load, parse
 from rllib_llm.shared.errors import UserError
 
 TWO_STAGES = """

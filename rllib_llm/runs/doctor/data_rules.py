@@ -1,4 +1,9 @@
-"""Rules about data sets: lengths, empty rows, repeats, and what training shares with evaluation."""
+"""Rules about data: against the settings before every run, and of the doctor about lengths, empty
+rows, repeats, and what training shares with evaluation.
+
+Before a run only what is quick to read is read: functions, lists and files of moderate size. What
+an earlier experiment will make (`${name.model}`) is left out, and so is the hub.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Everything the doctor looks at, in order: the machine, each experiment, and, if asked, models."""
+"""Everything the doctor looks at, in order: the machine, each experiment, and, if asked, models and
+two iterations with all their measurements.
+"""
 
 from __future__ import annotations
 

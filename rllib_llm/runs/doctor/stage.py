@@ -184,8 +184,7 @@ def make_stage(experiment: Experiment) -> Stage | None:
     from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
     from rllib_llm.envs.rlhf import with_defaults
     from rllib_llm.runs.experiments import algorithm_class
-    from rllib_llm.runs.plan import search_space
-    from rllib_llm.runs.search_space import examples
+    from rllib_llm.runs.search_space import examples, search_space
 
     algo_class = algorithm_class(experiment.run, experiment.name)
     settings = examples(search_space(experiment), limit=1)[0]
