@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Completions, Likeliest, Tokens
+from rllib_llm.engines.protocol import NOT_FINITE, Completions, Likeliest, Tokens
 from rllib_llm.shared.columns import widen
 
 
@@ -28,6 +28,10 @@ class Setting:
     """Ids [b] int64, and what is added to their logits, [b] float32."""
     adjusts: bool
     """Whether they change logits before the temperature."""
+
+
+# Settings that nobody has are kept up to so many.
+_MOST_SETTINGS = 8
 
 
 class BatchRows:
@@ -77,8 +81,9 @@ class BatchRows:
             num_sampled: how many of them were sampled.
             clock: now.
         """
-        if not len(self):
-            self.settings = []
+        if len(self.settings) > _MOST_SETTINGS + len(self):  # most are of rows that have gone
+            used, self.setting = np.unique(self.setting, return_inverse=True)
+            self.settings = [self.settings[i] for i in used]
         born = [clock - num for num in num_sampled]
         last = [b + p.max_new_tokens - 1 for b, p in zip(born, params, strict=True)]
         added = (columns, born, last, [self._index(p) for p in params])
@@ -385,10 +390,7 @@ class CompletionBuffers:
         tokens, mask, logprobs = map(by_row, (self._tokens, self._mask, self._logprobs))
         values = None if self._values is None else by_row(self._values)
         if not bool(logprobs.isfinite().all()):
-            raise FloatingPointError(
-                "logits must be finite: the model gave NaN or infinity while sampling. "
-                "Check the weights it was given, its dtype and the learning rate."
-            )
+            raise FloatingPointError(NOT_FINITE)
         last = tokens.gather(1, mask.sum(dim=1, keepdim=True) - 1)
         finished = (last == stop_token_ids).any(dim=1)
         return Completions(tokens, mask, logprobs, finished, values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -203,7 +203,7 @@ def check_inputs(
             "appended there. Move the padding of every prompt to its front; drop empty prompts."
         )
     check_positions(model.config, int(lengths.max()), params)
-    check_bias(model.config, params)
+    check_tokens(model.config, (), params)
     _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
 
 
@@ -239,10 +239,18 @@ def check_positions(config: PretrainedConfig, longest_prompt: int, params: Sampl
         )
 
 
-def check_bias(config: PretrainedConfig, params: SamplingParams) -> None:
-    """Raises ValueError for a bias of tokens that the model does not have."""
-    largest = max((token for token, _ in params.logit_bias), default=0)
+def check_tokens(
+    config: PretrainedConfig, token_ids: Sequence[int], params: SamplingParams
+) -> None:
+    """Raises ValueError for tokens of a prompt, or of a bias, that the model does not have."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
+    for wrong in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= wrong < vocab_size:
+            raise ValueError(
+                f"token_ids={wrong} must be within 0 and {vocab_size - 1}: the model has "
+                f"{vocab_size} tokens. Give ids of the policy's own tokenizer."
+            )
+    largest = max((token for token, _ in params.logit_bias), default=0)
     if largest >= vocab_size:
         raise ValueError(
             f"logit_bias={{{largest}: ...}} must name tokens below {vocab_size}: the model has so "

@@ -220,6 +220,8 @@ class LaneEngine:
         self._takes_older = self._lanes[1].version is not None
 
     def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.set_exception(RuntimeError("The engine was closed."))
         for lane in self._lanes:
             lane.close()
             for scoring in self._scorings[lane]:

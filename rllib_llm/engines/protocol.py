@@ -22,6 +22,10 @@ from rllib_llm.shared.columns import pad_right
 Finish = Literal["stop", "length", "aborted", "error"]
 """A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
 """
+NOT_FINITE = (
+    "logits must be finite: the model gave NaN or infinity while sampling. Check the weights it "
+    "was given, its dtype and the learning rate."
+)
 Likeliest = list[tuple[int, float]]
 """Tokens and their log-probs, the likeliest first."""
 

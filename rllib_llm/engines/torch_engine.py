@@ -15,7 +15,7 @@ from torch import nn
 from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import check_bias, check_decoding_once, check_positions
+from rllib_llm.engines.engine import check_decoding_once, check_positions, check_tokens
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
@@ -216,14 +216,21 @@ class TorchEngine:
             check_version(row, self.version)
             prompt_len = len(row.token_ids) - row.num_sampled
             check_positions(self.model.config, prompt_len, row.params)
-            check_bias(self.model.config, row.params)
+            check_tokens(self.model.config, row.token_ids, row.params)
+        noises = {
+            row.id: uniform_noise(
+                row.noise.seed, [row.noise.row], row.params.max_new_tokens, row.noise.turn
+            )[0]
+            for row in rows
+            if not row.params.greedy
+        }
         self._reserve(rows)
         with torch.inference_mode():
             groups: dict[object, list[Row]] = {}
             for row in rows:
                 shared = row.id if row.group is None else (row.group, tuple(row.token_ids))
                 groups.setdefault((row.group is None, shared), []).append(row)
-            self._decoder.queue.put([self._group(part) for part in groups.values()])
+            self._decoder.queue.put([self._group(part, noises) for part in groups.values()])
 
     def _reserve(self, rows: Sequence[Row]) -> None:
         """Reserves columns of the buffers for rows."""
@@ -235,19 +242,15 @@ class TorchEngine:
         self._free += range(batch, wanted)
         self._buffers.reserve(longest, wanted)
 
-    def _group(self, rows: Sequence[Row]) -> Group:
-        """Rows of the same tokens, as they wait for a place."""
+    def _group(self, rows: Sequence[Row], noises: dict[Hashable, torch.Tensor]) -> Group:
+        """Rows of the same tokens, as they wait for a place; `noises` of those that need one."""
         columns = []
         for row in rows:
             column = self._free.pop()
             self._rows[row.id], self._ids[column] = _Held(row, column), row.id
             if row.guide is not None:
                 self._decoder.guides[column] = row.guide
-            noise, params = None, row.params
-            if not params.greedy:
-                name = row.noise
-                noise = uniform_noise(name.seed, [name.row], params.max_new_tokens, name.turn)[0]
-            self._buffers.begin(column, noise)
+            self._buffers.begin(column, noises.get(row.id))
             columns.append(column)
         group = self._prompt(rows[0].token_ids, rows, columns, [row.num_sampled for row in rows])
         if len(rows) > 1 or rows[0].conversation is None:
@@ -338,7 +341,7 @@ class TorchEngine:
         ):
             finish: Finish | None = "stop"  # only a stop token ends a row before the clock says so
             if begin + len(tokens.token_ids) == end:
-                finish = _finish(each.row, tokens, end) if tokens.token_ids else None
+                finish = finish_of(each.row, tokens, end) if tokens.token_ids else None
             found[each.row.id] = tokens._replace(finish=finish).behind(start - begin)
         return [found[i] for i in ids]
 
@@ -376,7 +379,7 @@ class TorchEngine:
             self._decoder.guides.pop(column, None)
         ended = []
         for each, tokens in zip(held, self._read(held), strict=True):
-            why = finish or _finish(each.row, tokens) or "length"
+            why = finish or finish_of(each.row, tokens) or "length"
             self._keep(each, tokens.token_ids)
             ended.append(
                 Ended(
@@ -457,7 +460,7 @@ class TorchEngine:
         self._rows.clear()
 
 
-def _finish(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:
+def finish_of(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:
     """Why a row with these newest tokens has finished; None if it has not.
 
     Args:

@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
+    NOT_FINITE,
     Completions,
     Ended,
     Finish,
@@ -33,7 +34,7 @@ from rllib_llm.engines.protocol import (
     pad_completions,
     prompts_of,
 )
-from rllib_llm.engines.torch_engine import TRUNK
+from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 from rllib_llm.shared.errors import SettingError
@@ -217,6 +218,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: it was given no weights yet, and would sample from random ones.
             ValueError: log-probs before truncation cannot be had from vLLM with these `params`.
+            FloatingPointError: the model's logits are not finite.
         """
         if not self.has_weights:
             raise RuntimeError(NO_WEIGHTS)
@@ -232,6 +234,8 @@ class VLLMEngine:
         while rows.num_running:
             ended |= {each.id: each for each in rows.step()}
         made = [ended[i] for i in range(len(texts))]
+        if any(each.finish == "error" for each in made):
+            raise FloatingPointError(NOT_FINITE)
         return pad_completions(
             [each.token_ids for each in made], [each.logprobs for each in made], params
         )
@@ -352,8 +356,8 @@ class VLLMRows:
         held.tokens.versions.extend([self._version or 0] * len(answer.token_ids))
         if output.finished:
             del self._rows[held.row.id]
-            stopped = held.tokens.token_ids[-1] in held.row.params.stop_token_ids
-            self._ended.append(held.ended("stop" if stopped else "length"))
+            why = finish_of(held.row, held.tokens) or "length"
+            self._ended.append(held.ended(why))
 
     def step(self) -> list[Ended]:
         if self._pending is not None and not self._running():

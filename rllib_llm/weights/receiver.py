@@ -73,6 +73,7 @@ def wait_for_turn(
 # ObjectLostError is also the base of OwnerDiedError, ObjectFetchTimedOutError and their kind.
 LOST_ERRORS = (ObjectLostError, ChecksumError)
 PASSING_ERRORS = (*LOST_ERRORS, GetTimeoutError, RayActorError, RaySystemError)
+PAUSE_SECONDS = 0.1  # of a follower; a publisher looks as often for weights that were lost
 
 
 def failure_metrics(failures: Counter[str]) -> dict[str, float]:
@@ -453,8 +454,9 @@ class WeightsFollower:
         try:
             with self._receiver.open(latest, report) as (published, flat):
                 prepared = self._prepare(flat)
-        except WeightsLostError:
-            return  # reported; asked again in the next round
+        except WeightsLostError:  # asked again in the next round
+            self._stop.wait(PAUSE_SECONDS)
+            return
         with self._lock:
             self._arrived, self.newest = (published, flat.num_bytes, prepared), published
             self._news.set()

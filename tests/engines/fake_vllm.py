@@ -14,6 +14,7 @@ class FakeLLMEngine:
     def __init__(self) -> None:
         self.requests: dict[str, tuple[list[int], Any, list[int]]] = {}
         self.offset = 0
+        self.logprob = -0.5
         self.added: list[tuple[str, dict[str, Any], Any]] = []
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
@@ -34,7 +35,7 @@ class FakeLLMEngine:
             finished = is_full or tokens[-1] in params.stop_token_ids
             if params.output_kind == "delta" or finished:
                 new = tokens[-1:] if params.output_kind == "delta" else list(tokens)
-                logprobs = SimpleNamespace(logprobs=[-0.5] * len(new))
+                logprobs = SimpleNamespace(logprobs=[self.logprob] * len(new))
                 answer = SimpleNamespace(token_ids=new, logprobs=logprobs)
                 outputs.append(
                     SimpleNamespace(request_id=name, outputs=[answer], finished=finished)

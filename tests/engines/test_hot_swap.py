@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -93,6 +94,30 @@ def test_an_aborted_row_empties_the_lane():
     waiting = engine.empty_lane()
     engine.abort(["row 0"])
     assert waiting.done()
+
+
+def test_who_waits_for_a_lane_is_told_that_the_engine_was_closed():
+    engine = lanes()
+    loop = EngineLoop(engine)
+    loader = LaneLoader(loop, engine)
+    loader.load(published(models(2)[1]), 1)
+    loop.pause()  # so that the row of version 0 stays
+    loop.submit_all([replace(row(0), version=0)])
+    told: list[Exception] = []
+
+    def load() -> None:
+        try:
+            loader.load(published(models(2)[1]), 2)
+        except RuntimeError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    while not engine._waiting:
+        time.sleep(0.001)
+    loop.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive() and "closed" in str(told[0])
 
 
 def test_weights_of_another_model_change_nothing():

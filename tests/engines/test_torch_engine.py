@@ -420,3 +420,37 @@ def test_a_row_that_does_not_fit_alone_ends_the_run():
     ours.add(rows()[:1])
     with pytest.raises(torch.OutOfMemoryError):
         ours.step()
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"noise": Noise(-1, 0)}, "seed=-1 must be within 0"),
+        ({"noise": Noise(1, -2)}, "row_ids=-2 must be 0 or more"),
+        ({"token_ids": [3, VOCAB]}, f"token_ids={VOCAB} must be within 0 and {VOCAB - 1}"),
+        ({"token_ids": [-1, 3]}, f"token_ids=-1 must be within 0 and {VOCAB - 1}"),
+    ],
+)
+def test_rows_that_are_refused_leave_nothing_behind(wrong, named):
+    """Else they would be counted for ever, or end everybody's steps."""
+    model = tiny_model("llama")
+    decoded = engine(model)
+    good, other = rows()[:2]
+    with pytest.raises(ValueError, match=named):
+        decoded.add([good, replace(other, **wrong)])
+    assert decoded.num_running == 0
+    decoded.add([good])
+    found = until_empty(decoded)
+    assert_sampled(found[good.id], alone(model, good))
+
+
+def test_settings_of_rows_that_have_gone_are_forgotten():
+    decoded = engine(tiny_model("llama"), max_rows=None)
+    stays = Row("stays", [5], replace(PARAMS, stop_token_ids=(), max_new_tokens=90))
+    decoded.add([stays])
+    for i in range(80):
+        other = replace(PARAMS, temperature=1 + i / 100, max_new_tokens=1)
+        decoded.add([Row(i, [5, 6], other)])
+        decoded.step()
+    assert len(decoded._decoder.rows.settings) < 20
+    assert until_empty(decoded)["stays"].num_tokens == 90

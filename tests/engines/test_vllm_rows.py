@@ -159,3 +159,15 @@ def test_penalties_are_asked_for_where_the_log_probs_see_them(monkeypatch):
     warm = opened(VLLMEngine(tiny.MODEL))
     with pytest.raises(ValueError, match="frequency_penalty, logit_bias must be off"):
         warm.add([Row("b", [1], replace(PARAMS, **settings))])
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), float("-inf")])
+def test_log_probs_that_are_not_finite_are_an_error(engine, logprob):
+    """As of our own engine: what a broken model samples is nothing to learn from."""
+    rows = opened(engine)
+    engine._llm.llm_engine.logprob = logprob
+    rows.add([Row("a", [1] * 3, PARAMS)])
+    assert until_empty(rows)["a"].finish == "error"
+    prompt = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(FloatingPointError, match="logits must be finite"):
+        engine.generate(prompt, prompt.bool(), PARAMS, num_completions=1, noises=[Noise()])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rllib_llm.weights.coordinator import PublishedWeights
-from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.receiver import Transfer, WeightsFollower
+from rllib_llm.weights.flat_buffer import TicketError, pack, unpack
+from rllib_llm.weights.receiver import PAUSE_SECONDS, Transfer, WeightsFollower
 from tests.weights.fakes import Coordinator, Store
 
 LONG = 60.0  # seconds that nothing here takes
@@ -169,3 +169,22 @@ def test_lost_weights_do_not_take_a_receiver_back_to_older_ones(run):
     assert run.arrives(3)
     run.follower.swap()
     assert run.loaded == [2, 3]
+
+
+def test_weights_that_cannot_be_read_here_are_asked_for_again_now_and_then(run):
+    """A ticket of somebody's own transport, say; what answers at once must not be asked without a
+    pause, for that takes a processor."""
+    asked = []
+
+    def get(ref, timeout):
+        asked.append(ref)
+        raise TicketError("not on this machine")
+
+    run.follower = WeightsFollower(
+        run.coordinator, run.load, transfer=Transfer(get=get), wait_seconds=0.05
+    )
+    run.publish(1)
+    run.follower.start()
+    time.sleep(1.0)
+    run.follower.stop()
+    assert 1 <= len(asked) <= 1.0 / PAUSE_SECONDS + 1
