@@ -8,6 +8,7 @@ import importlib.util
 import signal
 import time
 
+import datasets
 import pytest
 import torch
 
@@ -111,7 +112,8 @@ class Ledger:
         raise RuntimeError("nobody asked")
 
     def reset(self, **kwargs):
-        assert kwargs["prompt"][-1]["content"] == ""
+        # Where there is no data set; rows without a prompt have none here either.
+        assert kwargs.get("prompt") in (None, [{"role": "user", "content": ""}])
         return [{"type": "text", "text": f"Begin at {self.start}."}]
 
     def push(self, number: int) -> dict:
@@ -182,6 +184,44 @@ def test_rows_choose_among_environments(make):
     with pytest.raises(EnvConfigError, match="environment='chess' of a row must be one of"):
         roll(make(prompts=[{"prompt": "x", "environment": "chess"}],
                   environment_factory={"guess": Guess}), "x", num_prompts=1)  # fmt: skip
+
+
+class Strict:
+    """Takes the columns of its data set and nothing else."""
+
+    def reset(self, answer, tries=0):
+        self.answer = answer
+        return f"Say {answer}."
+
+    def get_reward(self) -> float:
+        return float(self.answer == "3")
+
+
+def test_a_data_set_that_only_routes(make):
+    """TRL's example of several environments: rows have no prompt, and `reset` gets none."""
+    rows = datasets.Dataset.from_dict({"environment": ["strict"] * 2, "answer": ["3", "4"]})
+    env = make(prompts=rows, environment_factory={"strict": Strict})
+    _, judged, policy = roll(env, "Done.")
+    assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert "user\nSay 3.<|im_end|>" in env.tokenizer.decode(policy.seen[0][2])
+
+
+def test_reset_gets_the_columns_of_the_data_set_alone(make):
+    rows = [{"answer": "3", "tries": 1}, {"answer": "4"}]
+    _, judged, _ = roll(make(prompts=rows, environment_factory=Strict), "Done.")
+    assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_reward_functions_of_several_environments_leave_out_what_is_not_theirs(make):
+    """They return None, which adds nothing."""
+    rows = [{"answer": "3"}, {"answer": "4"}]
+
+    def twice(environments, **kwargs):
+        return [2.0 if each.answer == "4" else None for each in environments]
+
+    env = make(prompts=rows, environment_factory=Strict, reward_functions=twice)
+    _, judged, _ = roll(env, "Done.")
+    assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
 @contextlib.contextmanager

@@ -100,12 +100,14 @@ class TRLEnv(ConversationEnv):
         rows = super().rows()
         if rows is None and self.factory is not None:
             return [{"prompt": [_EMPTY]}] * int(self.settings["num_tasks"])
-        if isinstance(rows, (list, tuple)) and self.settings["environment_factory"] is not None:
-            prompts = ("prompt", "messages", self.settings["prompt_column"])
-            return [
-                row if any(name in row for name in prompts) else {"prompt": [_EMPTY], **row}
-                for row in rows
-            ]
+        if self.settings["environment_factory"] is None:
+            return rows
+        prompts = {"prompt", "messages", self.settings["prompt_column"]}
+        if isinstance(rows, (list, tuple)):
+            return [row if prompts & row.keys() else {"prompt": [_EMPTY], **row} for row in rows]
+        names = getattr(rows, "column_names", None)
+        if names is not None and not prompts.intersection(names):
+            return rows.add_column("prompt", [[_EMPTY]] * len(rows))
         return rows
 
     async def start(self, conversation: Conversation) -> Sequence[Message]:
@@ -114,14 +116,21 @@ class TRLEnv(ConversationEnv):
         if factory is None:
             return messages
         environment = conversation.state[_ENVIRONMENT] = factory()
-        chooses = bool(self._named_factories)
-        row = {k: v for k, v in conversation.task.items() if not (chooses and k == _ENVIRONMENT)}
-        said = await call(environment.reset, **row)
+        said = await call(environment.reset, **self._row_of(conversation.task))
         if said is not None:
             before = messages[-1]["content"]
             before = before if isinstance(before, str) else _text_of(before, "a prompt")
             messages[-1]["content"] = before + _text_of(said, "reset()")
         return messages
+
+    def _row_of(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """The data set's own columns, without the one that chooses the environment."""
+        added = {"messages"} if "prompt" in task else set()
+        if self._named_factories:
+            added.add(_ENVIRONMENT)
+        if self.settings["prompts"] is not None and task.get("prompt") == [_EMPTY]:
+            added.add("prompt")
+        return {name: value for name, value in task.items() if name not in added}
 
     async def score(self, conversation: Conversation) -> float | None:
         environment = conversation.state.get(_ENVIRONMENT)
