@@ -25,6 +25,7 @@ class FrozenReference:
     model: folder, hub id or dotted path.
     quantization, backend: see `modules/quantization.py`.
     dtype: of the weights that are not quantised, and of the activations.
+    products: the library that multiplies float32 on a CPU, "mkl" or "onednn".
     batch_tokens: tokens (padding included) of one forward pass; lower it when memory runs out.
     measure_drift: rows of the first batch on which a quantised model is compared with the
         unquantised one, which is loaded for that moment; 0 = not measured. The result is in
@@ -42,6 +43,7 @@ class FrozenReference:
         backend: str = "auto",
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "float32",
+        products: str = "mkl",
         batch_tokens: int = DEFAULT_BATCH_TOKENS,
         measure_drift: int = 0,
     ):
@@ -54,6 +56,7 @@ class FrozenReference:
             backend=backend,
             dtype=dtype,
             device=device,
+            products=products,
         )
         self.drift: dict[str, float] = {}
         self._source, self._device, self._batch_tokens = model, torch.device(device), batch_tokens

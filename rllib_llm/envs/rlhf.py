@@ -33,6 +33,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,  # the sampler's, for the reference's log-probs
     "reference": None,  # {model, quantization, dtype, device}; without a model, the policy's
     "frozen_quantization": "none",  # of frozen models that name none: bf16 in mixed precision
+    "frozen_products": "mkl",  # what multiplies their float32: the learners' float32_products
     "kl_coeff": 0.0,  # share of the KL inside the environment's reward (the learner has its own)
     "device": "cpu",
     "return_texts": False,
@@ -271,7 +272,11 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 
 def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of a frozen model's settings."""
-    return {"device": settings["device"], "quantization": settings["frozen_quantization"]}
+    return {
+        "device": settings["device"],
+        "quantization": settings["frozen_quantization"],
+        "products": settings["frozen_products"],
+    }
 
 
 def _reward_model_term(

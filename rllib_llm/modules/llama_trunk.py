@@ -1,4 +1,14 @@
-"""Requirements that a model must meet to be computed by our own Llama-shaped code."""
+"""Trunks of Llama's shape on dense rows, on a processor, with gradient or without.
+
+Autograd keeps every intermediate of a norm, an activation and a product, and reads and writes each
+of them. Here gradients are written by hand: norms and activation are computed again in the backward
+pass, in place where nobody else looks, and in the last layer only the tokens whose state is wanted
+go through the second half. Results and gradients are those of transformers' modules up to
+round-off.
+
+Layers take tokens [tokens, features], float32 or bfloat16. In bfloat16 norms and their gradients
+are computed in float32 and rounded once; what goes between layers is bfloat16.
+"""
 
 from __future__ import annotations
 

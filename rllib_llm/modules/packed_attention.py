@@ -8,6 +8,19 @@ Attention is one of three kernels (setting `attn_implementation`):
     sdpa               gathers the tokens into blocks of padded rows, runs there, puts results back
     flash_attention_2  flash attention for rows of different lengths, each with its own prompt
     flex_attention     torch's flex attention, with a mask that says who sees whom
+
+On a processor torch's kernel for the gradient has no matrix instructions: in bfloat16 it takes four
+times as long as in float32. There `half_attention` computes scores again, whole, by products that
+have them, from the log-sum of each query that the forward pass gave. As in FlashAttention-2 (Dao
+2023, algorithm 2), with scores s = scale q k, log-sum l, p = exp(s - l), and the gradient g of the
+result o:
+
+    d v = p^T g        t = p (g v - sum(g o))        d q = scale t k        d k = scale t^T q
+
+A product rounds what it gives to eight bits. So l and sum(g o) are subtracted inside of it, as
+three more columns of q and g beside ones in k and v: what is rounded is log p, whose error weighs
+p log p, and the difference from the mean, not two numbers that nearly cancel. Scores lie as
+[keys, queries]: fewer products then read a transposed matrix, which takes twice the time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,21 @@
 """Rows cut into batches of like length, brought to the form in which a model reads them, and its
 answers brought back.
 
-Two forms: rows of the longest's length (`pack`), which every model reads, and tokens one behind
-another without any padding (`dense_packing.py`), for models whose attention can be laid out.
+Every model reads rows of the longest's length (`pack`). Models whose attention can be laid out
+read tokens one behind another, what rows have in common only once (`pack_dense`):
+
+    [prompt a | prompt b | completion a1 | completion a2 | completion b1 | ...]
+
+Rows with the same prompt share it, wherever in the batch they lie. Tokens that nothing wanted comes
+after (a completion's last) are left out: their states would not be read.
+
+Some processors' products want sizes that come again (`recurring_size`). Rows are then lengthened
+by filler, shortest first, and wanted tokens are followed by surplus ones:
+
+    tokens   [prompt a | completion a1 + filler | completion a2 | ...]
+    wanted   [a1's tokens | a2's tokens | ... | surplus: the first one again]
+
+Attention looks back, so that no other token sees filler, and nobody reads the surplus.
 """
 
 from __future__ import annotations

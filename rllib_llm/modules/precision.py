@@ -1,15 +1,24 @@
-"""float32 matrix products on a CPU by one of two libraries in torch: MKL, which is torch's default,
-or oneDNN.
+"""Precision of products: float32 by one of two libraries, or a bfloat16 copy of the weights.
 
-MKL does 40 % of what an AMD processor with AVX-512 can, oneDNN twice as much: 107 and 242 GFLOP/s
-(512 tokens, 576 x 1536, one thread of an EPYC 9005 with nothing else on its core; while the core's
-other thread is busy they are nearly alike). On Intel's processors they are alike. Errors are those
-of float32 sums with either; bits differ, so that one library computes a run wherever it goes on.
+float32 on a CPU is multiplied by MKL, which is torch's default, or by oneDNN. With one thread, 512
+tokens and 576 x 1536: an AMD of family 26 (Zen 5) whose core is all ours 107 and 242 GFLOP/s, one
+of family 25 (Zen 4) 86 and 101, of at most 118 (32 operations a cycle, half of Zen 5's); with 8
+tokens, as in decoding, 54 and 50 there. On Intel's processors they are alike. Errors are those of
+float32 sums with either; bits differ, so that one library computes a run wherever it is resumed.
+
+In mixed precision float32 weights are trained, and a bfloat16 copy of them computes:
+
+    weights (float32, the optimiser's) ── cast once per step ──▶ copy (bfloat16)
+        .grad (float32) ◀── added up after every backward pass ── its gradient (bfloat16)
+
+As Micikevicius et al. 2018, "Mixed Precision Training", section 3.1, without the scaled losses that
+float16 needs. Norms and softmax inside the layers are computed in float32, as transformers' are.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -29,14 +38,17 @@ def faster_library(
     features: Callable[[], frozenset[str]] = processor_features,
     cpuinfo: str | Path = "/proc/cpuinfo",
 ) -> str:
-    """The member of `LIBRARIES` that is faster on this kind of processor. Decided by the kind, not
-    by timing, so that a later run computes the same, whatever the machine's load."""
+    """The member of `LIBRARIES` that is faster on this kind of processor: oneDNN on AMD's from Zen
+    5 on. Decided by the kind, not by timing, so that a later run computes the same, whatever the
+    machine's load."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     try:
-        is_amd = "AuthenticAMD" in Path(cpuinfo).read_text(encoding="utf-8")
+        text = Path(cpuinfo).read_text(encoding="utf-8")
     except OSError:
-        is_amd = False
-    return "onednn" if both and is_amd and "avx512f" in features() else "mkl"
+        text = ""
+    family = re.search(r"^cpu family\s*: (\d+)$", text, re.MULTILINE)
+    is_zen5 = "AuthenticAMD" in text and family is not None and int(family[1]) >= 26
+    return "onednn" if both and is_zen5 and "avx512f" in features() else "mkl"
 
 
 class Products(Protocol):

@@ -32,6 +32,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
+from rllib_llm.modules.precision import use_onednn
 from rllib_llm.modules.quantization import (
     calm_bitsandbytes,
     head_names,
@@ -197,11 +198,13 @@ def load_quantized(
     backend: str = "auto",
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
+    products: str = "mkl",
 ) -> PreTrainedModel:
     """Returns load(model) in the asked precision, frozen, in eval mode, on `device`.
 
     load: `load_causal_lm` or `load_sequence_classifier`.
     dtype: of what is not quantised and of the activations; "bf16" overrides it.
+    products: the library that multiplies float32 on a CPU; see `precision.py`.
 
     bitsandbytes quantises while it reads a folder, so that the whole model is never in memory in
     full precision; but for nf4 on a CPU, where each layer's block size must be chosen.
@@ -230,6 +233,8 @@ def load_quantized(
         network = load(model, dtype=dtype, device=device)
         network = quantize(network, quantization, backend=backend, device=device)
     network.requires_grad_(False)
+    if products == "onednn":
+        use_onednn(network)
     logger.info(
         "%r holds %.1f MB (quantization=%s).", str(model), model_bytes(network) / 1e6, quantization
     )

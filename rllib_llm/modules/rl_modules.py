@@ -1,9 +1,9 @@
-"""The policy: an RLModule around any Hugging Face causal language model, with a critic.
+"""RLModules around Hugging Face models: policy with critic, policy in DPO, reward model.
 
 forward_exploration(prompts, generate=...) -> completions, with the sampler's own log-probs
 forward_train(batch)                       -> log-probs, entropy and values of completion tokens
 
-How tokens are sampled is an engine's business (`engines/`), whose `generate` is handed in.
+How tokens are sampled is decided by an engine (`engines/`), whose `generate` is passed in.
 """
 
 from __future__ import annotations

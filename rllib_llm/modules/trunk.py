@@ -1,4 +1,10 @@
-"""The trunk of a language model on rows of text, in the densest form that it reads."""
+"""A causal language model as trunk and head: the trunk on rows of text in the densest form that it
+reads, the head only where its logits are wanted.
+
+Most heads are a linear layer; some models scale or soft-cap its logits in their own forward. Both
+halves are tried once for each model, against the model itself: one whose attention cannot be laid
+out reads padded rows, and one that cannot be taken apart is run whole.
+"""
 
 from __future__ import annotations
 

@@ -135,6 +135,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
                 in_environment and config.ref_kl_coeff and not config.in_evaluation
             ),
             frozen_quantization="bf16" if config.mixed_precision else "none",
+            frozen_products=config.float32_products,
         )
         context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
@@ -380,6 +381,7 @@ def environment_settings(
     is_evaluation: bool,
     with_reference: bool,
     frozen_quantization: str = "none",
+    frozen_products: str = "mkl",
 ) -> dict[str, Any]:
     """An environment's settings: the user's, and those that follow from the config.
 
@@ -392,7 +394,7 @@ def environment_settings(
         device: of the environment's tensors and frozen models.
         is_evaluation: whether prompts are held-out ones.
         with_reference: whether the environment holds the reference, a copy of `model` by default.
-        frozen_quantization: of frozen models that name none.
+        frozen_quantization, frozen_products: of frozen models that name none.
     """
     defaults = {
         "model": model,
@@ -403,5 +405,6 @@ def environment_settings(
         "split": "eval" if is_evaluation else "train",
         "reference": {"model": model} if with_reference else None,
         "frozen_quantization": frozen_quantization,
+        "frozen_products": frozen_products,
     }
     return {**defaults, **env_config}

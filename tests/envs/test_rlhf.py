@@ -10,6 +10,7 @@ from rllib_llm.envs.check_env import check_env
 from rllib_llm.envs.judges.rewards import RewardError
 from rllib_llm.envs.prompts import PromptError
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.modules.precision import multiplies_by_onednn
 from rllib_llm.rollouts.env_runner import environment_settings
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
@@ -191,11 +192,13 @@ def test_frozen_models_that_name_no_quantization_follow_the_policy(files, own, d
         is_evaluation=False,
         with_reference=True,
         frozen_quantization="bf16",
+        frozen_products="onednn",
     )
     env = rlhf.create(settings)
     (judge,) = [term.function for term in env.rewards.terms]
     for model in (env.reference.model, judge.model):
         assert model.dtype == getattr(torch, dtype)
+        assert multiplies_by_onednn(model)  # where it is float32; bfloat16 has it anyway
 
 
 def test_a_reference_of_another_vocabulary_is_refused_at_build(files):

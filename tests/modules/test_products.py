@@ -138,16 +138,19 @@ def test_bfloat16_is_left_as_it_is():
     assert not multiplies_by_onednn(tiny.module_of(tiny.build(config)))
 
 
-@pytest.mark.parametrize("maker, features, library", [
-    ("AuthenticAMD", {"avx2", "avx512f"}, "onednn"),
-    ("AuthenticAMD", {"avx2"}, "mkl"),
-    ("GenuineIntel", {"avx2", "avx512f"}, "mkl"),
-    (None, {"avx512f"}, "mkl"),
+@pytest.mark.parametrize("maker, family, features, library", [
+    ("AuthenticAMD", 26, {"avx2", "avx512f"}, "onednn"),  # Zen 5: 512 bits at once
+    ("AuthenticAMD", 26, {"avx2"}, "mkl"),
+    ("AuthenticAMD", 25, {"avx2", "avx512f"}, "mkl"),  # Zen 4: twice 256 bits
+    ("GenuineIntel", 6, {"avx2", "avx512f"}, "mkl"),
+    (None, None, {"avx512f"}, "mkl"),
 ])  # fmt: skip
-def test_the_library_follows_from_the_processor(maker, features, library, tmp_path):
+def test_the_library_follows_from_the_processor(maker, family, features, library, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     if maker is not None:
-        cpuinfo.write_text(f"processor : 0\nvendor_id : {maker}\n")
+        cpuinfo.write_text(
+            f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+        )
     if not torch.backends.mkl.is_available():
         library = "mkl"
     assert faster_library(lambda: frozenset(features), cpuinfo) == library

@@ -172,7 +172,7 @@ class RewardModelScorer(Judge):
 
     model: folder, hub id or dotted path of a sequence classifier.
     tokenizer: the policy's; None always reads texts.
-    quantization, backend, dtype, batch_tokens: as for `FrozenReference`.
+    quantization, backend, dtype, products, batch_tokens: as for `FrozenReference`.
     max_length: tokens of prompt and completion that are read, the last ones; None takes the reward
         model's own limit.
     normalize: (mean, std) with which scores become (score - mean) / std; None reads what the
@@ -198,6 +198,7 @@ class RewardModelScorer(Judge):
         backend: str = "auto",
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "float32",
+        products: str = "mkl",
         max_length: int | None = None,
         normalize: Sequence[float] | bool | None = None,
         label: int | str | None = None,
@@ -216,6 +217,7 @@ class RewardModelScorer(Judge):
             backend=backend,
             dtype=dtype,
             device=device,
+            products=products,
         )
         if score_head(self.model).out_features > 1:
             label_index(self.model.config, label)
