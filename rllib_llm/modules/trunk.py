@@ -164,6 +164,8 @@ def _same_states(trunk: PreTrainedModel) -> bool:
 
 def same_numbers(ours: Tensor, own: Tensor) -> bool:
     """Whether two tensors agree up to the rounding of their dtype."""
+    if ours.shape != own.shape:
+        return False
     scale = own.float().abs().max().clamp(min=1e-6)
     difference = (ours.float() - own.float()).abs().max()
     return bool(difference <= _TOLERANCE[ours.dtype] * scale)
