@@ -278,7 +278,7 @@ def check_messages(messages: Sequence[Any]) -> None:
                 name=f"the message {str(message)[:60]!r}",
                 rule="have 'role' and 'content'",
                 reason="chat templates read these",
-                remedy="Rename its keys (ShareGPT's 'from' and 'value', for example)",
+                remedy="Rename its keys",
             )
 
 

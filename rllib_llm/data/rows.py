@@ -20,7 +20,8 @@ class Rows(Sequence):
 
     `backing` is a list of dicts, a `pyarrow.Table` or a `datasets.Dataset`; the latter two are
     read row by row and stay where they are, in Arrow's memory or in a mapped file. A row that
-    lacks one of `columns` has None there.
+    lacks one of `columns` has None there. Chats are lists of {"role", "content"}, also where they
+    were written as ShareGPT's {"from", "value"}, and hold no nulls.
     """
 
     def __init__(self, backing: Any, description: str) -> None:
@@ -44,9 +45,10 @@ class Rows(Sequence):
             raise IndexError(f"row {index} of {len(self)} in {self.description}")
         index %= len(self)
         if self._is_arrow_table:
-            return _without_fillers(self._backing.slice(index, 1).to_pylist()[0])
-        row = {column: self._backing[index].get(column) for column in self.columns}
-        return row if self._is_list else _without_fillers(row)
+            row = self._backing.slice(index, 1).to_pylist()[0]
+        else:
+            row = {column: self._backing[index].get(column) for column in self.columns}
+        return {column: as_chat(value) for column, value in row.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
@@ -89,10 +91,12 @@ class Rows(Sequence):
         """All values of one column, in order."""
         require_columns(self, [name])
         if self._is_list:
-            return [row.get(name) for row in self._backing]
-        if self._is_arrow_table:
-            return [_as_chat(value) for value in self._backing.column(name).to_pylist()]
-        return [_as_chat(value) for value in self._backing[name]]
+            values = [row.get(name) for row in self._backing]
+        elif self._is_arrow_table:
+            values = self._backing.column(name).to_pylist()
+        else:
+            values = self._backing[name]
+        return [as_chat(value) for value in values]
 
 
 def concatenated(parts: Sequence[Rows], description: str) -> Rows:
@@ -124,21 +128,28 @@ def _in_arrow(parts: Sequence[Rows]) -> Any:
     ])  # fmt: skip
 
 
-def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
-    return {column: _as_chat(value) for column, value in row.items()}
+_CHAT_KEYS = {"role", "from", "function"}  # of a message, ShareGPT's, a tool's schema
+_ROLES = {
+    "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool",
+    "function": "tool", "ipython": "tool",
+}  # fmt: skip
 
 
-def _as_chat(value: Any) -> Any:
-    """A value from an Arrow table. In chats and tool schemas, nulls are removed: Arrow gives every
-    struct the fields of all, so a call would get the arguments of every other call. Nulls in the
-    original data are lost, too."""
+def as_chat(value: Any) -> Any:
+    """A value of a row; of chats and tool schemas as templates read them: ShareGPT's keys and roles
+    renamed, nulls removed. Arrow gives every struct the fields of all, so a call would get the
+    arguments of every other call; nulls in the original data are lost, too."""
     is_list = isinstance(value, list) and bool(value)
     if is_list and all(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value):
-        return _without_nulls(value)
+        return [_message(each) for each in _without_nulls(value)]
     return value
 
 
-_CHAT_KEYS = {"role", "from", "function"}  # of a message, ShareGPT's, a tool's schema
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    if "role" in given or not {"from", "value"} <= given.keys():
+        return given
+    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
+    return {"role": _ROLES.get(given["from"], given["from"]), "content": given["value"], **rest}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -25,6 +25,7 @@ _SOURCE_KEYS = (
     "path", "name", "split", "revision", "columns", "limit", "kwargs", "where", "best_of_group",
 )  # fmt: skip
 _UNREAD_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".pkl", ".gz", ".zip")
+_SHAREGPT = "conversations"  # its name for messages
 _QUICK_BYTES = 64 * 1024**2
 _ALLOWED = (
     f"a file ({', '.join(SUFFIXES)}; a pattern or a list of files), a data set folder, a Hugging "
@@ -35,6 +36,7 @@ _ALLOWED = (
 
 def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     """Returns the rows of `source`, at least one; `name` is the setting to blame in messages.
+    Chats in a column `conversations` (ShareGPT's) are found under `messages`.
 
     Args:
         source: one of
@@ -70,6 +72,10 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
             reason=f"{rows.description} is empty",
             remedy="Point it at a source with rows",
         )
+    if _SHAREGPT in rows.columns and "messages" not in rows.columns:
+        chat = rows[0][_SHAREGPT]
+        if isinstance(chat, list) and chat and isinstance(chat[0], dict) and "role" in chat[0]:
+            return rows.renamed({"messages": _SHAREGPT})
     return rows
 
 

@@ -24,6 +24,7 @@ from rllib_llm.shared.errors import SettingError
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
+MESSAGES = "messages"  # the column of whole conversations
 
 _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
 _NUM_REMEMBERED = 2**16  # encoded prompts: some 50 MB of short ones
@@ -55,7 +56,8 @@ class PromptSource:
         data: any source of `load_rows`; it is not read for split "eval" with `eval_data`.
         seed: of the order; with `shuffle=False` the order is the data set's.
         prompt_column: column of text, or of chat messages ([{"role", "content"}, ...]); None
-            takes "prompt", else "messages", else the only column.
+            takes "prompt", else "messages", else the only column. Of "messages" the assistant's
+            last words are left out: they are what the policy is to say.
         split: "train" or "eval". The eval rows are `eval_data` where given, else `eval_fraction`
             of `data`, chosen by `split_seed` alone, so they are the same for every `seed`.
 
@@ -135,6 +137,8 @@ class PromptSource:
         # name beside a prompt often holds answers as well.
         columns.pop("messages", None)
         if not isinstance(prompt, str):
+            if self.prompt_column == MESSAGES:
+                prompt = _before_answer(prompt)
             _check_messages(prompt, index, self)
             columns["messages"] = prompt
         return PromptRow(index, prompt, columns)
@@ -312,7 +316,7 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
     if prompt_column is not None:
         require_columns(rows, [prompt_column])
         return prompt_column
-    for column in ("prompt", "messages"):
+    for column in ("prompt", MESSAGES):
         if column in rows.columns:
             return column
     if len(rows.columns) == 1:
@@ -324,6 +328,16 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
         reason=f"{rows.description} has no column 'prompt' but {rows.columns}",
         remedy="Name the one that holds the prompts",
     )
+
+
+def _before_answer(messages: Any) -> Any:
+    """A conversation without the assistant's turns at its end."""
+    end = len(messages) if isinstance(messages, list) else 0
+    while end and isinstance(messages[end - 1], Mapping) and (
+        messages[end - 1].get("role") == "assistant"
+    ):  # fmt: skip
+        end -= 1
+    return messages[:end] if end else messages
 
 
 def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:

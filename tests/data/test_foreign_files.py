@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +16,7 @@ from rllib_llm.data.preferences import PairSource, PromptedPairSource
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows
 from rllib_llm.data.texts import TextSource
+from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.shared import columns
 from tests.conversations.templates import ADD, CHATML, family_tokenizer
 from tests.tiny_models import byte_tokenizer
@@ -207,3 +210,49 @@ def test_a_rollout_of_several_rows_is_no_half_of_a_pair():
 def test_another_tokenizer_cannot_learn_from_conversations(kind):
     with warnings.catch_warnings(), pytest.raises(DataSourceError, match="tokenizer that sampled"):
         kind(ROLLOUTS, tokenizer=family_tokenizer("llama3"), max_length=50).batch(0, 1)
+
+
+# --- conversations as ShareGPT wrote them ---------------------------------------------------------
+
+SHAREGPT = [
+    {"conversations": [
+        {"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1?"},
+        {"from": "gpt", "value": "2"},
+    ]},
+    {"conversations": [
+        {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"},
+        {"from": "human", "value": "And 2+2?"}, {"from": "gpt", "value": "4", "weight": 1},
+    ]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["list", "jsonl", "parquet", "folder"])
+def test_conversations_of_sharegpt_are_learnt_from_and_asked(tmp_path, how):
+    """The chat with roles and content, whatever holds it; as a prompt without its last answer."""
+    source: object = SHAREGPT
+    if how == "jsonl":
+        source = str(tmp_path / "a.jsonl")
+        with open(source, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in SHAREGPT)
+    elif how == "parquet":
+        source = str(tmp_path / "a.parquet")
+        pq.write_table(pa.Table.from_pylist(SHAREGPT), source)
+    elif how == "folder":
+        source = str(tmp_path / "a")
+        datasets.Dataset.from_list(SHAREGPT).save_to_disk(source)
+    tokenizer = family_tokenizer("chatml")
+    texts = TextSource(source, tokenizer=tokenizer, max_length=200, shuffle=False)
+    batch = texts.batch(0, 2)
+    learnt = [
+        tokenizer.decode(ids[mask])
+        for ids, mask in zip(batch[columns.INPUT_IDS], batch[columns.LOSS_MASK], strict=True)
+    ]
+    assert learnt == ["2<|im_end|>", "2<|im_end|>4<|im_end|>"]
+    prompts = PromptSource(source, shuffle=False).rows(0, 2)
+    assert [message["role"] for message in prompts[0].prompt] == ["system", "user"]
+    assert [message["content"] for message in prompts[1].prompt] == ["1+1?", "2", "And 2+2?"]
+
+
+def test_a_column_of_that_name_that_holds_no_chats_stays():
+    rows = [{"conversations": 3, "text": "a"}]
+    assert list(load_rows(rows)) == rows

@@ -190,7 +190,7 @@ def test_an_unknown_loss_on_is_refused(tokenizer):
         ({"text": 3}, "it is int"),
         ({"text": "half \ud83d"}, "is half of a character"),
         ({"prompt": 1, "completion": "2"}, "it is int"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "must have 'role' and 'content'"),
+        ({"messages": [{"speaker": "human", "says": "x"}]}, "must have 'role' and 'content'"),
         ({"messages": "hello"}, "must have 'role' and 'content'"),
     ],
 )

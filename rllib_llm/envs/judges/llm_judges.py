@@ -28,7 +28,7 @@ from rllib_llm.envs.judges.reward_functions import Invalid, Judge, required_colu
 
 logger = logging.getLogger(__name__)
 
-_NUMBER = r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?![\w]|\.\d)"
+_NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
 _NAMED_SCORE = re.compile(
     rf"\b(?:score|rating|grade|verdict)\b[\s*_`\"']*(?:is|of|[:=])[\s*_`\"']*({_NUMBER})",
     re.IGNORECASE,

@@ -14,6 +14,7 @@ _DELIMITED = ("$", "\\boxed", "\\(", "\\[")
 _GSM8K = "####"  # stands before the answer in GSM8K's solutions
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _SAID = re.compile(r"(?:####|\banswer(?:\s+is|\s*:))\s*([^\n]*)", re.IGNORECASE)
+_CHOICE = re.compile(r"^\(([a-z])\)$")  # of several answers
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 
 
@@ -55,4 +56,5 @@ def _says_text(completion: str, gold: str) -> bool:
 
 def _plain(text: str) -> str:
     unwrapped = _BOXED.sub(r"\1", _WRAPPED.sub(r"\1", text))
-    return " ".join(re.sub(r"[*_`$\"']", "", unwrapped).split()).strip(" .!:").casefold()
+    text = " ".join(re.sub(r"[*_`$\"']", "", unwrapped).split()).strip(" .!:").casefold()
+    return _CHOICE.sub(r"\1", text)

@@ -36,7 +36,8 @@ def reply(text, finish="stop"):
         ("1. Correct. 2. Polite. Rating: 7", 7), ("It has 3 faults. **Score:** 4", 4),
         ("Of 5 facts 4 are right.\n\n8", 8), ("Score: 2? No, its score is 6.", 6),
         ("10", 10), ("0", 0),
-        ("8. It lacks 3 things.", None), ("Either 7 or 8", None), ("As a model", None), ("", None),
+        ("Score: 7,5", None), ("8. It lacks 3 things.", None), ("Either 7 or 8", None),
+        ("As a model", None), ("", None),
     ],
 )  # fmt: skip
 def test_the_score_that_a_reply_states(said, score):
@@ -88,6 +89,7 @@ def test_a_schema_judge_finds_its_object_among_other_words(said, score):
         (r"So \boxed{\text{Paris}}", "Paris", 1.0), ("The answer is Paris.", "Paris", 1.0),
         ("#### Paris", "It is so. #### Paris", 1.0), ("London", "Paris", 0.0),
         (r"Paris? No: \boxed{London}", "Paris", 0.0), ("not Paris", "Paris", 0.0),
+        ("The answer is (B).", "B", 1.0), (r"\boxed{B}", "(B)", 1.0), ("(A)", "B", 0.0),
         (r"\boxed{0.5}", r"\frac{1}{2}", 1.0), (r"\boxed{3}", "4", 0.0),
     ],
 )  # fmt: skip
