@@ -248,6 +248,6 @@ def _for_client(server: Any) -> Any:
     """A server's settings as an argument of `mcp.Client`."""
     if not isinstance(server, Mapping):
         return server
-    from mcp import StdioServerParameters
+    from mcp import StdioServerParameters, stdio_client
 
-    return StdioServerParameters(**server)
+    return stdio_client(StdioServerParameters(**server))  # mcp 2.0 takes no parameters alone
