@@ -135,6 +135,7 @@ FILES: dict[str, str] = {
     "`mode: max` without a metric": file(mode="max"),
     "`num_to_keep: 0`": file(checkpoint_config={"num_to_keep": 0}),
     "`time_budget_s: 1h`": file(time_budget_s="1h"),
+    "`run: PPO` (RLlib's) without an environment": yaml.safe_dump({"my-run": {"run": "PPO"}}),
     "`env: [RLHF-v0]`": file(env=["RLHF-v0"]),
     "`model: {path: ./my-model}`": config(model={"path": "./my-model"}),
     "`model: ${sft.model` (no closing brace)": config(model="${sft.model"),

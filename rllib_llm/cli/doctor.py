@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rllib_llm.cli.options import IMPORT_HELP
-from rllib_llm.cli.session import check_address, prepare, user_errors
+from rllib_llm.cli.options import IMPORT_HELP, RayOptions
+from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
 from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import is_url
 
 if TYPE_CHECKING:
     from rllib_llm.runs.doctor.stage import Finding
@@ -82,7 +83,7 @@ def _findings(
     from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.yaml_loader import load, read
 
-    folder = Path(storage_path).expanduser()
+    folder = None if is_url(storage_path) else Path(storage_path).expanduser()
     experiments: list[Experiment] = []
     if file is not None:
         try:
@@ -90,16 +91,33 @@ def _findings(
             experiments = load(read(file), str(file), tuple(overrides or ()), here)
         except ValueError as error:
             yield Finding.from_error(error, "file")
+    machine = Machine.here(folder or Path.cwd())
+    found = examine(experiments, machine, folder=folder, is_here=ray_address is None)
     try:
         check_address(ray_address)
     except UserError as error:
-        yield Finding.from_error(error, "ports").at("")
-    machine = Machine.here(folder)
-    yield from examine(experiments, machine, folder=folder, is_here=ray_address is None)
+        found.append(Finding.from_error(error, "ports").at(""))
+    yield from found
+    if ray_address is not None and not any(finding.severity == "error" for finding in found):
+        yield from _fits_cluster(experiments, ray_address)
     if start_ray and ray_address is None:
         yield from ray_rules()
     if deep:
         yield from _deep(experiments)
+
+
+def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[Finding]:
+    """Errors of experiments of which one trial needs more than the cluster has."""
+    from rllib_llm.runs.doctor.stage import Finding
+    from rllib_llm.runs.experiments import with_stand_ins
+    from rllib_llm.runs.plan import check_experiment, check_resources
+
+    with ray_session(RayOptions(ray_address=ray_address)) as cluster:
+        for experiment in with_stand_ins(experiments):
+            try:
+                check_resources(check_experiment(experiment), cluster)
+            except ValueError as error:
+                yield Finding.from_error(error, "cluster", experiment.name)
 
 
 def _deep(experiments: list[Experiment]) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ def get_example(
             return
         if out.exists():
             raise UserError(f"--out={str(out)!r} must be a new file: it exists. Choose another.")
-    out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
 
 
 @app.command("run")

@@ -80,7 +80,7 @@ def _without_none(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(pairs: Any) -> dict[str, Any]:
-    import yaml
+    from rllib_llm.runs.yaml_loader import parse
 
     found = {}
     for pair in pairs:
@@ -93,7 +93,7 @@ def _named(pairs: Any) -> dict[str, Any]:
                 f"--set={name}=... must be left out: any user can list command lines. Set "
                 f"RLLIB_SERVE_{name.upper()} in the environment, or {name}_file."
             )
-        found[name] = yaml.safe_load(value)
+        found[name] = parse(value, f"--set {name}")
     return found
 
 

@@ -61,7 +61,7 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, FileNotFoundError, NotADirectoryError, ImportError) as error:
+    except (*FILE_ERRORS, ValueError, ImportError) as error:
         if verbosity:
             stderr.print_exception()
         show(str(error) or type(error).__name__)
@@ -85,6 +85,7 @@ def shown_warnings() -> Iterator[list[str]]:
 
 logger = logging.getLogger(__name__)
 
+FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
 LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", *LIBRARIES)
 SECONDS_TO_CONNECT = 20.0

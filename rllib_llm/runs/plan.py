@@ -165,6 +165,17 @@ def check_env(config: Any, algo_class: type) -> None:
     )
 
     env = getattr(config, "env", None)
+    is_stock = hasattr(config, "observation_space") and not issubclass(
+        algo_class, LanguageModelAlgorithm
+    )
+    if env is None and is_stock and config.observation_space is None:
+        raise UserError(
+            name="env",
+            value=None,
+            rule="be a gymnasium id, a registered name or a dotted path",
+            reason="an algorithm of RLlib learns in it",
+            remedy="Write `env: CartPole-v1` beside `run:`",
+        )
     if not isinstance(env, str):
         return
     if env in ENVIRONMENTS:

@@ -90,7 +90,15 @@ def read(path: Path) -> Any:
             f"Files there: {', '.join(near)}." if near else "`rllib example list` names ready ones."
         )
         raise UserError(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
-    return parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            name="file", value=str(path), rule="be text in UTF-8",
+            reason=f"byte {error.start} is 0x{error.object[error.start]:02x}",
+            remedy="Save it as UTF-8",
+        ) from error  # fmt: skip
+    return parse(text, str(path))
 
 
 def parse_mapping(text: str, option: str) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(
             f"{option}={text!r} must be a mapping: it is {type(value).__name__}. "
-            f"Write it as JSON: {option} '{{\"lr\": 1e-5}}'."
+            f"Write it as JSON: {option} '{{\"name\": value}}'."
         )
     return value
 
