@@ -1,21 +1,23 @@
-"""`rllib doctor --ray-address` on raylets that have what the guide's cluster files ask for."""
+"""`rllib doctor --ray-address`, and clusters as the guide's files describe them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from ray.cluster_utils import Cluster
 
+from rllib_llm.cli.doctor import _fits_cluster
+from rllib_llm.runs.experiments import Experiment
+from rllib_llm.runs.plan import check_experiment, check_resources
+from rllib_llm.runs.yaml_loader import load, parse
+from rllib_llm.shared.errors import UserError
 from tests.docs.code_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 P5_48XLARGE = {"num_cpus": 192, "num_gpus": 8}  # of AWS, which Ray finds out by itself
 M7I_2XLARGE = {"num_cpus": 8, "num_gpus": 0}
+KEYS = {"CPU": "num_cpus", "GPU": "num_gpus"}
 FILE = """
 sums:
   run: GRPO
@@ -54,32 +56,24 @@ def nodes_of(kind: str) -> list[dict[str, int]]:
     return [node(spec["headGroupSpec"]), *(one for one, count in workers for _ in range(count))]
 
 
-@pytest.mark.slow  # starts raylets and a process for each file
+def experiments(samplers: int) -> list[Experiment]:
+    return load(parse(FILE.format(samplers=samplers), "x.yaml"), "x.yaml")
+
+
 @pytest.mark.parametrize("kind", ["ray up", "KubeRay"])
-def test_the_doctor_passes_what_the_guide_s_cluster_holds_and_refuses_more(kind, tmp_path):
-    head, *workers = nodes_of(kind)
-    assert sum(node["num_gpus"] for node in workers) == 16
-    frugal = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-    system = {"prestart_worker_first_driver": False}
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**head, **frugal, "_system_config": system}
-    )
-    try:
-        for node in workers:
-            cluster.add_node(**node, **frugal)
-        said = {}
-        for samplers in (8, 9):
-            file = tmp_path / f"{samplers}.yaml"
-            file.write_text(FILE.format(samplers=samplers), encoding="utf-8")
-            done = subprocess.run(
-                [sys.executable, "-m", "rllib_llm.cli.main", "doctor", str(file), "--ray-address",
-                 cluster.address, "--storage-path", str(tmp_path)],
-                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-                capture_output=True, text=True,
-            )  # fmt: skip
-            said[samplers] = (done.returncode, done.stdout)
-    finally:
-        cluster.shutdown()
-    assert said[8][0] < 2, said
-    assert said[9][0] == 2, said
-    assert "one trial reserves 17 GPUs and must fit into Ray's 16" in said[9][1]
+def test_the_guide_s_clusters_hold_16_gpus_of_learners_and_samplers_and_no_more(kind):
+    nodes = nodes_of(kind)
+    cluster = {name: sum(node[key] for node in nodes) for name, key in KEYS.items()}
+    assert cluster["GPU"] == 16
+    check_resources(check_experiment(experiments(8)[0]), cluster)
+    with pytest.raises(UserError, match="reserves 17 GPUs and must fit into Ray's 16"):
+        check_resources(check_experiment(experiments(9)[0]), cluster)
+
+
+def test_the_doctor_asks_the_cluster_whether_a_trial_fits(ray_session):
+    too_much = [finding.text() for finding in _fits_cluster(experiments(8), "auto")]
+    assert len(too_much) == 1 and "sums: one trial reserves" in too_much[0]
+    small = FILE.replace("num_learners: 8, num_gpus_per_learner: 1", "num_learners: 0")
+    small = small.replace("num_gpus_per_env_runner: 1", "num_gpus_per_env_runner: 0")
+    fits = load(parse(small.format(samplers=0), "x.yaml"), "x.yaml")
+    assert not list(_fits_cluster(fits, "auto"))

@@ -136,7 +136,11 @@ def ray_rules() -> Iterator[Finding]:
             yield Finding(
                 "ray.start", "note", f"Ray {ray.__version__} starts in {seconds:.1f} s", "", ""
             )
-    except (OSError, RuntimeError, ConnectionError, TimeoutError, ValueError) as error:
+    except Exception as error:
+        # Where its processes do not come up, Ray raises an Exception of no other class.
+        of_ray = type(error) is Exception
+        if not of_ray and not isinstance(error, OSError | RuntimeError | ValueError):
+            raise
         yield Finding(
             "ray.start", "error", f"Ray does not start: {type(error).__name__}: {error}",
             "samplers and trials need it",
