@@ -65,7 +65,7 @@ class GenerateConfig(TabledConfig):
             ValueError: it is not.
         """
         return given(
-            self.pretrained_model or None, "model",
+            self.pretrained_model, "model",
             "a Hugging Face folder, a hub id or the dotted path of a function",
             "it writes the texts", "Set model",
         )  # fmt: skip

@@ -36,7 +36,7 @@ from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
-from rllib_llm.shared.errors import SettingError, noted
+from rllib_llm.shared.errors import noted
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.ray_compat import free_by_node
 
@@ -158,14 +158,6 @@ class LanguageModelConfig(TabledConfig):
         """
         # RLlib greets every algorithm on its new API stack; there is no other stack here.
         log_once(f"{self.algo_class.__name__}_on_new_api_stack")
-        if self.framework_str != "torch":
-            raise SettingError(
-                name="framework",
-                value=self.framework_str,
-                rule="be 'torch'",
-                reason="language models are computed by PyTorch here",
-                remedy="Leave it out",
-            )
         with noted():
             self.given_model()
         self.check_table()

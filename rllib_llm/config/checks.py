@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from rllib_llm.config.sections import defaults, rllib_table, table
+from rllib_llm.config.sections import defaults, rllib_table, same, table
 from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.shared.errors import SettingError, SettingWarning, complain, noted, shown
 
@@ -165,7 +165,7 @@ def warn_of_no_effect(config: Any) -> None:
     default = defaults(type(config))
     for name, why, remedy in _unused(config):
         value = _value(config, name)
-        if value != _value(default, name):
+        if not same(value, _value(default, name)):
             found = f"{name}={shown(value)} has no effect {why}"
             warnings.warn(SettingWarning(f"no_effect.{name}", found, "", remedy), stacklevel=4)
     for warning in _unsuited(config):

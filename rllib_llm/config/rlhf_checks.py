@@ -188,7 +188,11 @@ def check_loss(config: Any) -> None:
 def check_engine(config: Any) -> None:
     """Raises ValueError for an engine that cannot serve this config."""
     if config.generate_function is not None:
-        import_dotted(config.generate_function, name="generate_function")
+        found = import_dotted(config.generate_function, name="generate_function")
+        require(
+            callable(found), "generate_function", config.generate_function, "a function",
+            f"it is {type(found).__name__}", "Name one of those that are in the module",
+        )  # fmt: skip
     if config.engine == "openai":
         _check_openai(config)
     if config.engine == "vllm" and config.num_env_runners:

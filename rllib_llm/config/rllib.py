@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 from rllib_llm.config.schema import RENAMED
 from rllib_llm.config.setting import Condition, Section, Setting
@@ -16,128 +19,144 @@ LAYERS = Condition(
 
 
 # How the lines below write a type.
-_TYPES: Mapping[str, Any] = types.MappingProxyType({
-    "": Any,
-    " (int)": int,
-    " (int?)": int | None,
-    " (float)": float,
-    " (float?)": float | None,
-    " (bool)": bool,
+_TYPES: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({
+    "": {"type": Any},
+    "count": {"type": int, "least": 0},
+    "count?": {"type": int | None, "least": 0},
+    "size": {"type": int, "least": 1},
+    "size?": {"type": int | None, "least": 1},
+    "amount": {"type": float, "least": 0},
+    "amount?": {"type": float | None, "least": 0},
+    "cpus": {"type": float | Literal["auto"], "least": 0},
+    "bool": {"type": bool},
+    "dict": {"type": dict},
+    "dict?": {"type": dict | None},
+    "model?": {"type": dict | DefaultModelConfig | None},
+    "overlay?": {"type": dict | AlgorithmConfig | None},
+    "text": {"type": str},
+    "text?": {"type": str | None},
+    "functions?": {"type": Callable | list | tuple | None},
+    "seed?": {"type": int | None, "least": 0, "most": 2**32 - 1},  # numpy's
 })  # fmt: skip
 
 
 def _rows(rows: str) -> tuple[Setting, ...]:
-    """One row for each line "name (type): meaning" of `rows`. Types are checked here because RLlib
-    checks few of them; ranges are left to RLlib."""
+    """One row for each line "name (type): meaning" of `rows`. They are checked here because RLlib
+    checks few of them."""
     parts = (line.strip().partition(": ") for line in rows.strip().splitlines())
     return tuple(
         Setting(
             name=name,
-            type=_TYPES[kind],
             default=None,
             meaning=meaning,
             attribute=RENAMED.get(name, ""),
             remedy="Leave it out for RLlib's default",
+            **_TYPES[kind.strip("()")],
         )
         for head, _, meaning in parts
-        for name, space, of_type in [head.partition(" ")]
-        for kind in [space + of_type]
+        for name, _, kind in [head.partition(" ")]
     )
 
 
 COMMON = (
     Section("learners", "The processes that learn.", _rows("""
-        num_learners (int): how many processes learn; 0: the driver's own does
-        num_cpus_per_learner: the CPUs of each learner
-        num_gpus_per_learner (float): the GPUs of each learner, or a fraction of one
-        custom_resources_per_learner: further resources of each learner
+        num_learners (count): how many processes learn; 0: the driver's own does
+        num_cpus_per_learner (cpus): the CPUs of each learner
+        num_gpus_per_learner (amount): the GPUs of each learner, or a fraction of one
+        custom_resources_per_learner (dict?): further resources of each learner
     """)),
     Section("training", "RLlib's own.", _rows("""
         learner_class: the Learner, instead of the algorithm's own
-        learner_config_dict: settings for a Learner of your own
+        learner_config_dict (dict?): settings for a Learner of your own
     """)),
-    Section("framework", "torch and its compiler.", (*_rows("""
-        framework: "torch"
+    Section("framework", "torch and its compiler.", (
+        Setting(name="framework", type=str, default="torch", meaning='"torch"', choices=("torch",),
+                attribute="framework_str", reason="language models are computed by PyTorch here",
+                remedy="Leave it out"),
+        *_rows("""
         torch_compile_learner (bool): whether the learner's layers are compiled
-        torch_compile_learner_dynamo_backend: the compiler behind it
-        torch_compile_learner_dynamo_mode: the compiler's mode
+        torch_compile_learner_dynamo_backend (text?): the compiler behind it
+        torch_compile_learner_dynamo_mode (text?): the compiler's mode
     """),
-        Setting(name="torch_compile_worker", type=Any, default=None,
+        Setting(name="torch_compile_worker", type=bool, default=None,
                 meaning="whether decoding is compiled", acts=(NOT_HERE,)),
         Setting(name="torch_compile_learner_what_to_compile", type=Any, default=None,
                 meaning="what is compiled", acts=(LAYERS,)),
     )),
     Section("evaluation", "Results on held-out rows.", _rows("""
-        evaluation_interval (int?): the iterations between evaluations; None: never
-        evaluation_duration (int): the held-out rows that an evaluation judges
-        evaluation_config: settings that evaluation has otherwise than training
-        evaluation_error_after_n_consecutive_skips (int?): the skipped evaluations that end the run
+        evaluation_interval (count?): the iterations between evaluations; None: never
+        evaluation_duration (size): the held-out rows that an evaluation judges
+        evaluation_config (overlay?): settings that evaluation has otherwise than training
+        evaluation_error_after_n_consecutive_skips (size?): the skipped evaluations that end the run
     """)),
     Section("callbacks", "Functions of your own that are called.", _rows("""
         callbacks: a class, or several, of callbacks
-        callbacks_on_algorithm_init: called when the algorithm was made
-        callbacks_on_checkpoint_loaded: called when a checkpoint was loaded
-        callbacks_on_evaluate_start: called before an evaluation
-        callbacks_on_evaluate_end: called after an evaluation
-        callbacks_on_train_result: called with every result
+        callbacks_on_algorithm_init (functions?): called when the algorithm was made
+        callbacks_on_checkpoint_loaded (functions?): called when a checkpoint was loaded
+        callbacks_on_evaluate_start (functions?): called before an evaluation
+        callbacks_on_evaluate_end (functions?): called after an evaluation
+        callbacks_on_train_result (functions?): called with every result
     """)),
     Section("resources", "What the driver's process reserves.", _rows("""
-        num_cpus_for_main_process (float): the CPUs, and threads, of the driver's process
-        custom_resources_for_main_process: further resources of the driver's process
-        placement_strategy: how a trial's processes are spread over nodes
+        num_cpus_for_main_process (amount): the CPUs, and threads, of the driver's process
+        custom_resources_for_main_process (dict?): further resources of the driver's process
+        placement_strategy (text): how a trial's processes are spread over nodes
     """)),
     Section("reporting", "How long an iteration is.", _rows("""
-        min_time_s_per_iteration (float?): the seconds that an iteration lasts at least
-        min_train_timesteps_per_iteration (int?): the rows that an iteration trains on at least
-        min_sample_timesteps_per_iteration (int?): the rows that an iteration samples at least
+        min_time_s_per_iteration (amount?): the seconds that an iteration lasts at least
+        min_train_timesteps_per_iteration (count?): the rows that an iteration trains on at least
+        min_sample_timesteps_per_iteration (count?): the rows that an iteration samples at least
     """)),
     Section("debugging", "Seed and logs.", _rows("""
-        seed (int?): the seed of sampling, of the order of data and of dropout
-        log_level: the level of RLlib's logger
+        seed (seed?): the seed of sampling, of the order of data and of dropout
+        log_level (text): the level of RLlib's logger
         log_sys_usage (bool): whether CPU and memory are reported
     """)),
     Section("python_environment", "Environment variables.", _rows("""
-        extra_python_environs_for_driver: environment variables of the driver's process
-        extra_python_environs_for_worker: environment variables of other processes
+        extra_python_environs_for_driver (dict): environment variables of the driver's process
+        extra_python_environs_for_worker (dict): environment variables of other processes
     """)),
     Section("rl_module", "The network.", _rows("""
         rl_module_spec: the RLModule, instead of the algorithm's own
-        model_config: settings for an RLModule of your own
+        model_config (model?): settings for an RLModule of your own
     """)),
 )  # fmt: skip
 
 ONLINE = (
     Section("environment", "Where prompts and rewards come from.", _rows("""
         env: the environment's name, dotted path or class
-        env_config: the environment's settings
+        env_config (dict): the environment's settings
     """)),
     Section("env_runners", "The processes that sample.", _rows("""
-        num_env_runners (int): how many processes sample; 0: the driver's own does
-        num_cpus_per_env_runner (float): the CPUs of each sampler
-        num_gpus_per_env_runner (float): the GPUs of each sampler, or a fraction of one
-        custom_resources_per_env_runner: further resources of each sampler
+        num_env_runners (count): how many processes sample; 0: the driver's own does
+        num_cpus_per_env_runner (amount): the CPUs of each sampler
+        num_gpus_per_env_runner (amount): the GPUs of each sampler, or a fraction of one
+        custom_resources_per_env_runner (dict?): further resources of each sampler
         env_runner_cls: the EnvRunner, a subclass of RLHFEnvRunner
         create_local_env_runner (bool): whether the driver's process samples beside remote ones
         validate_env_runners_after_construction (bool): whether samplers are asked when made
-        max_requests_in_flight_per_env_runner (int): the requests that wait at a sampler at most
+        max_requests_in_flight_per_env_runner (size): the requests that wait at a sampler at most
         explore (bool): whether completions are sampled; False: the likeliest token each time
     """)),
-    Section("evaluation", "Results on held-out prompts.", _rows("""
-        evaluation_duration_unit: "episodes"
-        evaluation_num_env_runners (int): the processes that sample for evaluation
-        custom_evaluation_function: what evaluates, instead of our own
-    """)),
+    Section("evaluation", "Results on held-out prompts.", (
+        Setting(name="evaluation_duration_unit", type=str, default="episodes",
+                meaning='"episodes"', choices=("episodes",), remedy="Leave it out",
+                reason="a completion is an episode, and completions are counted"),
+        *_rows("""
+        evaluation_num_env_runners (count): the processes that sample for evaluation
+        custom_evaluation_function (functions?): what evaluates, instead of our own
+    """))),
     Section("callbacks", "Functions of your own that are called.", _rows("""
-        callbacks_on_env_runners_recreated: called when samplers were started again
-        callbacks_on_environment_created: called when a sampler has made its environment
-        callbacks_on_sample_end: called when a sampler has answered
+        callbacks_on_env_runners_recreated (functions?): called when samplers were started again
+        callbacks_on_environment_created (functions?): called when a sampler has its environment
+        callbacks_on_sample_end (functions?): called when a sampler has answered
     """)),
     Section("fault_tolerance", "What happens to samplers that die.", _rows("""
         restart_failed_env_runners (bool): whether samplers that died are started again
         ignore_env_runner_failures (bool): whether the run goes on without them
-        max_num_env_runner_restarts (int): how often they are started again
-        delay_between_env_runner_restarts_s (float): the seconds before a failed sampler may start
-        num_consecutive_env_runner_failures_tolerance (int): the failures in a row that are borne
+        max_num_env_runner_restarts (count): how often they are started again
+        delay_between_env_runner_restarts_s (amount): the seconds before a failed sampler may start
+        num_consecutive_env_runner_failures_tolerance (count): the failures in a row that are borne
     """)),
 )  # fmt: skip
 

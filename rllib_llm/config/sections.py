@@ -42,6 +42,16 @@ def rllib_table(config_class: ConfigClass) -> Mapping[str, Setting]:
     return {row.name: row for section in config_class.rllib_sections for row in section.settings}
 
 
+def same(value: Any, other: Any) -> bool:
+    """Whether two values of a setting are equal; those that cannot be compared are not."""
+    if value is other:
+        return True
+    try:
+        return bool(value == other)
+    except (ValueError, RuntimeError):  # arrays and tensors
+        return False
+
+
 @cached
 def section_names(config_class: ConfigClass) -> tuple[str, ...]:
     """Names of the sections, each once, ours first."""

@@ -19,16 +19,27 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Number
 from typing import Annotated, Any, Literal, Union
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from rllib_llm.shared.dotted import looks_dotted
 from rllib_llm.shared.errors import SettingError, complain
 
 IN_CONFIG, IN_ENV = "config", "env_config"  # where a setting is kept
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what settings in `env_config` are of unless they say so
+LARGEST = 2**63 - 1  # tensors hold no larger whole number
+UNSET = -1  # RLlib drops settings of this value
 
 
 @dataclass(frozen=True)
@@ -117,22 +128,31 @@ class Setting:
         """
         if self.or_dotted and isinstance(value, str) and looks_dotted(value):
             return
-        plain = value.item() if isinstance(value, np.generic) else value
+        value_rule, reason = self.rule, self.reason or self.says
+        number = plain(value) if type(plain(value)) in (int, float) else 0
         try:
             _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
-                plain
+                plain(value)
             )
+            if number != UNSET:
+                return
+            value_rule, reason = "other than -1", "RLlib reads -1 as 'not set' and drops it"
         except ValidationError:
-            infinite = isinstance(value, float) and math.isinf(value)
-            complain(
-                SettingError(
-                    name=self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}",
-                    value=value,
-                    rule=f"be {'finite' if infinite else self.rule}",
-                    reason=self.reason or self.says,
-                    remedy=self.remedy or f"Its default is {self.default!r}",
-                )
+            if isinstance(number, float) and math.isinf(number):
+                value_rule = "finite"
+            elif number > LARGEST:
+                value_rule = "below 2**63"
+            elif isinstance(value, str) and not value.strip("\0 \t\n"):
+                value_rule = "more than a blank"
+        complain(
+            SettingError(
+                name=self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}",
+                value=value,
+                rule=f"be {value_rule}",
+                reason=reason,
+                remedy=self.remedy or f"Its default is {self.default!r}",
             )
+        )
 
     @property
     def says(self) -> str:
@@ -156,7 +176,8 @@ class Setting:
             return "None"
         if typing.get_origin(kind) is Literal:
             return " or ".join(map(repr, typing.get_args(kind)))
-        words = _KIND_WORDS.get(typing.get_origin(kind) or kind, "given")
+        origin = typing.get_origin(kind) or kind
+        words = _KIND_WORDS.get(origin) or origin.__name__
         if kind in (int, float):
             of_unit = f" of {self.unit}" if self.unit and kind is float else ""
             return f"{words}{of_unit}{self._bounds()}"
@@ -298,12 +319,41 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
     origin = typing.get_origin(kind) or kind
     if origin in (int, float):
         finite = False if origin is float else None
-        return Annotated[kind, Field(ge=least, gt=above, le=most, allow_inf_nan=finite)]
+        most = LARGEST if most is None and origin is int else most
+        bounds = Field(ge=least, gt=above, le=most, allow_inf_nan=finite)
+        return Annotated[kind, bounds, BeforeValidator(_number)]
+    if kind is str:
+        return Annotated[str, AfterValidator(_text)]
+    if kind is Any:
+        return Annotated[Any, BeforeValidator(_object)]
     if origin is dict:  # its contents are checked by its readers
         return Annotated[dict, Field(strict=False)]
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
         return Annotated[kind, Field(strict=False), BeforeValidator(_sequence)]
     return kind
+
+
+def plain(value: Any) -> Any:
+    """The number of Python that a scalar of numpy is; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float):  # pydantic takes arrays and tensors of one
+        raise ValueError("an array")
+    return value
+
+
+def _text(value: str) -> str:
+    if not value.strip("\0 \t\n"):
+        raise ValueError("blank")
+    return value
+
+
+def _object(value: Any) -> Any:
+    if isinstance(value, Number | bytes):
+        raise ValueError("a number")
+    return _text(value) if isinstance(value, str) else value
 
 
 def _sequence(value: Any) -> Any:
@@ -317,6 +367,8 @@ _KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({
     int: "a whole number",
     float: "a number",
     str: "text",
+    Any: "a name, a mapping, a list or an object of Python",
+    Callable: "a function or its dotted path",
     list: "a list",
     tuple: "a pair of numbers",
     dict: "a dictionary",

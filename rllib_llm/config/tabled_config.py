@@ -25,13 +25,14 @@ from rllib_llm.config.sections import (
     rllib_parameters,
     rllib_table,
     row_called,
+    same,
     section_names,
     section_rows,
     sections_of,
     shown_rows,
     table,
 )
-from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting
+from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting, plain
 from rllib_llm.shared.errors import (
     SettingError,
     SettingWarning,
@@ -257,7 +258,7 @@ class TabledConfig(AlgorithmConfig):
         return {
             key: value
             for key, value in settings.items()
-            if key not in untouched or not _same(value, untouched[key])
+            if key not in untouched or not same(value, untouched[key])
         }
 
     def known_settings(self) -> frozenset[str]:
@@ -296,7 +297,10 @@ class TabledConfig(AlgorithmConfig):
         """
         for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
             if row.place == IN_CONFIG:
-                row.check(row.value(self))
+                value = row.value(self)
+                row.check(value)
+                if plain(value) is not value:  # a scalar of numpy, which RLlib would not take
+                    setattr(self, row.attribute or row.name, plain(value))
         self._check_env_rows(self.env_config)
         refuse_inert(self)
         warn_of_strangers(self)
@@ -325,11 +329,6 @@ class TabledConfig(AlgorithmConfig):
 def _names_a_network(name: str, value: Any) -> bool:
     """Whether it is a language model's name, for which RLlib's `training(model={...})` is not."""
     return name == "model" and not isinstance(value, Mapping)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Whether two settings are equal; what cannot be compared is not."""
-    return value is other or (type(value) is type(other) and bool(value == other))
 
 
 def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,7 +421,7 @@ def refuse_inert(config: TabledConfig) -> None:
         if name not in skipped
         and not name.startswith("_")
         and not (isinstance(value, int) and value == DEPRECATED_VALUE)
-        and getattr(config, name) != getattr(untouched, name)
+        and not same(getattr(config, name), getattr(untouched, name))
     ]
     algorithm = type(config).__name__.removesuffix("Config")
     for name in names:
