@@ -181,7 +181,9 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
         told = self.foreach_learner(
-            functools.partial(RLHFLearner.forward_backward, batch=sampled.columns)
+            functools.partial(
+                RLHFLearner.forward_backward, batch=sampled.columns, version=self.weights_version
+            )
         )
         self._record_trained(sampled, told)
 

@@ -192,22 +192,25 @@ class LanguageModelLearner(SharedPasses):
         self._weights_seq_no += 1
         minibatches = list(self._minibatches(rows))
         self.start_update(rows, minibatches)
-        with self._seeded_dropout():
+        with self._seeded_dropout(self._weights_seq_no):
             for indices in minibatches:
                 self._add_gradient(take_rows(rows, indices))
                 self._step()
                 if self.should_stop():
                     break
 
-    def forward_backward(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def forward_backward(self, batch: dict[str, Any], version: int) -> dict[str, Any]:
         """Adds the gradient of a batch's loss, the whole batch as one mini-batch, to what
-        `optimizer_step` takes next; results as those of `update`."""
+        `optimizer_step` takes next; results as those of `update`.
+
+        `version`: of the weights as they were published last. Ages of tokens count from it: steps
+        that nobody has published, and batches that failed, make nothing older.
+        """
         with self._listening():
+            self._weights_seq_no = version + 1
             rows = self.prepare(self._on_device(batch))
-            if not self._accumulated:
-                self._weights_seq_no += 1
             self.start_update(rows, [torch.arange(_num_rows(rows))])
-            with self._seeded_dropout():
+            with self._seeded_dropout(self.num_updates + 1):
                 self._add_gradient(rows)
         return {**self.metrics.reduce(), TOLD: self.told()}
 
@@ -257,8 +260,8 @@ class LanguageModelLearner(SharedPasses):
             )
         )
 
-    def _seeded_dropout(self) -> AbstractContextManager[None]:
-        return seeded_dropout(self.config, self._weights_seq_no, self.rank, len(self._accumulated))
+    def _seeded_dropout(self, place: int) -> AbstractContextManager[None]:
+        return seeded_dropout(self.config, place, self.rank, len(self._accumulated))
 
     def _zero_gradients(self) -> None:
         for optimizer in self._named_optimizers.values():

@@ -246,14 +246,14 @@ def one_step(**training):
 def test_gradients_without_a_step_are_taken_or_refused_never_added_unseen():
     learner, other = (tiny.build(one_step()) for _ in range(2))
     batch = tiny.judged(learner)
-    learner.forward_backward(batch)
+    learner.forward_backward(batch, version=0)
     with pytest.raises(RuntimeError, match=r"batches=1 must be 0.*Call optimizer_step\(\)"):
         tiny.update(learner, batch)
     learner.optimizer_step()
     tiny.update(other, batch)
     for name, expected in tiny.parameters(other).items():
         torch.testing.assert_close(tiny.parameters(learner)[name], expected, rtol=1e-4, atol=1e-6)
-    learner.forward_backward(batch)
+    learner.forward_backward(batch, version=1)
     learner.set_state(copy_state(other.get_state()))  # a restore drops gradients of other weights
     expected = tiny.update(other, batch)["grad_norm"]
     assert tiny.update(learner, batch)["grad_norm"] == pytest.approx(expected, rel=1e-5)
@@ -262,10 +262,10 @@ def test_gradients_without_a_step_are_taken_or_refused_never_added_unseen():
 def test_passes_that_fail_drop_the_gradients_that_were_added():
     learner = tiny.build(one_step())
     batch = tiny.judged(learner)
-    learner.forward_backward(batch)
+    learner.forward_backward(batch, version=0)
     broken = batch | {columns.COMPLETION_IDS: torch.full_like(batch[columns.COMPLETION_IDS], 999)}
     with pytest.raises(IndexError):  # no embedding has that row
-        learner.forward_backward(broken)
+        learner.forward_backward(broken, version=0)
     with pytest.raises(RuntimeError, match="batches=0 must be at least 1"):
         learner.optimizer_step()
     tiny.update(learner, batch)
@@ -279,5 +279,18 @@ def test_gradients_in_half_precision_are_exactly_on_policy(before):
     if before == "an update":
         tiny.update(learner, batch)
         batch = tiny.judged(learner)
-    means = learner.forward_backward(batch)[TOLD][MEANS]
+    means = learner.forward_backward(batch, version=learner.num_updates)[TOLD][MEANS]
     assert means["val/ratio"] == 1 and means["policy/approxkl_avg"] == 0
+
+
+def test_steps_that_nobody_published_make_no_token_older():
+    """Ages are published versions, whatever the number of steps between, and of failed batches."""
+    learner = tiny.build(one_step(off_policy="decoupled_loglinear", off_policy_weights=None))
+    batch = tiny.judged(learner)
+    broken = batch | {columns.COMPLETION_IDS: torch.full_like(batch[columns.COMPLETION_IDS], 999)}
+    with pytest.raises(IndexError):
+        learner.forward_backward(broken, version=0)
+    for _ in range(3):
+        means = learner.forward_backward(batch, version=0)[TOLD][MEANS]
+        assert "off_policy/k1_lag_0" in means and "off_policy/k1_lag_1" not in means
+        learner.optimizer_step()
