@@ -165,7 +165,7 @@ def make_config(
     return (
         config.env_runners(num_env_runners=2)
         .learners(num_learners=1, learner_class=AccountedLearner)
-        .weight_broadcast(weights_name=weights_name)
+        .weights(weights_name=weights_name)
         .fault_tolerance(
             sampler_timeout_s=timeout_s,
             learner_timeout_s=timeout_s,

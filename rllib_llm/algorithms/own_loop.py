@@ -22,12 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
-
-from rllib_llm.rollouts.judged_batch import JudgedBatch
-
-if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import RolloutSource
+from typing import Any, Generic, TypeAlias, TypeVar
 
 Result = TypeVar("Result")
 Metrics: TypeAlias = dict[str, dict[str, float]]
@@ -56,93 +51,30 @@ class UnderWay(Generic[Result]):
         return self._future.done()
 
 
-class OneAfterAnother:
-    """A thread that makes calls in the order in which they come."""
+class OwnLoop:
+    """The calls of an algorithm, one after the other.
 
-    def __init__(self) -> None:
+    Args:
+        algorithm: the `RLHF` whose calls they are.
+    """
+
+    def __init__(self, algorithm: Any) -> None:
+        self._algorithm = algorithm
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="own-loop")
 
-    def begin(self, call: Callable[..., Result]) -> UnderWay[Result]:
+    def begin(self, call: Callable[..., Result], *args: Any) -> UnderWay[Result]:
         """Makes the call when those before it have ended."""
-        return UnderWay(self._thread.submit(call))
+        return UnderWay(self._thread.submit(call, *args))
+
+    def begin_learning(self, call: Callable[..., Any], *args: Any) -> UnderWay[Metrics]:
+        """As `begin`; the result is the learners' metrics by group."""
+
+        def learn() -> Metrics:
+            call(*args)
+            return self._algorithm.pop_learner_metrics()
+
+        return self.begin(learn)
 
     def stop(self) -> None:
         """Makes no more calls; the one under way is waited for."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-class OwnLoop:
-    """The calls of an `RLHF` algorithm, which is one."""
-
-    rollouts: RolloutSource
-    _calls: OneAfterAnother | None = None
-
-    def next_batch(self) -> UnderWay[JudgedBatch]:
-        """The batch to be learnt from next."""
-        return self._begin(self.rollouts.next)
-
-    def submit(self, batch: JudgedBatch) -> UnderWay[Metrics]:
-        """Learns from a batch and publishes the weights; the learners' metrics by group."""
-
-        def learn() -> Metrics:
-            self.learn(batch)
-            return self.pop_learner_metrics()
-
-        return self._begin(learn)
-
-    def forward_backward(self, batch: JudgedBatch) -> UnderWay[Metrics]:
-        """Adds a batch's gradient to what `optimizer_step` takes: the whole batch at once, each
-        row once; the learners' metrics by group."""
-
-        def add() -> Metrics:
-            self.add_gradients(batch)
-            return self.pop_learner_metrics()
-
-        return self._begin(add)
-
-    def optimizer_step(self) -> UnderWay[Metrics]:
-        """Takes an optimiser step with the gradients added up; its metrics by group."""
-        from rllib_llm.learners.language_model_learner import LanguageModelLearner
-
-        def step() -> Metrics:
-            self.foreach_learner(LanguageModelLearner.optimizer_step)
-            return self.pop_learner_metrics()
-
-        return self._begin(step)
-
-    def publish_weights(self) -> UnderWay[None]:
-        """Gives samplers the weights as they are; the next batch is one version later."""
-        return self._begin(self.publish_next)
-
-    def _begin(self, call: Callable[..., Result]) -> UnderWay[Result]:
-        if self._calls is None:
-            self._calls = OneAfterAnother()
-        return self._calls.begin(call)
-
-    def stop_own_loop(self) -> None:
-        """Makes no more calls."""
-        if self._calls is not None:
-            self._calls.stop()
-
-    # --- what the algorithm is asked for -------------------------------------------------------
-
-    def learn(self, sampled: JudgedBatch) -> Any:
-        """Updates the learners with a batch and publishes their weights."""
-        raise NotImplementedError
-
-    def add_gradients(self, sampled: JudgedBatch) -> None:
-        """Adds the gradients of a batch on all learners."""
-        raise NotImplementedError
-
-    def publish_next(self) -> None:
-        """Publishes the weights under the next version."""
-        raise NotImplementedError
-
-    def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Calls a method on every learner whose results are those of an update; returns the
-        learners' messages."""
-        raise NotImplementedError
-
-    def pop_learner_metrics(self) -> Metrics:
-        """The learners' means since the last call, by group."""
-        raise NotImplementedError

@@ -21,7 +21,7 @@ from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-from rllib_llm.algorithms.own_loop import OwnLoop
+from rllib_llm.algorithms.own_loop import Metrics, OwnLoop, UnderWay
 from rllib_llm.algorithms.results import (
     log_as_rllib,
     stored_rollouts,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
 
-class RLHF(LanguageModelAlgorithm, OwnLoop):
+class RLHF(LanguageModelAlgorithm):
     """Samples, learns, publishes.
 
     Its own state is the weight version and that of the rollout source: the prompt position, and
@@ -66,6 +66,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
         self._server: Any = None  # beside the run
+        self.own_loop = OwnLoop(self)
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
@@ -173,11 +174,12 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         return start
 
     def publish_next(self) -> None:
+        """Publishes the weights under the next version."""
         self.weights_version += 1
         self._publish()
 
     def add_gradients(self, sampled: JudgedBatch) -> None:
-        """The batch is kept as one that was learnt from."""
+        """Adds the gradients of a batch on all learners; it is kept as one that was learnt from."""
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
         told = self.foreach_learner(
@@ -186,6 +188,31 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
             )
         )
         self._record_trained(sampled, told)
+
+    # --- its steps in a loop of one's own, see `own_loop.py` ---------------------------------
+
+    def next_batch(self) -> UnderWay[JudgedBatch]:
+        """The batch to be learnt from next."""
+        return self.own_loop.begin(self.rollouts.next)
+
+    def submit(self, batch: JudgedBatch) -> UnderWay[Metrics]:
+        """Learns from a batch and publishes the weights; the learners' metrics by group."""
+        return self.own_loop.begin_learning(self.learn, batch)
+
+    def forward_backward(self, batch: JudgedBatch) -> UnderWay[Metrics]:
+        """Adds a batch's gradient to what `optimizer_step` takes: the whole batch at once, each
+        row once; the learners' metrics by group."""
+        return self.own_loop.begin_learning(self.add_gradients, batch)
+
+    def optimizer_step(self) -> UnderWay[Metrics]:
+        """Takes an optimiser step with the gradients added up; its metrics by group."""
+        from rllib_llm.learners.rlhf_learner import RLHFLearner
+
+        return self.own_loop.begin_learning(self.foreach_learner, RLHFLearner.optimizer_step)
+
+    def publish_weights(self) -> UnderWay[None]:
+        """Gives samplers the weights as they are; the next batch is one version later."""
+        return self.own_loop.begin(self.publish_next)
 
     def _record_trained(self, sampled: JudgedBatch, told: dict[str, Any]) -> None:
         """Stores the batch with the first learner's advantages."""
@@ -360,7 +387,7 @@ class RLHF(LanguageModelAlgorithm, OwnLoop):
         return self._pools[env_runner_group].pop_revived()
 
     def cleanup(self) -> None:
-        self.stop_own_loop()
+        self.own_loop.stop()
         if self._server is not None:
             self._server.close()
         self.rollouts.stop()

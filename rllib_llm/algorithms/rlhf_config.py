@@ -67,7 +67,6 @@ class RLHFConfig(LanguageModelConfig):
     conversation = SectionMethod()
     reference = SectionMethod()
     weights = SectionMethod()
-    weight_broadcast = SectionMethod("weights")  # its name before there were sections
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)

@@ -187,7 +187,7 @@ class Setting:
 
     def _bounds(self) -> str:
         bounds = {"of at least": self.least, "above": self.above, "at most": self.most}
-        text = " and ".join(f"{word} {b:g}" for word, b in bounds.items() if b is not None)
+        text = " and ".join(f"{word} {b:.10g}" for word, b in bounds.items() if b is not None)
         return f" {text}" if text else ""
 
     @property

@@ -224,13 +224,6 @@ class TabledConfig(AlgorithmConfig):
         if self.env is None:
             self.env = row.env
 
-    def _assign(self, values: dict[str, Any], method) -> None:
-        """Sets the keyword arguments of `method` that were given as attributes: for settings that
-        a subclass adds without rows."""
-        for name in method.__kwdefaults__ or {}:
-            if values[name] is not NotProvided:
-                setattr(self, name, values[name])
-
     def update_from_dict(self, config_dict: dict[str, Any]):
         """As RLlib's; sections may be mappings of their own, and unknown keys are refused.
 

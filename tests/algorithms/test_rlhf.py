@@ -218,7 +218,7 @@ def test_weights_stay_on_the_gpu_that_learner_and_samplers_share():
         tiny.ppo()
         .learners(num_learners=1, num_gpus_per_learner=0.4)
         .env_runners(num_env_runners=2, num_gpus_per_env_runner=0.2)
-        .weight_broadcast(weights_transport="cuda_ipc")
+        .weights(weights_transport="cuda_ipc")
     )
     with tiny.built(config) as algorithm:
         tiny.train(algorithm, 2)

@@ -29,7 +29,7 @@ def run(transport: str) -> dict[str, Any]:
         tiny.grpo(ref_kl_coeff=0.1)
         .learners(num_learners=1, num_gpus_per_learner=0.4)
         .env_runners(num_env_runners=NUM_SAMPLERS, num_gpus_per_env_runner=0.2)
-        .weight_broadcast(weights_transport=transport)
+        .weights(weights_transport=transport)
     )
     with tiny.built(config) as algorithm:
         results = [algorithm.train() for _ in range(3)]

@@ -162,7 +162,7 @@ def test_a_run_has_the_same_weights_as_through_the_store(ray_session):
             tiny.ppo()
             .learners(num_learners=1, num_cpus_per_learner=0.5)
             .env_runners(num_env_runners=2, num_cpus_per_env_runner=0.5)
-            .weight_broadcast(weights_transport=transport)
+            .weights(weights_transport=transport)
         )
         with tiny.built(config) as algorithm:
             tiny.train(algorithm, 2)
