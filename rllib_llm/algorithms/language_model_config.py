@@ -23,15 +23,17 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 from ray.util.placement_group import get_current_placement_group
 
-from rllib_llm.config.checks import (
+from rllib_llm.config.checks import given, warn_of_no_effect
+from rllib_llm.config.model import (
+    FAULT_TOLERANCE,
+    LANGUAGE_MODEL,
+    LEARNERS,
+    OPTIMISER,
     check_adapters,
     check_cuts,
     check_optimiser,
     check_precision,
-    given,
-    warn_of_no_effect,
 )
-from rllib_llm.config.model import FAULT_TOLERANCE, LANGUAGE_MODEL, LEARNERS, OPTIMISER
 from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig

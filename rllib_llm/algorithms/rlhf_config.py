@@ -11,27 +11,29 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.evaluation import check_eval_envs, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import check_reference, require
+from rllib_llm.config.checks import require
 from rllib_llm.config.environment import CONVERSATION, PROMPTS, REWARDS
-from rllib_llm.config.loss import LOSS, REFERENCE
+from rllib_llm.config.loss import LOSS, REFERENCE, check_loss, check_reference
 from rllib_llm.config.model import SAMPLER_FAULTS
-from rllib_llm.config.rlhf_checks import (
+from rllib_llm.config.rllib import COMMON, ONLINE
+from rllib_llm.config.sampling import (
+    ROLLOUTS,
+    SAMPLING,
     check_engine,
     check_evaluation,
-    check_loss,
-    check_off_policy,
-    check_others,
-    check_replay,
     check_sampling,
-    check_streaming,
-    check_transport,
 )
-from rllib_llm.config.rllib import COMMON, ONLINE
-from rllib_llm.config.sampling import ROLLOUTS, SAMPLING
 from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.setting import Section
-from rllib_llm.config.streaming import OFF_POLICY, REPLAY, STREAMING
-from rllib_llm.config.weights import WEIGHTS
+from rllib_llm.config.streaming import (
+    OFF_POLICY,
+    REPLAY,
+    STREAMING,
+    check_off_policy,
+    check_replay,
+    check_streaming,
+)
+from rllib_llm.config.weights import WEIGHTS, check_others, check_transport
 from rllib_llm.envs.registry import check_name
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from rllib_llm.config.checks import require
 from rllib_llm.config.setting import IN_ENV, Condition, Section, Settings, setting
 from rllib_llm.numerics.losses import POLICY_LOSSES, REDUCTIONS
 
@@ -294,3 +295,45 @@ class Reference(Settings):
 
 
 REFERENCE = Section.of("reference", Reference)
+
+
+# --- what must hold between them --------------------------------------------------------------
+
+
+def check_loss(config: Any) -> None:
+    """Raises ValueError for settings of scores and the loss that do not go together."""
+    require(
+        config.overlong_buffer <= config.max_new_tokens, "overlong_buffer", config.overlong_buffer,
+        f"in 0..max_new_tokens={config.max_new_tokens}", "it is the last so many tokens",
+        "0: no punishment",
+    )  # fmt: skip
+    require(
+        config.dual_clip is None or config.policy_loss != "cispo", "dual_clip", config.dual_clip,
+        "left at None with policy_loss='cispo'",
+        "it bounds ratios of negative advantages, which cispo does not have in its loss",
+        "Leave it out",
+    )  # fmt: skip
+    require(
+        config.policy_loss != "rloo" or REDUCTIONS[config.loss_reduction] == "sequence_mean",
+        "loss_reduction",
+        config.loss_reduction, "'sequence_mean' with policy_loss='rloo'",
+        "a completion is one action, whatever its length, and a mean over tokens would weigh it by "
+        "them", "Use 'sequence_mean', or policy_loss='ppo'",
+    )  # fmt: skip
+
+
+def check_reference(config: Any) -> None:
+    """Raises ValueError where the reference cannot be at the place that was chosen."""
+    require(
+        config.reference_in != "policy" or config.lora is not None, "reference_in",
+        config.reference_in, "'environment' or 'learner' without lora",
+        "only a policy under adapters contains the model it started from", "Set lora={}",
+    )  # fmt: skip
+    require(
+        config.ref_kl_estimator != "full" or config.reference_place != "environment"
+        or not config.ref_kl_coeff,
+        "ref_kl_estimator", config.ref_kl_estimator,
+        f"'k1', 'k2' or 'k3' with the reference in the {config.reference_place}",
+        "the exact KL needs the reference's logits beside the policy's",
+        "Set reference_in='learner'",
+    )  # fmt: skip

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from rllib_llm.config.checks import check_range, require
 from rllib_llm.config.model import StartingPoint
 from rllib_llm.config.setting import Condition, Section, Settings, setting
+from rllib_llm.config.tabled_config import flattened
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import noted
 
 ENGINE_OF_ITS_OWN = Condition(
     "engine is 'vllm' or 'openai'",
@@ -321,3 +329,137 @@ class Rollouts(Settings):
 
 
 ROLLOUTS = Section.of("rollouts", Rollouts)
+
+
+# --- what must hold between them --------------------------------------------------------------
+
+
+def check_sampling(config: Any) -> None:
+    """Raises ValueError for completions that cannot be sampled, or not be shared out."""
+    total, group = config.total_train_batch_size, config.num_completions
+    require(
+        total % group == 0, "train_batch_size_per_learner", config.train_batch_size_per_learner,
+        f"such that all learners' rows ({total}) are a multiple of num_completions={group}",
+        "the completions of a prompt stay together", f"Use {max(1, total // group) * group}",
+    )  # fmt: skip
+    size = config.minibatch_size
+    require(
+        size is None or size <= config.train_batch_size_per_learner, "minibatch_size", size,
+        f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
+        "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
+    )  # fmt: skip
+    stops = config.stop_token_ids
+    with noted():
+        SamplingParams(  # checks the rest
+            pad_token_id=0,
+            stop_token_ids=tuple(stops or ()),
+            max_new_tokens=config.max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+        )
+
+
+def check_evaluation(config: Any) -> None:
+    """Raises ValueError for an evaluation of no rows, or of fewer completions of a prompt than
+    their results are of."""
+    check_range(
+        config, "evaluation_duration", least=1, reason="it counts completions", remedy="Raise it"
+    )
+    held_out = _held_out(config)
+    _check_pass_at(held_out, config.pass_at, "pass_at")
+    for name, overlay in (config.eval_envs or {}).items():
+        if isinstance(overlay, Mapping):
+            _check_pass_at({**held_out, **overlay}, config.pass_at, f"eval_envs.{name}.pass_at")
+
+
+def _held_out(config: Any) -> dict[str, Any]:
+    """The settings behind the number of an evaluation's completions, and its metrics."""
+    overlay = config.evaluation_config if not config.in_evaluation else None
+    settings = {
+        "explore": config.explore if config.in_evaluation else False,
+        "num_completions": config.num_completions,
+        "answer_pattern": config.answer_pattern,
+    }
+    if not isinstance(overlay, Mapping):  # none, or a config that says it all
+        return settings | ({} if overlay is None else {"explore": overlay.explore})
+    return settings | flattened(type(config), overlay)
+
+
+def _check_pass_at(held_out: Mapping[str, Any], pass_at: Any, name: str) -> None:
+    ks = held_out.get("pass_at", pass_at)
+    count = held_out["num_completions"] if held_out["explore"] else 1
+    require(
+        all(1 <= k <= count for k in ks or ()), name, ks, f"numbers from 1 to {count}",
+        "so many completions of each prompt are evaluated, which are alike unless they are sampled",
+        "Set evaluation_config: {explore: true, num_completions: N}",
+    )  # fmt: skip
+    pattern = held_out["answer_pattern"]
+    try:
+        re.compile(pattern or "")
+    except (re.error, TypeError) as error:
+        require(
+            False, name.replace("pass_at", "answer_pattern"), pattern, "a regular expression",
+            str(error), "Write '<answer>(.*?)</answer>', say",
+        )  # fmt: skip
+
+
+def check_engine(config: Any) -> None:
+    """Raises ValueError for an engine that cannot serve this config."""
+    if config.generate_function is not None:
+        found = import_dotted(config.generate_function, name="generate_function")
+        require(
+            callable(found), "generate_function", config.generate_function, "a function",
+            f"it is {type(found).__name__}", "Name one of those that are in the module",
+        )  # fmt: skip
+    if config.engine == "openai":
+        _check_openai(config)
+    if config.engine == "vllm" and config.num_env_runners:
+        _check_vllm(config)
+
+
+def _check_openai(config: Any) -> None:
+    given = config.engine_settings or {}
+    needed = {"base_url"} if given.get("endpoint") == "tokens" else {"base_url", "served_model"}
+    missing = needed - set(given)
+    require(
+        not missing, "engine_settings", config.engine_settings,
+        f"a dictionary with {' and '.join(map(repr, sorted(needed)))}",
+        "they say which server and which of its models answers", f"Add {sorted(missing)}",
+    )  # fmt: skip
+    if not config.in_evaluation:
+        _check_training_with_a_server(config, given)
+
+
+def _check_training_with_a_server(config: Any, given: dict[str, Any]) -> None:
+    tokens = "endpoint='tokens' of its engine_settings"
+    require(
+        given.get("endpoint") == "tokens", "engine", config.engine,
+        f"'torch' or 'vllm' in training, or come with {tokens}",
+        "texts are not the tokens that a server sampled, so nothing can be learnt from them",
+        "Add endpoint: tokens, or set it in evaluation_config alone",
+    )  # fmt: skip
+    require(
+        config.gives_weights_away and given.get("follows_run", True), "engine", config.engine,
+        "'torch' or 'vllm' in training, or come with weights_name or weights_push",
+        "the server has to have the weights that are learnt",
+        "Set weights_name, and serve with the same one, and leave follows_run out",
+    )  # fmt: skip
+    require(
+        not config.streams, "engine", config.engine,
+        "'torch' or 'vllm' with max_staleness, oversample or filters",
+        "a server is asked for whole batches by the newest weights", "Leave those out",
+    )  # fmt: skip
+
+
+def _check_vllm(config: Any) -> None:
+    from rllib_llm.engines.vllm_engine import MISSING, check_params
+
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(MISSING)
+    require(
+        config.lora is None, "lora", config.lora, "None with engine='vllm'",
+        "adapters alone are published, and vLLM is given whole weights", "Use engine='torch'",
+    )  # fmt: skip
+    check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
