@@ -169,7 +169,7 @@ class RLHFConfig(LanguageModelConfig):
             min_valid=min(2, self.num_completions),
             filters=tuple(self.filters or ()),
             by_row=self.schedule == "free"
-            and self.engine == "torch"
+            and self.engine in ("torch", "vllm")
             and self.generate_function is None,
             max_groups=-(-rules.capacity // max(1, self.num_env_runners)),
             in_flight=self.in_flight,

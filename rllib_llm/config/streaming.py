@@ -25,8 +25,8 @@ FREE = Condition(
     "Set schedule='free'",
 )
 BY_ROW = Condition(
-    "engine is 'torch' and num_env_runners is 1 or more",
-    lambda c: c.engine == "torch" and bool(c.num_env_runners),
+    "engine is 'torch' or 'vllm' and num_env_runners is 1 or more",
+    lambda c: c.engine in ("torch", "vllm") and bool(c.num_env_runners),
     "with engine={config.engine!r} and num_env_runners={config.num_env_runners}: whole groups are "
     "sampled with one version",
     "Use engine='torch' and num_env_runners=1",
@@ -76,8 +76,9 @@ class Streaming(Settings):
         "the treatment of completions in flight when new weights arrive",
         note=(
             '"finish": they finish on their own weights while new ones start on the new '
-            'weights, which needs a second copy of the weights; "recompute": they continue on '
-            'the new weights with a recomputed KV cache; "keep": on the new weights with the '
+            "weights, which needs a second copy of the weights (with vLLM, which has one, new "
+            'ones wait); "recompute": they continue on the new weights with a recomputed KV '
+            'cache; "keep": on the new weights with the '
             "old cache. Each token records the version that sampled it."
         ),
         acts=(STREAMS, FREE, BY_ROW),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from rllib_llm.engines.params import SamplingParams  # noqa: E402
 from rllib_llm.engines.protocol import Noise, Row, continued  # noqa: E402
 from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
 from rllib_llm.modules.logprobs import score_completions  # noqa: E402
+from rllib_llm.shared.errors import SettingWarning  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -253,6 +256,9 @@ def run_with_it(config):
 def test_a_run_streams_with_it(ray_session, stream):
     config = run_with_it(tiny.grpo(off_policy="decoupled")).language_model(model=MODEL)
     config.sampling(stop_token_ids=list(STOPS)).streaming(max_staleness=1, **stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SettingWarning)
+        config.validate()  # all of these settings have an effect
     with tiny.built(config) as algorithm:
         for _ in range(3):
             told = algorithm.train()["rollouts"]
