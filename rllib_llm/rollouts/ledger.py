@@ -16,7 +16,6 @@ from, `outcomes.py` what became of them.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -102,7 +101,7 @@ class Ledger:
             self.begin(0, weights.version)
         if weights.version != self.step:
             self._learn(weights.version)
-        needed = min([self.step, *self._versions_wanted()])
+        needed = min([self.step, *self._old_versions()])
         self._weights = {v: w for v, w in self._weights.items() if v >= needed}
         self._orders = {v: order for v, order in self._orders.items() if v in self._weights}
         self._schedule.admit_all()
@@ -112,7 +111,7 @@ class Ledger:
         num_extra = step - self.step - min(1, self._num_handed_out)
         for entry in self._schedule.learn(self._num_handed_out, step):
             self._outcomes.train(entry)
-        for entry in self.table:
+        for entry in self.table if num_extra else ():
             entry.num_updates_extra += num_extra
         self.step, self._num_handed_out = step, 0
 
@@ -190,15 +189,18 @@ class Ledger:
         which each update announces."""
         if self._has_all_weights:
             return []
-        missing = sorted(self._versions_wanted() - self._weights.keys())
-        self._has_all_weights = not missing and self.step in self._weights
+        wanted = {self.step, *self._old_versions()}
+        missing = sorted(wanted - self._weights.keys())
+        self._has_all_weights = not missing
         return missing
 
-    def _versions_wanted(self) -> set[int]:
-        """Versions of the weights that groups are to be sampled with."""
-        unsampled = [entry for entry in self.table if entry.group is None]
-        versions = {self._schedule.version(entry) for entry in unsampled}
-        return {version for version in versions if version is not None}
+    def _old_versions(self) -> list[int]:
+        """Of groups that weights before the newest have to sample, and have not yet, the versions
+        of these."""
+        if self._schedule.oldest_version >= self.step:
+            return []
+        versions = [self._schedule.version(e) for e in self.table if e.group is None]
+        return [version for version in versions if version is not None and version < self.step]
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -357,8 +359,7 @@ class Ledger:
     @property
     def num_old(self) -> int:
         """Groups that weights before the newest have to sample, and have not yet."""
-        versions = [self._schedule.version(e) for e in self.table if e.group is None]
-        return sum(version is not None and version < self.step for version in versions)
+        return len(self._old_versions())
 
     def waits_for(self) -> str:
         """The samplers being waited for, as text."""
@@ -397,7 +398,8 @@ class Ledger:
             "next": self.table.next,
             "step": self.step,
             "num_leases": self._leases.num_given,
-            "account": copy.deepcopy(self.account),
+            "position": self.table.position,
+            "account": self.account.copy(),
             "closed_in_row": self._outcomes.in_row,
             "closed": self._outcomes.unseen(0),
             "first_batch": self._schedule.first,
@@ -413,7 +415,7 @@ class Ledger:
         self._leases.begin(state["num_leases"])
         closed, _ = state.get("closed", ((), 0))
         in_row = state["closed_in_row"].copy()
-        self._outcomes.begin(copy.deepcopy(state["account"]), in_row.copy(), closed)
+        self._outcomes.begin(state["account"].copy(), in_row.copy(), closed)
         num_extra = state.get("num_updates_extra", {})  # unknown to the first checkpoints
         entries = [
             Entry(position, turn, unit, group=group, partial=partial,

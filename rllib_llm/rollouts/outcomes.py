@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rllib_llm.rollouts.groups import UNJUDGED, Closed, Ending, Entry, GroupTable, Leases
 
@@ -35,6 +35,12 @@ class TokenAccount:
         """A group that is not to be had, with what there was of it."""
         self.failed_groups += 1
         self.reject("failed", num_tokens, num_groups=0)
+
+    def copy(self) -> TokenAccount:
+        """One that counts for itself."""
+        return replace(
+            self, rejected=self.rejected.copy(), rejected_groups=self.rejected_groups.copy()
+        )
 
     def check(self, carried: int) -> None:
         """Raises AssertionError where a token is not accounted for."""

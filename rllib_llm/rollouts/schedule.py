@@ -163,6 +163,11 @@ class Schedule:
         """The version that samples a group; None if there is none yet."""
         return self.step
 
+    @property
+    def oldest_version(self) -> int:
+        """None that samples a group is older."""
+        return self.step
+
     def admit_all(self) -> None:
         """Admits as many groups as there is room for."""
         raise NotImplementedError
@@ -240,7 +245,14 @@ class Lockstep(Schedule):
 
     def version(self, entry: Entry) -> int | None:
         assert entry.turn is not None, "it was admitted in lockstep"
-        return next((version for turn, version in self._reached if entry.turn <= turn), None)
+        for turn, version in self._reached:
+            if entry.turn <= turn:
+                return version
+        return None
+
+    @property
+    def oldest_version(self) -> int:
+        return self._reached[0][1]
 
     def want(self, nth: int) -> None:
         super().want(nth)

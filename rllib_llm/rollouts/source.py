@@ -148,7 +148,7 @@ class Rollouts:
         """
         if self._rules.num_parts is None or self._handed_out:
             return self._next()
-        before, weights = self.state() | {"weights_version": self._step}, self._kept[self._step]
+        before, weights = self._saved() | {"weights_version": self._step}, self._kept[self._step]
         try:
             return self._next()
         except Exception:
@@ -159,7 +159,7 @@ class Rollouts:
     def _next(self) -> JudgedBatch:
         start = said = time.monotonic()
         num_judged = 0
-        self._workers.begin_wait()
+        self._workers.note_progress()
         while True:
             self._workers.work()
             answer = self._take(WAIT_SECONDS)
@@ -167,6 +167,7 @@ class Rollouts:
                 break
             if answer.num_judged != num_judged:
                 num_judged = answer.num_judged
+                self._workers.note_progress()
                 self._tell(num_judged)
             now = time.monotonic()
             is_ahead = self._rules.num_parts is None  # else a wait is no news
@@ -282,16 +283,20 @@ class Rollouts:
         """The ledger with all judged groups, and the partial output of the others. Waits for
         what older weights have to sample: a restored run has only the newest. No batch is
         wanted meanwhile: that would change which weights sample."""
-        self._workers.begin_wait()
-        while (look := self.look())["num_old"]:
+        self._workers.note_progress()
+        while self.look()["num_old"]:
             self._workers.work()
             self._attend(self._ledger.call("report", self._num_seen))
             time.sleep(SECONDS_BETWEEN_REPORTS)
+        return self._saved()
+
+    def _saved(self) -> dict[str, Any]:
+        """The state as it is."""
         ledger = self._ledger.state()
         closed, num_closed = ledger["closed"]
         known = max(0, self._num_seen - num_closed + len(closed))
         return {
-            "position": look["position"],  # for sources that know no other
+            "position": ledger["position"],  # for sources that know no other
             "num_learnt": self._position - sum(self._handed_out),
             "ledger": ledger
             | {
@@ -343,6 +348,8 @@ def open_rollouts(
         recorder, publish_again, tell: see `Rollouts`.
     """
     told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
+    if not pool.num_samplers:  # nobody could replace a sampler that is this very process
+        rules = dataclasses.replace(rules, timeout_s=None)
     own = LocalLedger(rules, keeps_rejected=keeps_rejected)
     is_asked = rules.num_parts is not None
     if is_asked and pool.num_samplers:

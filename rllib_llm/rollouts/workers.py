@@ -62,8 +62,8 @@ class Workers:
     def replace(self, sampler: str, reason: str) -> None:
         """Starts a sampler again that gives no answer."""
 
-    def begin_wait(self) -> None:
-        """Notes that a batch is waited for from now on."""
+    def note_progress(self) -> None:
+        """Notes that a batch is waited for from now on, or that more of it is there."""
 
     def forget(self) -> None:
         """Notes that the ledger has restarted: work in flight is no longer needed."""
@@ -169,7 +169,7 @@ class RemoteWorkers(Workers):
         self._num_losses = 0
         self._looked = self._someone_seen = time.monotonic()
 
-    def begin_wait(self) -> None:
+    def note_progress(self) -> None:
         """Nobody looked at samplers while the learner learnt."""
         self._someone_seen = time.monotonic()
         self._num_losses = 0
@@ -373,7 +373,8 @@ class LeasingWorkers(RemoteWorkers):
         for worker, (call, asked) in list(self._asked.items()):
             if call not in answered:
                 if self._looked - asked > self._answer_seconds:
-                    self.replace(str(worker), f"it was silent for {self._looked - asked:.0f} s")
+                    name = str(self._actors.number(worker))
+                    self.replace(name, f"it was silent for {self._looked - asked:.0f} s")
                 continue
             del self._asked[worker]
             try:

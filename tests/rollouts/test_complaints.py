@@ -176,7 +176,7 @@ class NobodyToAsk:
     def work(self):
         pass
 
-    begin_wait = forget = stop = work
+    note_progress = forget = stop = work
 
 
 def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.rollouts import workers as module
-from rllib_llm.rollouts.errors import Faults
+from rllib_llm.rollouts.errors import Faults, SamplingError
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.rollouts.workers import SECONDS_GONE, LeasingWorkers
@@ -143,3 +143,27 @@ def test_one_that_comes_takes_the_number_of_one_that_left(world):
     assert actors.killed == [3] and ledger.called == [("give_back", "2")]  # at once
     workers.replace("7", "silent")  # of one that has left: nobody is killed
     assert actors.killed == [3]
+
+
+def test_a_silent_one_is_replaced_by_the_number_that_it_calls_itself(world):
+    """Workers are never counted twice, samplers are: worker 3 calls itself 2."""
+    workers, actors, ledger, now = world
+    del actors.numbers[2]
+    actors.numbers[3] = 2
+    actors.ready = lambda calls, timeout_s: [call for call in calls if call != 3]
+    look(workers, now)
+    look(workers, now, 130.0)
+    assert actors.killed == [3]
+
+
+def test_losses_count_in_a_row_and_not_over_the_whole_wait_for_a_batch(world):
+    """A batch of hours may see many samplers preempted while others hand in groups."""
+    workers, actors, ledger, now = world
+    for _ in range(10):
+        workers.replace("1", "silent")
+        workers.note_progress()
+        look(workers, now)
+    for _ in range(6):
+        workers.replace("1", "silent")
+    with pytest.raises(SamplingError, match="6 times in a row"):
+        look(workers, now)

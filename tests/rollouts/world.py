@@ -1,37 +1,50 @@
-"""A run on a clock of its own: the real ledger, source, and samplers' turns; scripted engines,
-judges, deaths, hangs and delays, in an order that a random generator decides."""
+"""A run on a clock of its own: the real ledger, source, driver's looks at samplers, and samplers'
+turns; scripted engines, judges, deaths, hangs and delays, in an order that a random generator
+decides."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
 
 import torch
+from ray.exceptions import RayError
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Tokens
-from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.envs.actions import Judgement
+from rllib_llm.envs.judges.rewards import UnjudgedError
+from rllib_llm.rollouts.errors import Faults
 from rllib_llm.rollouts.ledger_actor import JournaledLedger, looked
 from rllib_llm.rollouts.policy import ModulePolicy
-from rllib_llm.rollouts.sampler import UnjudgedBatch
+from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.rollouts.streamer import LeaseWork, RowWork
+from rllib_llm.rollouts.workers import LeasingWorkers
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
 from tests.rollouts.simulated import Clock
 
 N = 2  # completions of a prompt
-PARAMS = SamplingParams(pad_token_id=0, max_new_tokens=8)
-MOST_EVENTS = 3000  # for a batch
+PARAMS = SamplingParams(pad_token_id=0, max_new_tokens=64)
+MOST_EVENTS = 6000  # for a batch
+SECONDS_OF_AN_EVENT = 0.1
 LIMIT = 10.0  # seconds of a lease
 
 
 def length(position: int, i: int) -> int:
-    """Tokens of a completion."""
-    return 1 + (position * 5 + i * 3) % 7
+    """Tokens of a completion; some are there through several updates."""
+    is_long = position % 5 == 2 and i == 0
+    return 1 + (position * 5 + i * 3) % 7 + 30 * is_long
+
+
+def judge_seconds(position: int) -> float:
+    """Seconds that a group's judge takes: for some prompts longer than a lease."""
+    return 1.5 * LIMIT if position % 13 == 4 else 0.0
 
 
 def fate(position: int) -> str:
@@ -100,7 +113,7 @@ class ScriptedEngine:
 class ScriptedPolicy(ModulePolicy):
     """A policy with an engine of its own."""
 
-    pad_token_id = 0
+    pad_token_id, has_weights = 0, True
 
     def __init__(self):
         """Without a module."""
@@ -110,6 +123,16 @@ class ScriptedPolicy(ModulePolicy):
 
     def load(self, weights):
         """Nothing to be done."""
+
+    def generate(self, prompts, asked):
+        lengths = [length(row // N, row % N) for row in asked.row_ids.tolist()]
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+        return {
+            columns.COMPLETION_IDS: mask.long(),
+            columns.COMPLETION_MASK: mask,
+            columns.SAMPLER_LOGPROBS: mask.float(),
+            columns.FINISHED: torch.ones(len(lengths), dtype=torch.bool),
+        }
 
 
 class Receiver:
@@ -124,22 +147,15 @@ class Receiver:
         return {}
 
 
-class ScriptedSampler:
-    """A sampler whose environment and policy are scripted; it samples rows, and batches."""
+class ScriptedEnvironment:
+    """A `SamplingEnvironment`; its judge raises, as that of an environment does, where it can score
+    no row."""
 
-    seed, name, takes_rows = 0, "sampler", True
-
-    def __init__(self, world):
-        self._world = world
-        self.policy, self.twin = ScriptedPolicy(), ScriptedPolicy()
-        self.weights, self.environment = Receiver(), self
-
-    def params(self, explore):
-        return PARAMS
+    def __init__(self, world, request=None):
+        self._world, self._request = world, request
 
     def prompts(self, request):
-        rows = [p for p in range(request.position, request.position + request.num_prompts)
-                for _ in range(N)]  # fmt: skip
+        rows = self._positions(request)
         ones = torch.ones(len(rows), 1, dtype=torch.int64)
         return {
             columns.PROMPT_IDS: ones,
@@ -148,45 +164,59 @@ class ScriptedSampler:
             columns.GROUP: torch.tensor(rows),
         }
 
-    def generate(self, request, published):
-        prompts = self.prompts(request)
-        lengths = [length(p, k % N) for k, p in enumerate(prompts[columns.GROUP].tolist())]
-        mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-        made = {
-            columns.COMPLETION_IDS: mask.long(),
-            columns.COMPLETION_MASK: mask,
-            columns.SAMPLER_LOGPROBS: mask.float(),
-            columns.FINISHED: torch.ones(len(lengths), dtype=torch.bool),
-            columns.WEIGHTS_VERSION: mask.int() * (published.version + 1) - 1,
-        }
-        return UnjudgedBatch(request, published.version, prompts, made)
+    @staticmethod
+    def _positions(request):
+        return [p for p in range(request.position, request.position + request.num_prompts)
+                for _ in range(N)]  # fmt: skip
 
-    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        groups = generated.prompts[columns.GROUP]
-        self._world.judge(groups[0].item())
-        valid = torch.tensor([self._world.fate(p) != "unjudged" for p in groups.tolist()])
-        scores = {columns.SCORES: valid.float(), columns.VALID: valid}
-        made = {**generated.prompts, **generated.completions, **scores}
-        return JudgedBatch(made, valid.float(), cause="scripted")
+    @contextlib.contextmanager
+    def judging(self, request):
+        yield ScriptedEnvironment(self._world, request)
+
+    def judge(self, completions, global_step):
+        self._world.judge(self._request.position)
+        fates = [self._world.fate(p) for p in self._positions(self._request)]
+        valid = torch.tensor([each != "unjudged" for each in fates])
+        if not valid.any():
+            raise UnjudgedError("scripted")
+        return Judgement(valid.float(), {columns.SCORES: valid.float(), columns.VALID: valid})
+
+
+class ScriptedSampler(Sampler):
+    """A sampler whose environment and policy are scripted; it samples rows, and batches."""
+
+    def __init__(self, world):
+        super().__init__(
+            ScriptedEnvironment(world), ScriptedPolicy(), params=lambda explore: PARAMS, seed=0
+        )
+        self.twin, self.weights = ScriptedPolicy(), Receiver()
 
 
 class LateCalls:
-    """An executor whose calls end when the world says so."""
+    """An executor whose calls end when the world says so.
 
-    def __init__(self):
-        self.waiting = []
+    Args:
+        due: the second before which a call does not end, given its arguments.
+    """
+
+    def __init__(self, due=lambda *args: 0.0):
+        self.waiting, self._due = [], due
 
     def submit(self, function, *args):
         call = Future()
-        self.waiting.append((call, function, args))
+        self.waiting.append((self._due(*args), call, function, args))
         return call
 
-    def end(self, i):
-        call, function, args = self.waiting.pop(i)
+    def end(self, i, now):
+        """Ends a call, unless it is not due."""
+        if self.waiting[i][0] > now:
+            return False
+        _, call, function, args = self.waiting.pop(i)
         try:
             call.set_result(function(*args))
-        except OSError as error:
+        except (OSError, UnjudgedError) as error:
             call.set_exception(error)
+        return True
 
     def shutdown(self, **_):
         self.waiting.clear()
@@ -229,6 +259,8 @@ class SimulatedLedger:
     def __init__(self, rules, clock):
         self.journaled = JournaledLedger(rules, None, keeps_rejected=True, clock=clock)
 
+    actor = None
+
     def call(self, name, *args):
         return self.journaled.call(name, *args)
 
@@ -247,6 +279,77 @@ class SimulatedLedger:
     stop = close
 
 
+class NeverStarved:
+    """Processes that always have a core."""
+
+    def __init__(self, pids):
+        """Nothing to be done."""
+
+    def take(self):
+        return 0.0
+
+
+class ScriptedPool:
+    """`SamplerPool` and `SamplerActors` of samplers that die when the world says so; a call to one
+    that is not hung is answered at once."""
+
+    start_limit = float("inf")
+
+    def __init__(self, world, num_samplers):
+        self._world, self.faults, self.actors = world, Faults(), self
+        self.workers = list(range(1, num_samplers + 1))
+        self.names = [str(worker) for worker in self.workers]
+        self.num_samplers = 10**6  # so many deaths in a row end no run
+        self.marked = set(self.workers)  # as healthy
+        self._back = {}  # seconds at which those that died are back, by worker
+        self._deaths = Counter()
+
+    def die(self, name, *, away):
+        self._deaths[int(name)] += 1
+        self._back[int(name)] = self._world.clock.now + away
+
+    def healthy(self):
+        for worker, back in list(self._back.items()):
+            if back <= self._world.clock.now and worker not in self.marked:
+                self.marked.add(worker)
+                del self._back[worker]
+        return sorted(self.marked)
+
+    def number(self, worker):
+        return worker
+
+    def worker_called(self, number):
+        return number
+
+    def processes(self, worker):
+        return []
+
+    def mark(self, worker, *, healthy):
+        assert not healthy
+        self.marked.discard(worker)
+
+    def call(self, worker, method, *args):
+        if worker not in self._back:
+            self._world.order(str(worker))
+        return worker, self._deaths[worker]
+
+    def ready(self, calls, timeout_s):
+        hung = self._world.hung
+        return [
+            (worker, deaths) for worker, deaths in calls
+            if str(worker) not in hung or deaths < self._deaths[worker]
+        ]  # fmt: skip
+
+    def answer(self, call):
+        worker, deaths = call
+        if deaths < self._deaths[worker] or worker in self._back:
+            raise RayError("it died")
+
+    def replace(self, worker, reason):
+        self._world.die(str(worker))
+        self.marked.discard(worker)
+
+
 @dataclass
 class Fates:
     """What became of every position, over all restores."""
@@ -259,6 +362,16 @@ class Fates:
         for position in groups.columns[columns.GROUP].unique().tolist():
             assert position not in self.closed, f"group {position} is closed twice"
             self.closed[position] = (status, reason)
+
+
+class WorldTime:
+    """The module `time` as the driver's looks at samplers need it, on the newest world's clock."""
+
+    clock: Clock
+
+    @classmethod
+    def monotonic(cls):
+        return cls.clock.now
 
 
 class World:
@@ -274,6 +387,7 @@ class World:
     def __init__(self, random: Random, rules: StreamRules, *, in_flight="finish", troubles=0,
                  fates=None, num_samplers=2):  # fmt: skip
         self.random, self.rules, self.clock, self.fate = random, rules, Clock(), fate
+        WorldTime.clock = self.clock
         self.fates = fates or Fates()
         self.troubles, self.in_flight = troubles, in_flight
         self.failed_judging: Counter = Counter()
@@ -283,10 +397,16 @@ class World:
             tell=lambda num_groups: None,
         )  # fmt: skip
         self.ends = {}
-        self.works = {str(k): self._start(str(k)) for k in range(num_samplers)}
         self.hung: set[str] = set()
+        self.pool = ScriptedPool(self, num_samplers)
+        self.works = {name: self._start(name) for name in self.pool.names}
+        self.driver = LeasingWorkers(
+            self.pool, self.ledger, None, answer_seconds=5 * LIMIT, starvation=NeverStarved
+        )
         self.version = 0
         self.num_events = 0
+        # Where much is amiss no row lives long.
+        self.share_of_troubles = random.choice([0.0, 0.2, 1.0])
 
     def _start(self, name):
         settings = ServingSettings(
@@ -298,9 +418,14 @@ class World:
             work = RowWork(end, sampler, sampler.judge, settings)
         else:
             work = LeaseWork(end, sampler, settings, name)
-        work._judges._threads = LateCalls()
+        work._judges._threads = LateCalls(self._judged_at)
         self.ends[name] = end
         return work
+
+    def _judged_at(self, generated, continues):
+        request = generated.request
+        positions = range(request.position, request.position + request.num_prompts)
+        return self.clock.now + max(map(judge_seconds, positions))
 
     def judge(self, position):
         """May raise what passes by itself, twice for a prompt at most."""
@@ -314,19 +439,24 @@ class World:
     def work(self):
         self.num_events += 1
         assert self.num_events < MOST_EVENTS, f"it hangs: {self.ledger.look()['waits_for']}"
-        name = self.random.choice(list(self.works))
+        self.clock.now += SECONDS_OF_AN_EVENT
+        name = self.random.choice(self.pool.names)
         happens = self.random.random()
+        if happens < 0.1 and self.random.random() > self.share_of_troubles:
+            happens = 0.5
         if happens < 0.02:
-            self._die(name)
+            self.die(name)
         elif happens < 0.04:
             self.hung.add(name)
         elif happens < 0.1:
             self.clock.now += self.random.choice([0.1, 1.0, LIMIT * 1.5])
-        elif name not in self.hung:
+        elif name in self.works and name not in self.hung:
             self._turn(name)
         elif happens > 0.95:
             self.clock.now += LIMIT
+        self.driver.work()
         self.require_account()
+        self.require_work_for_the_living()
 
     def _turn(self, name):
         calls = self.ends[name].late
@@ -334,20 +464,35 @@ class World:
         for late in (calls, judges):
             while late.waiting and self.random.random() < 0.7:
                 # A sampler's calls are made in their order; judges end in any.
-                late.end(0 if late is calls else self.random.randrange(len(late.waiting)))
+                which = 0 if late is calls else self.random.randrange(len(late.waiting))
+                if not late.end(which, self.clock.now):
+                    break
         self.works[name].turn()
 
-    def _die(self, name):
-        """And the driver hears of it."""
-        self.ledger.call("give_back", name)
+    def die(self, name):
+        """The driver hears of it when it looks, and asks the one that is started in its place to
+        work once it is back."""
         self.hung.discard(name)
-        self.works[name] = self._start(name)
+        self.works.pop(name, None)
+        self.pool.die(name, away=self.random.choice([0.0, 1.0, 3 * LIMIT]))
+
+    def order(self, name):
+        """The driver asks a sampler to be at work."""
+        if name not in self.works:
+            self.works[name] = self._start(name)
 
     def replace(self, sampler, reason):
-        self._die(sampler)
+        self.driver.replace(sampler, reason)
 
-    def begin_wait(self):
+    def require_work_for_the_living(self):
+        """Asserts that one that is known to be dead holds no lease."""
+        known_dead = {name for name in self.pool.names if int(name) not in self.pool.marked}
+        holding = {e.sampler for e in self.ledger.journaled.ledger.table if e.state == "leased"}
+        assert not known_dead & holding, known_dead & holding
+
+    def note_progress(self):
         self.num_events = 0
+        self.driver.note_progress()
 
     def forget(self):
         """Nothing to be done."""
@@ -394,7 +539,7 @@ class World:
             work.close()
         other = World(
             self.random, rules, in_flight=self.in_flight, troubles=self.troubles,
-            fates=self.fates, num_samplers=len(self.works),
+            fates=self.fates, num_samplers=len(self.pool.names),
         )  # fmt: skip
         other.version = self.version
         other.source.set_state(state | {"weights_version": self.version})
