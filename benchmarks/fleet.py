@@ -6,13 +6,16 @@
 The ledger is the run's own; samplers are events: each has so many slots, asks for groups when half
 of its slots are free, says every five seconds that it is alive, and takes a log-normal time for a
 group (median 20 s, sigma 0.6). The learner takes 2 s for an update. Half of all groups in
-flight make a batch. In the middle of the run one sampler in a hundred (at least one of ten or more)
-dies; its death is known after 2 s, and it is replaced after 30 s.
+flight make a batch. In the middle of the run one sampler in a hundred (at least one) dies: calls to
+it fail a second later, as Ray tells, and its process is back after 30 s. The driver is the run's
+own, too: it looks at all samplers each second in which it waits for a batch.
 
 One JSON line each: `in_flight` groups; CPU microseconds of the ledger per group, whole
 (`us_per_group`) and by call; `wait_s`: simulated seconds from a group's end to the update that
-learns from it (median); `released_s`: from the deaths until all of their groups were leased again;
-`bytes_per_group` in flight, without payloads; `simulated_s`.
+learns from it (median); from the deaths until the driver knew of all of them (`noticed_s`), until
+all of their groups were leased again (`released_s`) and until all were at work again
+(`replaced_s`); `ms_per_look`: CPU of a look of the driver; `bytes_per_group` in flight, without
+payloads; `simulated_s`.
 """
 
 from __future__ import annotations
@@ -31,15 +34,84 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from ray.exceptions import RayError
 
+from rllib_llm.rollouts import workers
+from rllib_llm.rollouts.errors import Faults
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.coordinator import PublishedWeights
 
 MEDIAN_S, SIGMA = 20.0, 0.6
-UPDATE_S, RENEW_S, NOTICED_S, REPLACED_S = 2.0, 5.0, 2.0, 30.0
+UPDATE_S, RENEW_S, TOLD_S, BACK_S = 2.0, 5.0, 1.0, 30.0
 TOKENS = 256
+
+
+class NeverStarved:
+    """Processes that always have a core."""
+
+    def __init__(self, pids: Any) -> None:
+        """Nothing to be done."""
+
+    def take(self) -> float:
+        return 0.0
+
+
+class Pool:
+    """`SamplerPool` and `SamplerActors` of emulated samplers. A call is (worker, died), where
+    `died` is when the sampler died that it was made to."""
+
+    start_limit = float("inf")
+
+    def __init__(self, fleet: Fleet, num_samplers: int) -> None:
+        self._fleet, self.actors, self.faults = fleet, self, Faults()
+        self.workers, self.num_samplers = list(range(num_samplers)), num_samplers
+        self.died: dict[int, float] = {}  # seconds, by worker
+        self._down: set[int] = set()  # as far as the driver knows
+
+    def healthy(self) -> list[int]:
+        back = {w for w in self._down if self._fleet.now - self.died[w] >= BACK_S}
+        self._down -= back
+        return [worker for worker in self.workers if worker not in self._down]
+
+    def number(self, worker: int) -> int:
+        return worker
+
+    def processes(self, worker: int) -> list[int]:
+        return []
+
+    def mark(self, worker: int, *, healthy: bool) -> None:
+        self._down.add(worker)
+
+    def call(self, worker: int, method: str, *args: Any) -> tuple[int, float | None]:
+        self._fleet.order(worker)
+        return worker, self.died.get(worker)
+
+    def ready(self, calls: Any, timeout_s: float) -> list[tuple[int, float | None]]:
+        now = self._fleet.now
+        return [
+            (worker, died) for worker, died in calls
+            if self.died.get(worker) == died or now - self.died[worker] >= TOLD_S
+        ]  # fmt: skip
+
+    def answer(self, call: tuple[int, float | None]) -> None:
+        worker, died = call
+        if self.died.get(worker) != died:
+            raise RayError("the sampler died")
+
+
+class LedgerPort:
+    """The ledger as the driver's looks call it."""
+
+    actor = None
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def call(self, name: str, sampler: str) -> None:
+        assert name == "give_back"
+        self._fleet.give_back(sampler)
 
 
 class Fleet:
@@ -64,13 +136,15 @@ class Fleet:
         self.cpu: dict[str, float] = defaultdict(float)
         self.num_updates = self.num_groups = 0
         self.waits: list[float] = []
-        self.released_s: float | None = None
+        self.noticed_s = self.released_s = self.replaced_s = 0.0
+        self.num_looks, self.cpu_of_looks = 0, 0.0
         self._random = random.Random(0)
         self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._numbers = itertools.count()
         self._held: dict[str, dict[int, int]] = {str(i): {} for i in range(num_samplers)}
         self._ended: dict[int, float] = {}
         self._orphans: set[int] = set()
+        self._dead: set[str] = set()
         self._idle: dict[str, None] = {}  # samplers that wait for work, in their order
         self._died_at = 0.0
         self._is_learning = False
@@ -78,6 +152,15 @@ class Fleet:
         for name in self._held:
             self._later(0.0, self._fill, name)
             self._later(self._random.uniform(0, RENEW_S), self._renew, name)
+        workers.time = self  # type: ignore[assignment]  # the driver's clock is this one's
+        self.pool = Pool(self, num_samplers)
+        self._driver = workers.LeasingWorkers(
+            self.pool, LedgerPort(self), None, starvation=NeverStarved  # type: ignore[arg-type]
+        )
+        self._later(0.0, self._look)
+
+    def monotonic(self) -> float:
+        return self.now
 
     def _call(self, name: str, *arguments: Any) -> Any:
         start = time.process_time()
@@ -95,7 +178,7 @@ class Fleet:
             self.now, _, what, arguments = heapq.heappop(self._events)
             what(*arguments)
             if self.num_updates == num_updates // 2 and not self._died_at:
-                self._die(len(self._held) // 100 or len(self._held) // 10)
+                self._die(max(1, len(self._held) // 100))
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -113,7 +196,7 @@ class Fleet:
                 self._orphans.discard(position)
                 seconds = MEDIAN_S * self._random.lognormvariate(0.0, SIGMA)
                 self._later(seconds, self._finish, name, lease, position)
-        if self._died_at and not self._orphans and self.released_s is None:
+        if self._died_at and not self._orphans and not self.released_s:
             self.released_s = self.now - self._died_at
         if not leases:
             self._idle[name] = None
@@ -147,21 +230,41 @@ class Fleet:
 
     def _die(self, count: int) -> None:
         self._died_at = self.now
-        for name in list(self._held)[:count]:
+        self._dead = set(list(self._held)[:count])
+        for name in self._dead:
             del self._held[name]
-            self._orphans |= {e.position for e in self.ledger.table if e.sampler == name}
+            self._orphans |= {
+                entry.position for entry in self.ledger.table
+                if entry.state == "leased" and entry.sampler == name
+            }  # fmt: skip
             self._idle.pop(name, None)
-            self._later(NOTICED_S, self._give_back, name)
-            self._later(REPLACED_S, self._replace, name)
+            self.pool.died[int(name)] = self.now
 
-    def _give_back(self, name: str) -> None:
+    def _look(self) -> None:
+        if not self._is_learning:
+            start = time.process_time()
+            self._driver.work()
+            self.cpu_of_looks += time.process_time() - start
+            self.num_looks += 1
+        self._later(workers.SECONDS_BETWEEN_LOOKS, self._look)
+
+    def give_back(self, name: str) -> None:
+        """The driver knows that a sampler died."""
+        self.noticed_s = self.now - self._died_at
         self._call("give_back", name)
-        self._wake()
+        self._later(0.0, self._wake)
 
-    def _replace(self, name: str) -> None:
+    def order(self, worker: int) -> None:
+        """The driver asks a sampler to be at work, which starts one that is back."""
+        name = str(worker)
+        if name in self._held:
+            return
+        self._dead.discard(name)
+        if not self._dead:
+            self.replaced_s = self.now - self._died_at
         self._held[name] = {}
-        self._fill(name)
-        self._renew(name)
+        self._later(0.0, self._fill, name)
+        self._later(0.0, self._renew, name)
 
     # --- the learner ---------------------------------------------------------------------------
 
@@ -200,7 +303,10 @@ def measure(num_samplers: int, arguments: argparse.Namespace) -> dict[str, Any]:
         "groups": fleet.num_groups,
         "us_per_group": round(sum(by_call.values()), 1),
         "wait_s": round(statistics.median(fleet.waits), 1),
-        "released_s": None if fleet.released_s is None else round(fleet.released_s, 1),
+        "noticed_s": round(fleet.noticed_s, 1),
+        "released_s": round(fleet.released_s, 1),
+        "replaced_s": round(fleet.replaced_s, 1),
+        "ms_per_look": round(1e3 * fleet.cpu_of_looks / max(1, fleet.num_looks), 2),
         "bytes_per_group": round(memory / in_flight),
         "simulated_s": round(fleet.now, 1),
         "us_by_call": {name: round(value, 1) for name, value in sorted(by_call.items())},

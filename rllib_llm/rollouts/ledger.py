@@ -190,8 +190,10 @@ class Ledger:
         if self._has_all_weights:
             return []
         wanted = {self.step, *self._old_versions()}
+        if all(entry.group is not None for entry in self.table):
+            wanted = set()
         missing = sorted(wanted - self._weights.keys())
-        self._has_all_weights = not missing
+        self._has_all_weights = not missing and self.step in self._weights
         return missing
 
     def _old_versions(self) -> list[int]:

@@ -252,7 +252,7 @@ class Lockstep(Schedule):
 
     @property
     def oldest_version(self) -> int:
-        return self._reached[0][1]
+        return self._reached[0][1] if self._reached else self.step
 
     def want(self, nth: int) -> None:
         super().want(nth)
