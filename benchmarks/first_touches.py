@@ -24,9 +24,10 @@ from typing import Any
 import ray
 from full_length import full_length
 
+import rllib_llm
 from rllib_llm import GRPOConfig
 
-PACKAGE = Path(__file__).resolve().parents[1] / "rllib_llm"
+PACKAGE = Path(rllib_llm.__file__).resolve().parent
 
 
 class Touches:
