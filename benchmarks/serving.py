@@ -2,17 +2,23 @@
 
     python benchmarks/serving.py --modes direct uvicorn ray haproxy --connections 1 16 32
     python benchmarks/serving.py --modes uvicorn vllm --vllm-python .venv-vllm/bin/python \\
-        --model 135m_full --dtype bfloat16 --tokens 32 --connections 1 8 32
+        --model 135m_full --dtype bfloat16 --prompt-tokens 64 --tokens 32 --connections 1 8 32
+    python benchmarks/serving.py --load --replicas 1 2 --connections 1 8 64 256 512
 
-All modes sample the same random model with one thread and the same prompts, in processes of their
-own, one mode after the other in each round; the client is this process. `direct` asks the
+All modes sample the same random model with one thread (`--threads 0`: as many as each takes by
+default) and the same prompts, in processes of their own, one mode after the other in each round;
+the client is this process. `direct` asks the
 engine's loop without HTTP; `uvicorn` is `rllib serve --local`, and `thread` the same with the
 engine in HTTP's own process; `ray` is Ray Serve with its Python
 proxy and `haproxy` with HAProxy; `vllm` is vLLM's own server, out of the Python that
-`--vllm-python` names, with its defaults but for one thread. Each line is one JSON object: medians
+`--vllm-python` names, with its defaults but for the threads. Each line is one JSON object: medians
 over all requests, CPU time of the server's processes for a token, which holds on a loaded machine,
 and what each mode adds to `direct`. The last line is `batch_over_single`: tokens per second at each
 number of connections over those of the same mode at one.
+
+`--load` asks `rllib serve --local` (one replica) or Ray Serve behind HAProxy (several) over more
+and more connections, each of which comes again after a 429's Retry-After. A line is a point: what was
+answered and refused, and the longest lag of the event loop that /metrics told.
 """
 
 from __future__ import annotations
@@ -22,13 +28,15 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
@@ -38,9 +46,9 @@ import psutil
 MODES = ("direct", "thread", "uvicorn", "ray", "haproxy", "vllm")
 KEY, NAME = "benchmark", "m"
 VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
+VLLM_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as many as OMP_NUM_THREADS says
 START_SECONDS = 600.0
 _LEAST_REQUESTS = 40  # of a measurement: the median of fewer is what the first ones make of it
 
@@ -67,7 +75,9 @@ def make_model(folder: Path, case_name: str) -> None:
 # --- the processes that are measured -----------------------------------------------------------
 
 
-def serve(mode: str, folder: str, port: int, dtype: str) -> None:
+def serve(
+    mode: str, folder: str, port: int, dtype: str, threads: int | None, replicas: int
+) -> None:
     """Serves until it is killed; says "ready"."""
     from rllib_llm.serving import deployment
     from rllib_llm.serving.http_server import HttpServer, open_service
@@ -75,8 +85,8 @@ def serve(mode: str, folder: str, port: int, dtype: str) -> None:
     from rllib_llm.shared.process import forget_startup
 
     settings = ServeSettings(
-        model=folder, name=NAME, port=port, num_threads=1, api_keys=KEY, haproxy=mode == "haproxy",
-        engine_process=mode != "thread", dtype=dtype,
+        model=folder, name=NAME, port=port, num_threads=threads, api_keys=KEY,
+        haproxy=mode == "haproxy", engine_process=mode != "thread", dtype=dtype, replicas=replicas,
     )  # fmt: skip
     if mode in ("uvicorn", "thread"):
         server = HttpServer(open_service(settings))
@@ -107,14 +117,15 @@ def direct(folder: str, plan: dict[str, Any], dtype: str) -> None:
     from rllib_llm.engines.torch_engine import TorchEngine
     from rllib_llm.modules.pretrained import load_causal_lm
 
-    torch.set_num_threads(1)
+    if plan["threads"]:
+        torch.set_num_threads(plan["threads"])
     loop = EngineLoop(TorchEngine(load_causal_lm(folder, dtype=dtype), version=0, max_rows=64))
     params = SamplingParams(0, (), max_new_tokens=plan["tokens"])
 
     async def one(number: int) -> tuple[float, float, int]:
         start, first = time.perf_counter(), []
         ended = await loop.complete_async(
-            prompt_of(number), params, seed=number,
+            prompt_of(number, plan), params, seed=number,
             on_tokens=lambda tokens: first.append(time.perf_counter()),
         )  # fmt: skip
         return first[0] - start, time.perf_counter() - start, ended.num_tokens
@@ -126,9 +137,9 @@ def direct(folder: str, plan: dict[str, Any], dtype: str) -> None:
 # --- the client --------------------------------------------------------------------------------
 
 
-def prompt_of(number: int) -> list[int]:
-    """32 tokens, of which the first differ."""
-    return [3 + number % 2000, *range(10, 41)]
+def prompt_of(number: int, plan: dict[str, Any]) -> list[int]:
+    """So many tokens, of which the first differ."""
+    return [3 + number % 2000, *range(10, 9 + plan["prompt_tokens"])]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -194,7 +205,8 @@ class Connection(asyncio.Protocol):
         self.parts.append(data)
         if not self.first and b"data: {" in data:
             self.first = time.perf_counter()
-        if b"".join(self.parts[-2:]).endswith(b"0\r\n\r\n"):  # the chunk that says: no more
+        is_whole = b"".join(self.parts[-2:]).endswith(b"0\r\n\r\n")  # the chunk that says: no more
+        if is_whole or (self.parts[0].startswith(b"HTTP/1.1 429 ") and data.endswith(b"}")):
             self._done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -203,17 +215,19 @@ class Connection(asyncio.Protocol):
 
 
 async def over_http(port: int, plan: dict[str, Any], cpu: Callable[[], float]) -> dict[str, Any]:
-    """As `ask_all`, streamed over connections that stay open."""
+    """As `ask_all`, streamed over connections that stay open; what is refused comes again."""
     idle: list[Connection] = []
+    num_refused = 0
 
     async def one(number: int) -> tuple[float, float, int]:
+        nonlocal num_refused
         if not idle:
             events = asyncio.get_running_loop()
             _, made = await events.create_connection(Connection, "127.0.0.1", port)
             idle.append(made)
         connection = idle.pop()
         body = json.dumps(
-            {"model": NAME, "prompt": prompt_of(number), "max_tokens": plan["tokens"],
+            {"model": NAME, "prompt": prompt_of(number, plan), "max_tokens": plan["tokens"],
              "stream": True, "ignore_eos": True, "seed": number, "temperature": 1.0}
         )  # fmt: skip
         head = (
@@ -229,11 +243,38 @@ async def over_http(port: int, plan: dict[str, Any], cpu: Callable[[], float]) -
             return await one(number)
         end = time.perf_counter()
         answer = b"".join(connection.parts)
+        if plan["may_refuse"] and answer.startswith(b"HTTP/1.1 429 "):
+            num_refused += 1
+            idle.append(connection)
+            (seconds,) = re.findall(rb"(?i)\r\nretry-after: (\d+)", answer)
+            await asyncio.sleep(int(seconds))
+            return await one(number)
         assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer, answer[:500]
         idle.append(connection)
         return connection.first - start, end - start, answer.count(b" w")
 
-    return await ask_all(one, plan, cpu)
+    return await ask_all(one, plan, cpu) | {"refused": num_refused}
+
+
+@contextlib.contextmanager
+def watched_lag(port: int) -> Iterator[list[float]]:
+    """The lags of the server's event loop during the block, in seconds, as /metrics tells them."""
+    lags, stop = [0.0], threading.Event()
+    ask = build_opener(ProxyHandler({})).open
+    line = re.compile(r"^rllib_llm_event_loop_lag_seconds (\S+)", re.MULTILINE)
+
+    def watch() -> None:
+        while not stop.wait(0.4):
+            with contextlib.suppress(OSError), ask(f"http://127.0.0.1:{port}/metrics") as answer:
+                lags.extend(map(float, line.findall(answer.read().decode())))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lags
+    finally:
+        stop.set()
+        thread.join()
 
 
 def wait_until_ready(process: subprocess.Popen, mode: str, port: int) -> None:
@@ -254,14 +295,17 @@ def wait_until_ready(process: subprocess.Popen, mode: str, port: int) -> None:
 
 
 def measure(
-    mode: str, folder: str, plan: dict[str, Any], args: argparse.Namespace
+    mode: str, folder: str, plan: dict[str, Any], args: argparse.Namespace, replicas: int = 1
 ) -> dict[str, Any]:
     """One mode at one number of connections."""
     command = [
         sys.executable, __file__, "--folder", folder, "--plan", json.dumps(plan), "--dtype",
-        args.dtype,
+        args.dtype, "--threads", str(args.threads), "--replicas", str(replicas),
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = dict(os.environ)
+    environment.pop("OMP_NUM_THREADS", None)
+    if args.threads:
+        environment["OMP_NUM_THREADS"] = str(args.threads)
     if mode == "direct":
         done = subprocess.run(
             [*command, "--run", mode], stdout=subprocess.PIPE, text=True, check=True,
@@ -274,13 +318,16 @@ def measure(
     if mode == "vllm":
         command, environment = (
             vllm_command(args.vllm_python, folder, port, args.dtype),
-            environment | VLLM_ENVIRONMENT,
+            environment | VLLM_ENVIRONMENT | (VLLM_THREADS if args.threads else {}),
         )
         environment.pop("PYTHONPATH", None)  # of this package's environment
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         wait_until_ready(process, mode, port)
-        return asyncio.run(over_http(port, plan, lambda: cpu_seconds(process.pid)))
+        watched = watched_lag(port) if plan["may_refuse"] else contextlib.nullcontext([0.0])
+        with watched as lags:
+            found = asyncio.run(over_http(port, plan, lambda: cpu_seconds(process.pid)))
+        return found | {"lag_ms": round(1000 * max(lags), 1)}
     finally:
         process.terminate()
         process.wait()
@@ -295,6 +342,10 @@ def main() -> None:
         help="of each measurement; an eighth at one connection, and 40 at least",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="of each prompt")
+    parser.add_argument("--threads", type=int, default=1, help="0: as many as each has by default")
+    parser.add_argument("--load", action="store_true", help="more and more connections, and 429s")
+    parser.add_argument("--replicas", nargs="+", type=int, default=[1], help="with --load")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="5m_full", help="one of `generation_cases.CASES`")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -310,10 +361,16 @@ def main() -> None:
         direct(args.folder, args.plan, args.dtype)
         return
     if args.run is not None:
-        serve(args.run, args.folder, args.port, args.dtype)
+        (replicas,) = args.replicas
+        serve(args.run, args.folder, args.port, args.dtype, args.threads or None, replicas)
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.model)
+        if args.load:
+            for replicas in args.replicas:
+                for connections in args.connections:
+                    print(json.dumps(load(args, folder, connections, replicas)), flush=True)
+            return
         lines = []
         for connections in args.connections:
             lines.append(compare(args, folder, connections))
@@ -335,13 +392,26 @@ def batch_over_single(modes: list[str], lines: list[dict[str, Any]]) -> dict[str
     }
 
 
-def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str, Any]:
-    """The modes at a number of connections, medians over rounds."""
+def plan_of(args: argparse.Namespace, connections: int) -> dict[str, Any]:
+    """What is asked over so many connections."""
     least = max(_LEAST_REQUESTS, connections)
-    plan = {
+    return {
         "connections": connections, "tokens": args.tokens, "warm_up": max(8, 2 * connections),
         "requests": max(least, args.requests if connections > 1 else args.requests // 8),
+        "prompt_tokens": args.prompt_tokens, "threads": args.threads, "may_refuse": args.load,
     }  # fmt: skip
+
+
+def load(args: argparse.Namespace, folder: str, connections: int, replicas: int) -> dict[str, Any]:
+    """How the server, or so many of it behind HAProxy, takes so many connections."""
+    mode = "uvicorn" if replicas == 1 else "haproxy"
+    found = measure(mode, folder, plan_of(args, connections), args, replicas)
+    return {"replicas": replicas, "connections": connections, **found}
+
+
+def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str, Any]:
+    """The modes at a number of connections, medians over rounds."""
+    plan = plan_of(args, connections)
     rounds = [
         {mode: measure(mode, folder, plan, args) for mode in args.modes}
         for _ in range(args.rounds)
