@@ -17,8 +17,8 @@ and what each mode adds to `direct`. The last line is `batch_over_single`: token
 number of connections over those of the same mode at one.
 
 `--load` asks `rllib serve --local` (one replica) or Ray Serve behind HAProxy (several) over more
-and more connections, each of which comes again after a 429's Retry-After. A line is a point: what was
-answered and refused, and the longest lag of the event loop that /metrics told.
+and more connections, each of which comes again after a 429's Retry-After. A line is a point: what
+was answered and refused, and the longest lag of the event loop that /metrics told.
 """
 
 from __future__ import annotations
