@@ -472,13 +472,16 @@ class PromptQueue:
         """Whether all rows are later turns of conversations with cached prefixes."""
         return all(group.prefix is not None for group in self._groups)
 
-    def fitting(self, free: float, whatever: bool) -> int:
-        """How many of the first groups have together at most `free` rows; one at least if
-        `whatever`."""
-        count = 0
+    def fitting(self, free: float, max_tokens: int | None, whatever: bool) -> int:
+        """How many of the first groups have together at most `free` rows, and at most `max_tokens`
+        of prompts if there are several; one at least if `whatever`."""
+        count, longest = 0, 0
         for group in self._groups:
             free -= len(group.columns)
             if free < 0 and not (whatever and not count):
+                break
+            longest = max(longest, group.length)  # shorter ones are padded to it
+            if count and max_tokens is not None and (count + 1) * longest > max_tokens:
                 break
             count += 1
         return count

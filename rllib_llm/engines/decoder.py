@@ -63,6 +63,8 @@ class Decoder:
         max_rows: rows in the batch at once, at least those of one prompt; None for no bound.
         free_share: share of `max_rows` that has to be free before waiting prompts are let in, if
             there are so many: a prefill of a few is poorly used.
+        max_prefill: tokens of prompts that a step reads at most, if there is more than one prompt;
+            None for no bound. Rows in the batch wait while prompts are read.
         room: rows and positions that the cache has from the start; of several blocks each has as
             many rows as it needs and no more positions.
         open_step: makes the decode step.
@@ -82,6 +84,7 @@ class Decoder:
         steps_between_looks: int = 1,
         max_rows: int | None = None,
         free_share: float = 0.0,
+        max_prefill: int | None = None,
         room: tuple[int, int] = (0, 0),
         open_step: OpenStep = open_decode_step,
         value_head: nn.Module | None = None,
@@ -90,7 +93,7 @@ class Decoder:
         self.plan, self.buffers, self.steps = plan, buffers, steps
         self.model = model = plan.model
         self.steps_between_looks, self.free_share = steps_between_looks, free_share
-        self.max_rows, self.room = max_rows, room
+        self.max_rows, self.max_prefill, self.room = max_rows, max_prefill, room
         self.open_step, self.value_head = open_step, value_head
         self.device = next(model.parameters()).device
         self.queue = PromptQueue()
@@ -250,7 +253,7 @@ class Decoder:
         if not len(self.queue) or (running and not self.plan.shares_prompts):
             return []
         free = float("inf") if self.max_rows is None else self.max_rows - running
-        count = self.queue.fitting(free, whatever=not running)
+        count = self.queue.fitting(free, self.max_prefill, whatever=not running)
         is_rest = count == len(self.queue)
         wanted = self.free_share * (self.max_rows or 0)
         if running and not is_rest and self.queue.rows_of(count) < wanted:

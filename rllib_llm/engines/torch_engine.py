@@ -146,6 +146,7 @@ class TorchEngine:
         cuda_graphs: see `engine.generate`.
         kept_bytes: KV cache of conversations that is kept between turns.
         plan: see `engine.generate`.
+        max_prefill: see `Decoder`.
 
     Raises:
         ValueError: the model cannot be decoded here.
@@ -163,6 +164,7 @@ class TorchEngine:
         cuda_graphs: bool = True,
         kept_bytes: int = _KEPT_BYTES,
         plan: DecodePlan | None = None,
+        max_prefill: int | None = None,
     ) -> None:
         self.model, self._version = model, version
         self.device = next(model.parameters()).device
@@ -174,7 +176,7 @@ class TorchEngine:
         self._decoder = Decoder(
             plan, self._buffers, steps=_MANY_STEPS,
             steps_between_looks=steps_between_looks or plan.steps_between_looks,
-            max_rows=max_rows or row_budget(model, max_positions),
+            max_rows=max_rows or row_budget(model, max_positions), max_prefill=max_prefill,
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         )  # fmt: skip
         self._rows: dict[Hashable, _Held] = {}

@@ -29,6 +29,7 @@ from rllib_llm.serving.weights import fingerprint
 from rllib_llm.shared.errors import SettingWarning
 
 _MANY_POSITIONS = 2**20  # of a model that says no number
+_PREFILL_TOKENS = 2**13  # of several prompts in one step, during which all other requests wait
 # The engine's thread hardly lets go of the interpreter: with Python's 5 ms whatever else its
 # process does, such as taking a request in, would wait so long behind each of its own waits.
 _SWITCH_SECONDS = 0.0005
@@ -260,5 +261,5 @@ def served_tokenizer(source: str, chat_template: str | None = None) -> Any:
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:
     return TorchEngine(
         model, version=version, max_rows=settings.max_rows,
-        max_positions=settings.max_model_len or 2048,
+        max_positions=settings.max_model_len or 2048, max_prefill=_PREFILL_TOKENS,
     )  # fmt: skip

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).with_name("page.html")
 _LAG_SECONDS = 0.5
+_MAX_HEAD_BYTES = 2**16  # of a request's line and headers
 
 
 class _App(FastAPI):
@@ -331,10 +332,12 @@ def in_thread(service: Service, clients: Clients | None = None) -> Iterator[str]
 
 
 def timed_protocol(seconds: float) -> type:
-    """uvicorn's protocol, which closes connections that take longer to send a request's head."""
+    """uvicorn's protocol, which closes connections that take longer to send a request's head, or
+    whose head is very large."""
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # chosen at run time
         _timer: Any = None
+        _is_in_head, _head_bytes = False, 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -343,9 +346,23 @@ def timed_protocol(seconds: float) -> type:
         def data_received(self, data: bytes) -> None:
             if self._timer is None and not self._has_request():
                 self._wait_for_head()
+            was_in_head = self._is_in_head
             super().data_received(data)
             if self._has_request():
                 self._stop_waiting()
+            if was_in_head and self._is_in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > _MAX_HEAD_BYTES:
+                    self.transport.close()
+
+        # Called by httptools, which puts heads of any size together; h11 has a limit of its own.
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._is_in_head, self._head_bytes = True, 0
+
+        def on_headers_complete(self) -> None:
+            self._is_in_head = False
+            super().on_headers_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

@@ -169,6 +169,34 @@ def test_a_group_shares_its_prompt_s_prefill():
         assert_sampled(found[row.id], alone(model, row))
 
 
+def test_a_step_reads_so_many_tokens_of_prompts_and_the_rows_in_the_batch_go_on():
+    model = tiny_model("llama")
+    prefilled = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, inputs: prefilled.append(tuple(inputs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    params = replace(PARAMS, stop_token_ids=(), max_new_tokens=6)
+    # Two of 9 tokens are 18; one that is longer than the bound comes alone.
+    lengths = [9, 9, 9, 30, 9]
+    asked = [
+        Row(i, [3 + i] * length, params, noise=Noise(1, i)) for i, length in enumerate(lengths)
+    ]
+    ours = engine(model, max_prefill=20)
+    prefilled.clear()  # the model was tried
+    ours.add(asked)
+    sampled = []
+    for _ in range(4):
+        ours.step()
+        sampled.append([len(each.token_ids) for each in ours.sampled(range(5), [0] * 5)])
+    read = [shape for shape in prefilled if shape[1] > 1]  # the others are steps
+    assert read == [(2, 9), (1, 9), (1, 30), (1, 9)]
+    assert sampled == [[1, 1, 0, 0, 0], [2, 2, 1, 0, 0], [3, 3, 2, 1, 0], [4, 4, 3, 2, 1]]
+    found = until_empty(ours)
+    for row in asked:
+        assert_sampled(found[row.id], alone(model, row))
+
+
 # --- taken out and added again ----------------------------------------------------------------
 
 
