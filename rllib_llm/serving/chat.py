@@ -72,7 +72,7 @@ def check_variables(settings: Mapping[str, Any]) -> None:
             raise ApiError(
                 400, f"chat_template_kwargs.{name} must be left out: the server says what it is. "
                 "Give variables of the model's chat template alone.",
-                param=f"chat_template_kwargs.{name}", code="invalid_value",
+                param=f"chat_template_kwargs.{name}",
             )  # fmt: skip
 
 
@@ -138,12 +138,12 @@ def refused_by_template(field: str = "messages") -> Iterator[None]:
     except ApiError:
         raise
     except ChatFormatError as error:
-        raise ApiError(400, str(error), param=field, code="invalid_value") from error
+        raise ApiError(400, str(error), param=field) from error
     except Exception as error:
         told = "nested too deep" if isinstance(error, RecursionError) else str(error)[:500]
         raise ApiError(
             400, f"{field} must be what the chat template takes: it failed on them ({told}).",
-            param=field, code="invalid_value",
+            param=field,
         ) from error  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def call_grammar(
         known = [each.function.name for each in tools]
         raise ApiError(
             400, f"tool_choice={named or choice!r} must name one of the tools {known}.",
-            param="tool_choice", code="invalid_value",
+            param="tool_choice",
         )  # fmt: skip
     syntax = forced_syntax(chat_format)
     calls, rules = [], []

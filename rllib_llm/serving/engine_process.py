@@ -6,8 +6,10 @@ the engine and every message to a client: at a few milliseconds a step that is a
     server ── submit, abort, load ... ──▶ EngineProcess ─── socket ──▶ EngineWorker ─▶ ThreadHost
     rows   ◀── tokens, ends, results ──── event loop    ◀── socket ── one message a step
 
-The server's event loop reads the socket itself: a thread for it would wait for the interpreter, and
-the loop for the thread, at every step. `EngineProcess` starts its process by
+The server's event loop reads the socket itself (`AsyncChannel`): a thread for it would wait for the
+interpreter, and the loop for the thread, at every step. It never waits for the engine: what the
+socket does not take at once is buffered, and the caller waits in `ready` until the buffer is small
+again. The engine's process has the blocking end (`Channel`). `EngineProcess` starts it by
 
     python -m rllib_llm.serving.engine_process SOCKET
 """
@@ -43,8 +45,22 @@ from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread, settl
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
 
+logger = logging.getLogger(__name__)
+
+_ENDED = (
+    "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
+)
+WORKER = "rllib_llm.serving.engine_process"
+_STOP_SECONDS = 10.0
+_MEMORY = Path("/dev/shm")  # where files need no disk
+_SPARE = 1.2  # of the room that weights take there
+
+# (id, result) of completions and calls: Tokens, then the end, a result or an error.
+Events = list[tuple[int, Any]]
 _HEAD = struct.Struct("!Q")  # bytes of the message behind it
 _READ_BYTES = 2**20
+
+# --- messages, each its size and a pickle ---------------------------------------------------------
 
 
 def packed(message: Any) -> bytes:
@@ -210,18 +226,7 @@ class AsyncChannel(asyncio.Protocol):
         self._on_end()
 
 
-logger = logging.getLogger(__name__)
-
-_ENDED = (
-    "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
-)
-WORKER = "rllib_llm.serving.engine_process"
-_STOP_SECONDS = 10.0
-_MEMORY = Path("/dev/shm")  # where files need no disk
-_SPARE = 1.2  # of the room that weights take there
-
-# (id, result) of completions and calls: Tokens, then the end, a result or an error.
-Events = list[tuple[int, Any]]
+# --- the server's side ----------------------------------------------------------------------------
 
 
 class EngineProcess:
@@ -310,7 +315,7 @@ class EngineProcess:
 
     def release(self, pin: int) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended, and holds nothing
-            self._send("release", pin)
+            self._send("tell", "release", pin)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
@@ -329,11 +334,11 @@ class EngineProcess:
 
     def pause(self) -> None:
         self.is_paused = True
-        self._send("pause")
+        self._send("tell", "pause")
 
     def resume(self) -> None:
         self.is_paused = False
-        self._send("resume")
+        self._send("tell", "resume")
 
     def _call(self, name: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -398,6 +403,9 @@ def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
             for tensor in weights.values()}  # fmt: skip
     free = os.statvfs(_MEMORY)
     return str(_MEMORY) if free.f_bavail * free.f_frsize > _SPARE * sum(held.values()) else None
+
+
+# --- the engine's side ---------------------------------------------------------------------------
 
 
 class EngineWorker:
@@ -496,17 +504,9 @@ class EngineWorker:
         if future is not None:
             self._host.abort(future)
 
-    def release(self, pin: int) -> None:
-        """See `EngineHost`."""
-        self._host.release(pin)
-
-    def pause(self) -> None:
-        """See `EngineHost`."""
-        self._host.pause()
-
-    def resume(self) -> None:
-        """See `EngineHost`."""
-        self._host.resume()
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Calls a method of the host that returns nothing."""
+        getattr(self._host, name)(*arguments)
 
 
 def _portable(error: BaseException) -> Exception:

@@ -223,5 +223,4 @@ def no_good(field: str, problem: str) -> ApiError:
     """The answer to a grammar that is refused."""
     return ApiError(
         400, f"{field} must be one that can be followed: {problem[:500]}", param=field,
-        code="invalid_value",
     )  # fmt: skip

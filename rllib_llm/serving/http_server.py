@@ -1,5 +1,9 @@
-"""The server in this process, without Ray Serve: a service made from its settings, uvicorn, a
-socket, and its end; and the one that agents of an environment talk to.
+"""The server: an ASGI application, which Ray Serve serves, too, and uvicorn in this process.
+
+CORS ─▶ Gate (limits) ─▶ FastAPI ─▶ routes, each with the key that it needs ─▶ Service
+
+`open_service` makes a service from its settings, `HttpServer` listens, drains and ends, and
+`open_agent_server` is the server that agents of an environment talk to.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +217,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
         try:
             loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
         except (ValueError, OSError) as error:
-            raise ApiError(400, str(error), param="path", code="invalid_value") from error
+            raise ApiError(400, str(error), param="path") from error
         return _told(loaded)
 
     @router.post("/drain")
@@ -224,14 +229,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
 
 
 def _told(weights: Weights) -> dict[str, Any]:
-    return {
-        "epoch": weights.epoch,
-        "version": weights.version,
-        "fingerprint": weights.fingerprint,
-        "source": weights.source,
-        "load_seconds": weights.load_seconds,
-        "loaded_at": weights.loaded_at,
-    }
+    return {name: value for name, value in asdict(weights).items() if name != "serial"}
 
 
 class HttpServer(uvicorn.Server):

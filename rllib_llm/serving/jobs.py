@@ -1,4 +1,11 @@
-"""Converts a request's fields into a job for the engine."""
+"""One request in the engine: what is asked, its completions, and how it ends.
+
+    fields of a request ── make_job ──▶ Job ──▶ rows of the engine
+    engine's thread ── on_tokens ──▶ Mailbox ── one wake-up for a step ──▶ event loop ──▶ RowEvents
+    RowEvents ──▶ RunningJob ──▶ pieces of each completion
+
+What comes in the event loop itself, as of an engine in another process, is there at once.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +34,9 @@ from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import Choice, Piece, TextStream
 from rllib_llm.serving.weights import LiveWeights, Weights
 
+logger = logging.getLogger(__name__)
+
+ENGINE_ENDED = "The server's engine has ended with an error, which its log shows."
 _CHARS_PER_TOKEN = 16
 
 
@@ -142,7 +152,6 @@ def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
             400,
             f"{field}={largest} must be below {limits.vocab_size}: the model has so many tokens.",
             param=field,
-            code="invalid_value",
         )
 
 
@@ -154,14 +163,8 @@ def read_stops(fields: SamplingFields) -> tuple[str, ...]:
             400,
             f"stop must hold at most {MAX_STOPS} texts: it has {len(stops)}.",
             param="stop",
-            code="invalid_value",
         )
     return tuple(stop for stop in stops if stop)
-
-
-def _seed(seed: int | None) -> int:
-    """The seed of a request's noise; a fresh one if it names none."""
-    return secrets.randbits(63) if seed is None else seed % 2**64
 
 
 def read_lengths(
@@ -172,6 +175,7 @@ def read_lengths(
     default: int | None,
     field: str,
     prompt_field: str,
+    least: int = 1,
 ) -> list[int]:
     """How many tokens may follow each prompt.
 
@@ -182,10 +186,13 @@ def read_lengths(
         default: where the request asks for nothing; None: all that there is room for.
         field: that `asked` came from.
         prompt_field: that the prompts came from.
+        least: that may be asked for.
 
     Raises:
         ApiError: 400, there is no room.
     """
+    if asked is not None and asked < least:
+        raise ApiError(400, f"{field}={asked} must be at least {least}.", param=field)
     found = []
     for prompt in prompts:
         room = limits.max_model_len - len(prompt)
@@ -243,14 +250,13 @@ def make_job(
             400,
             f"{prefix}min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
             param=f"{prefix}min_tokens",
-            code="invalid_value",
         )
     return Job(
         prompts=prompts,
         params=read_params(fields, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs),
         max_tokens=lengths,
         n=fields.n or 1,
-        seed=_seed(fields.seed),
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
         noise_row=fields.noise_row or 0,
         noise_turn=fields.noise_turn or 0,
         stops=read_stops(fields),
@@ -259,6 +265,9 @@ def make_job(
         prompt_logprobs=prompt_logprobs,
         **further,
     )
+
+
+# --- what the engine tells -----------------------------------------------------------------------
 
 
 class Mailbox:
@@ -399,9 +408,7 @@ class RowEvents:
             future.cancel()
 
 
-logger = logging.getLogger(__name__)
-
-ENGINE_ENDED = "The server's engine has ended with an error, which its log shows."
+# --- the request in the engine -------------------------------------------------------------------
 
 
 def deadline_passed(seconds: float) -> ApiError:

@@ -180,12 +180,9 @@ class Completer:
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        if asked == 0:
-            raise ApiError(400, f"{field}=0 must be at least 1.", param=field, code="invalid_value")
         if body.top_logprobs and not body.logprobs:
             raise ApiError(
                 400, "top_logprobs must come with logprobs=true.", param="top_logprobs",
-                code="invalid_value",
             )  # fmt: skip
         lengths = read_lengths(
             [prompt], asked, service.limits, default=service.limits.default_max_tokens,
@@ -217,16 +214,9 @@ class Completer:
         """Events of text completions."""
         service = self._service
         prompts = await context.beside_loop(self._prompts, body.prompt)
-        least = 0 if body.echo else 1
-        asked = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        if asked < least:
-            raise ApiError(
-                400, f"max_tokens={asked} must be at least 1 without echo.", param="max_tokens",
-                code="invalid_value",
-            )  # fmt: skip
         lengths = read_lengths(
             prompts, body.max_tokens, service.limits, default=_COMPLETION_TOKENS,
-            field="max_tokens", prompt_field="prompt",
+            field="max_tokens", prompt_field="prompt", least=0 if body.echo else 1,
         )  # fmt: skip
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
@@ -234,7 +224,7 @@ class Completer:
         job = make_job(
             body, service.limits, prompts, lengths, top_logprobs=body.logprobs or 0,
             prompt_logprobs=scored, version=context.version, continues_text=True,
-            samples=asked > 0,
+            samples=body.max_tokens != 0,
         )  # fmt: skip
         job = self._guided(body, job)
         view = TextView(service, body, prompts)
@@ -261,7 +251,7 @@ class Completer:
             if not prompt:
                 raise ApiError(
                     400, "prompt must have at least one token: there is nothing to go on from.",
-                    param="prompt", code="invalid_value",
+                    param="prompt",
                 )  # fmt: skip
             check_tokens(prompt, limits, "prompt")
         return prompts

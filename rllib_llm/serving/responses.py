@@ -85,7 +85,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         name = {"messages": "input", "response_format": "text.format"}.get(str(first["loc"][0]), "")
         name = name or str(first["loc"][0])
         raise ApiError(
-            400, f"{name} must be corrected: {first['msg']}.", param=name, code="invalid_value"
+            400, f"{name} must be corrected: {first['msg']}.", param=name
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Schemas of requests. Fields that are not listed here are refused by name."""
+"""Schemas of requests, whose fields are refused by name if they are not listed here, and the errors
+of requests in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -428,6 +429,8 @@ class ResponseRequest(Sampling):
     stream_options: StreamOptions | None = None
 
 
+# --- errors --------------------------------------------------------------------------------------
+
 # Of pydantic's error locations: branches of a union, which are no fields.
 _BRANCHES = {"str", "int", "float", "bool"}
 _KINDS = {
@@ -459,7 +462,7 @@ class ApiError(Exception):
     Args:
         status: of HTTP.
         message: what is wrong and what to do.
-        param, code: see `ErrorDetail`.
+        param, code: see `ErrorDetail`; the code of a 400 that names a field is "invalid_value".
         headers: further ones, such as Retry-After.
     """
 
@@ -473,6 +476,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        if code is None and status == 400 and param is not None:
+            code = "invalid_value"
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
@@ -508,7 +513,7 @@ def not_json(content_type: str) -> ApiError:
     return ApiError(
         400, f"Content-Type={content_type!r} must be application/json: the request is read as "
         "JSON. Send the header (curl: -H 'Content-Type: application/json').",
-        param="Content-Type", code="invalid_value",
+        param="Content-Type",
     )  # fmt: skip
 
 
@@ -546,5 +551,4 @@ def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
         return ApiError(
             400, f"{name} must be given.", param=name, code="missing_required_parameter"
         )
-    return ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name,
-                    code="invalid_value")  # fmt: skip
+    return ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name)

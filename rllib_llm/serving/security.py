@@ -30,6 +30,8 @@ from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
 from rllib_llm.shared.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 
 class TokenBucket:
     """A rate limit in units per minute with a burst of one minute. Usage that was unknown in
@@ -206,7 +208,7 @@ def _entries(text: str) -> list[Mapping[str, Any]]:
     return entries
 
 
-logger = logging.getLogger(__name__)
+# --- in front of the routes ----------------------------------------------------------------------
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z", re.ASCII)
 _Given = Annotated[

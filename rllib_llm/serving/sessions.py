@@ -200,7 +200,6 @@ class Session:
                 return
         raise ApiError(
             400, "reward must follow an answer: the session has none yet.", param="reward",
-            code="invalid_value",
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Tokens in, tokens out: what trainers ask of a server, in vLLM's shape."""
+"""Routes of trainers: tokens in, tokens out, in vLLM's shape, and `/sessions/{id}/v1/...`, OpenAI's
+interface for an agent whose turns are trained on."""
 
 from __future__ import annotations
 
@@ -65,7 +66,6 @@ def _tokens_of(service: Service, completer: Completer, body: TokenizeRequest) ->
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(
             400, "prompt or messages must be given, and not both.", param="prompt",
-            code="invalid_value",
         )  # fmt: skip
     if body.prompt is not None:
         service.limits.check_chars(body.prompt, "prompt")
@@ -84,11 +84,6 @@ async def _generate(
     """Events of /inference/v1/generate."""
     fields = body.sampling_params
     check_tokens(body.token_ids, service.limits, "token_ids")
-    if fields.max_tokens == 0:
-        raise ApiError(
-            400, "sampling_params.max_tokens=0 must be at least 1.",
-            param="sampling_params.max_tokens", code="invalid_value",
-        )  # fmt: skip
     if body.output_mode == "text" and fields.skip_special_tokens is False:
         raise ApiError(
             400, "sampling_params.skip_special_tokens=false must come without output_mode='text': "
@@ -162,6 +157,9 @@ def _choice(
     if body.output_mode == "text":
         choice["text"] = piece.text
     return choice
+
+
+# --- sessions ------------------------------------------------------------------------------------
 
 
 def session_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:

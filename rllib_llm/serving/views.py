@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -95,13 +95,18 @@ def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
         text, raw = service.texts.of(token)
         return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
-    content = []
+    return {"content": _entries(piece, top, entry), "refusal": None}
+
+
+def _entries(
+    piece: Piece, top: int, entry: Callable[[int, float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """An entry for each token of a piece, in which the likeliest stand."""
+    found = []
     for i, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True)):
         likeliest = piece.likeliest[i][:top] if top else []
-        content.append(
-            {**entry(token, logprob), "top_logprobs": [entry(*each) for each in likeliest]}
-        )
-    return {"content": content, "refusal": None}
+        found.append({**entry(token, logprob), "top_logprobs": [entry(*one) for one in likeliest]})
+    return found
 
 
 def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> dict[str, Any]:
@@ -127,17 +132,7 @@ def token_logprobs(piece: Piece, top: int) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": f"token_id:{token}", "token_id": token, "logprob": finite(logprob)}
 
-    return {
-        "content": [
-            {
-                **entry(token, logprob),
-                "top_logprobs": [
-                    entry(*each) for each in (piece.likeliest[i][:top] if top else ())
-                ],
-            }
-            for i, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True))
-        ]
-    }
+    return {"content": _entries(piece, top, entry)}
 
 
 def prompt_logprobs(

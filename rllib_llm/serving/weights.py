@@ -1,4 +1,5 @@
-"""Which weights a server has, by the names that clients use."""
+"""A server's weights: which it has, by the names that clients use, and where new ones come from: a
+folder, or a training run, whose adapters are merged into the served model."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
 import torch
 from torch import nn
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 MODEL_GONE = "model_not_found"
 _MAX_REMEMBERED = 10_000
+_WAIT_SECONDS = 5.0  # for weights of a run, before its end is looked for
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,18 +139,18 @@ class LiveWeights:
         if wanted is None:
             return
         least = _read_order(wanted)
-        deadline = time.monotonic() + seconds
-        while self._order(len(least)) < least:
-            try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
-                raise ApiError(
-                    409,
-                    f"X-Min-Weight-Version={wanted!r} must be at most {self.newest.label}: nothing "
-                    f"newer came in {seconds:g} s. Is the run alive that publishes them?",
-                    param="X-Min-Weight-Version",
-                    code="weight_version_not_available",
-                ) from None
+        try:
+            with anyio.fail_after(seconds):
+                while self._order(len(least)) < least:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise ApiError(
+                409,
+                f"X-Min-Weight-Version={wanted!r} must be at most {self.newest.label}: nothing "
+                f"newer came in {seconds:g} s. Is the run alive that publishes them?",
+                param="X-Min-Weight-Version",
+                code="weight_version_not_available",
+            ) from None
 
     def _order(self, parts: int) -> tuple[int, ...]:
         return (self.newest.epoch, self.newest.version)[2 - parts :]
@@ -159,7 +164,6 @@ def _read_order(wanted: str) -> tuple[int, ...]:
             f"X-Min-Weight-Version={wanted[:40]!r} must be VERSION or EPOCH.VERSION: whole "
             "numbers. Leave it out for whatever is newest.",
             param="X-Min-Weight-Version",
-            code="invalid_value",
         )
     return tuple(int(part) for part in parts)
 
@@ -228,9 +232,7 @@ class AdapterMerger:
         return whole.state_dict()
 
 
-logger = logging.getLogger(__name__)
-
-_WAIT_SECONDS = 5.0
+# --- from a folder, and from a run ---------------------------------------------------------------
 
 
 def load_folder(service: Service, path: str, epoch: int, version: int) -> Weights:
