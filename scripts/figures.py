@@ -3,7 +3,9 @@
     python scripts/figures.py
 
 `benchmarks/results/recorded.json` holds them, each table with its command, processor, load, rounds,
-the day and the commit in which it was recorded. The page has a marker where a table stands.
+the day and the commit in which it was recorded. A table's rows stand there, or in a file of the
+same folder that its `lines` name, as a benchmark wrote it: one object of JSON a line, of which
+`keys` says what goes into the columns. The page has a marker where a table stands.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ def table(entry: dict[str, Any]) -> str:
     said = [f"`{entry['command']}`", entry.get("processor", "processor not recorded")]
     said += [f"{key} {entry[key]}" for key in ("load", "rounds", "code") if key in entry]
     said.append(f"recorded {entry['recorded']} in {entry['recorded_in']}")
-    return f"{rows_of(entry['columns'], entry['rows'])}\n\n{'; '.join(said)}."
+    rows = entry["rows"] if "rows" in entry else rows_of_lines(entry["lines"], entry["keys"])
+    return f"{rows_of(entry['columns'], rows)}\n\n{'; '.join(said)}."
+
+
+def rows_of_lines(name: str, keys: list[str]) -> list[list[str]]:
+    lines = (RECORDED.parent / name).read_text(encoding="utf-8").splitlines()
+    return [[str(line[key]) for key in keys] for line in map(json.loads, lines)]
 
 
 def page_with(recorded: dict[str, Any], page: str) -> str:
