@@ -2,13 +2,15 @@
 
     python benchmarks/clients.py --folder /tmp/clients                 # all that can be installed
     python benchmarks/clients.py --folder /tmp/clients openai litellm  # some
+    python benchmarks/clients.py --folder /tmp/clients --url http://127.0.0.1:8000/v1  # elsewhere
 
 Each client gets an environment of its own in the folder, made where it is missing: a virtual
 environment for Python's, `node_modules` for npm's. The server is `rllib serve --local` with a tiny
-random model; what has to be a call or JSON is guided by the grammar engine, so that a random model
-will do. Each check is what the client's own documentation shows. The last output is the table, in
-Markdown; the exit code is 1 where a check failed. A client that cannot be installed stands in the
-table with the reason.
+random model, or one at `--url` that serves the folder's `model` under the name "tiny" and with the
+key "benchmark", such as Ray Serve's. What has to be a call or JSON is guided by the grammar engine,
+so that a random model will do. Each check is what the client's own documentation shows. The last
+output is the table, in Markdown; the exit code is 1 where a check failed. A client that cannot be
+installed stands in the table with the reason.
 """
 
 from __future__ import annotations
@@ -556,6 +558,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clients", nargs="*", default=[], help="by default all")
     parser.add_argument("--folder", type=Path, help="of the clients' environments")
+    parser.add_argument("--url", help="of a server that runs, with /v1")
     parser.add_argument("--checks", help="run the checks of this client here")
     given = parser.parse_args()
     if given.checks:
@@ -565,7 +568,7 @@ def main() -> int:
     model = folder / "model"
     logprob = make_model(model)
     rows, num_failed = [], 0
-    with served(model) as url:
+    with contextlib.nullcontext(given.url) if given.url else served(model) as url:
         environment = {
             name: value for name, value in os.environ.items() if name != "PYTHONPATH"
         } | {"CLIENTS_URL": url, "CLIENTS_MODEL": str(model), "CLIENTS_LOGPROB": str(logprob),
