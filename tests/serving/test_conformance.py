@@ -277,7 +277,7 @@ def test_a_response_to_nothing_is_refused(tiny):
 
 
 def test_the_description_names_errors_and_keys(tiny):
-    described = httpx.get(f"{tiny[0]}/openapi.json").json()
+    described = httpx.get(f"{tiny[0]}/openapi.json", timeout=DEADLINE_S).json()
     chat = described["paths"]["/v1/chat/completions"]["post"]
     assert {"200", "400", "401", "404", "429", "503"} <= set(chat["responses"])
     assert all("422" not in operation["responses"] for operations in described["paths"].values()
