@@ -29,6 +29,7 @@ from rllib_llm.engines.protocol import (
     uniform_noise,
 )
 from rllib_llm.engines.row_blocks import row_budget
+from rllib_llm.modules.trunk import padded_hidden, take_apart
 
 # --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
 
@@ -59,12 +60,18 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
     """
     device = next(model.parameters()).device
     ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    halves = take_apart(model)  # None: the model computes all logits at once
+    if halves is None:
+        outputs = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    else:
+        outputs = padded_hidden(halves.trunk, ids)[0, :-1]
     logprobs: list[float] = []
     likeliest: list[Likeliest] = []
     ranks: list[int] = []
-    for start in range(0, len(logits), _BLOCK):
-        scores = torch.log_softmax(logits[start : start + _BLOCK].float(), dim=-1)
+    for start in range(0, len(outputs), _BLOCK):
+        part = outputs[start : start + _BLOCK]
+        logits = part if halves is None else halves.logits(part)
+        scores = torch.log_softmax(logits.float(), dim=-1)
         targets = ids[0, start + 1 : start + 1 + len(scores), None]
         own = scores.gather(1, targets)
         logprobs += own.squeeze(1).tolist()

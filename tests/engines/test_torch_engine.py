@@ -387,6 +387,23 @@ def test_weights_of_another_model_are_refused_and_nothing_changes():
 # --- what is refused ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["llama", "granite (logits scaling)"])
+def test_a_long_text_s_logits_are_never_all_there(family):
+    model = tiny_model(family, max_position_embeddings=2048)
+    text = torch.randint(3, VOCAB, (1500,), generator=torch.Generator().manual_seed(1)).tolist()
+    ours = engine(model)
+    sizes = []
+    head = model.get_output_embeddings()
+    ours.score(text, 1)  # the model was taken apart
+    head.register_forward_hook(lambda module, args, logits: sizes.append(logits.numel() // VOCAB))
+    scores = ours.score(text, 1)
+    assert sizes == [512, 512, 475]  # 1,499 places
+    with torch.no_grad():
+        logits = model(torch.tensor([text])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None]).squeeze(1)
+    assert scores.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 def test_a_row_whose_logits_are_not_finite_ends_with_an_error():
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
