@@ -3,6 +3,10 @@ the text that their template writes.
 
 A prompt and its completion are tokenised as one text. Tokenised by itself a completion would begin
 with the space that SentencePiece puts in front of every text: "2+2=" and "4" would make "2+2= 4".
+
+A chat template is a program, and only running it tells what it writes. So the text of an
+assistant's turn is found by rendering the conversation up to it, with the generation prompt, and
+again with it: where one is not the beginning of the other nothing is known, and that is an error.
 """
 
 from __future__ import annotations

@@ -7,6 +7,15 @@ iteration become one file, which is written when the next iteration's rows come,
 been empty for a second, when it is large, and by `flush`, which a checkpoint calls. So a
 checkpoint's state is the number of files: what is found beyond it when a run goes on was sampled
 after the checkpoint, will be sampled again, and is removed.
+
+Files are numbered, merged where many, and cut where a run goes back:
+
+    part-00000034.parquet              rows of one iteration
+    part-00000000-00000031.parquet     32 such files, merged; 32 of these are merged again
+
+A merged file is written before the files that it replaces are removed, so readers pass over files
+that another one contains. Each file's metadata says how many rows, of which iteration, each of the
+files had that it was merged from: it can be cut between any two.
 """
 
 from __future__ import annotations

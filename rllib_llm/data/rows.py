@@ -1,4 +1,5 @@
-"""Rows of a data set, wherever they are kept."""
+"""Rows of a data set, wherever they are kept, and the order in which they are handed out: a pure
+function of seed and position."""
 
 from __future__ import annotations
 

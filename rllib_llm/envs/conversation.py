@@ -265,7 +265,14 @@ _EXCHANGED = {"user": "assistant", "assistant": "user"}
 
 
 class ChatEnv(ConversationEnv):
-    """The other player answers every turn without complete tool calls."""
+    """rllib_llm/Chat-v0: conversations with another model, on a server with OpenAI's interface.
+
+        env_config: {base_url: "http://localhost:8000/v1", model_name: my-player}
+
+    The task's prompt opens the conversation in the other player's name. The player answers every
+    turn without complete tool calls: it is asked with the two sides exchanged, so that what the
+    policy said is its user's. One that does not answer makes the rollout invalid.
+    """
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "base_url": None,  # of the player's server, up to the version

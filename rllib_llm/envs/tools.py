@@ -1,6 +1,7 @@
-"""Tools that a policy may call: typed Python functions, their schemas, and calls that may fail.
+"""Tools that a policy may call: typed Python functions, Python programs in a sandbox, search in a
+folder of texts; their schemas, and calls that may fail.
 
-The schema comes from the function's signature and docstring, as transformers reads them. Whatever a
+A function's schema comes from its signature and docstring, as transformers reads them. Whatever a
 tool does (raise, hang, return a megabyte or something that is no text), the conversation gets a
 message about it, or the rollout is not valid, as set; nothing else is touched.
 """
@@ -267,7 +268,8 @@ def _names_in(code: CodeType | None) -> set[str]:
 
 
 class PythonTool:
-    """A tool `python(code)`.
+    """A tool `python(code)`: a program in a sandbox with limits of time, memory, files and output,
+    and no network.
 
     Args:
         timeout_s: of the program, from when it is started; a program that waits for a place among
@@ -323,7 +325,8 @@ _SUFFIXES = (".txt", ".md")
 
 
 class SearchTool:
-    """A tool `search(query)` over passages, the paragraphs of the texts in a folder.
+    """A tool `search(query)` over passages, the paragraphs of the texts in a folder, ranked as BM25
+    does.
 
     Args:
         folder: with .txt or .md files of UTF-8, whose titles are their paths in it without the
