@@ -205,7 +205,8 @@ class Connection(asyncio.Protocol):
         self.parts.append(data)
         if not self.first and b"data: {" in data:
             self.first = time.perf_counter()
-        is_whole = b"".join(self.parts[-2:]).endswith(b"0\r\n\r\n")  # the chunk that says: no more
+        # The chunk that says: no more. A head may end in 0, too.
+        is_whole = b"".join(self.parts[-2:]).endswith(b"\r\n0\r\n\r\n")
         if is_whole or (self.parts[0].startswith(b"HTTP/1.1 429 ") and data.endswith(b"}")):
             self._done.set_result(None)
 
