@@ -234,7 +234,7 @@ class ChatFormat:
         # Some templates write a generation prompt behind every conversation.
         told = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
         if common >= told:  # whole marks: <think> and <tool_call> begin alike
-            return common - len(_HALF_MARK.search(rendered[:common])[0])
+            return len(_HALF_MARK.sub("", rendered[:common]))
         prompt = asked[len(os.path.commonprefix([asked, unasked])) :]
         place = rendered.rfind(prompt) if prompt else -1
         return None if place < 0 else place + len(prompt)

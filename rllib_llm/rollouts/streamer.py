@@ -87,7 +87,7 @@ class JudgeThreads:
     def _groups(self, generated: UnjudgedBatch, continues: bool) -> list[JudgedGroup]:
         # Groups leave the process: a column goes to the host once for all of them.
         judged = self._judge(generated).to("cpu")
-        groups = []
+        groups: list[JudgedGroup] = []
         for group in judged_groups(judged, min_valid=self._min_valid):
             rows = opened(group.payload)
             if groups:
