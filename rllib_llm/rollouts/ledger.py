@@ -197,8 +197,7 @@ class Ledger:
         return missing
 
     def _old_versions(self) -> list[int]:
-        """Of groups that weights before the newest have to sample, and have not yet, the versions
-        of these."""
+        """The versions before the newest that still have groups to sample."""
         if self._schedule.oldest_version >= self.step:
             return []
         versions = [self._schedule.version(e) for e in self.table if e.group is None]

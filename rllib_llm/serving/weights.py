@@ -233,7 +233,7 @@ class AdapterMerger:
 
 
 class WeightsTaker(Protocol):
-    """What is served by weights from here: `service.Service`."""
+    """A server that new weights are loaded into: `service.Service`."""
 
     settings: ServeSettings
     is_ready: bool

@@ -56,7 +56,7 @@ def test_adapters_through_the_loop(make, base_folder, tmp_path):
             assert torch.equal(kept, tensor)
 
         # Published: the adapters, 7 linear layers of A [4, in] and B [out, 4] and nothing else.
-        flat = export_module(algorithm.learner_group._learner)
+        flat = export_module(algorithm.learner_group._learner, transport="store")
         assert len(flat.slots) == 14 and all(is_adapter(name) for name in flat.slots)
 
         path = algorithm.save_to_path(tmp_path / "checkpoint")
@@ -88,7 +88,7 @@ def test_adapters_on_a_quantised_trunk_through_the_loop(base_folder, tmp_path):
         assert first["objective"]["kl"] == pytest.approx(0, abs=1e-5)
         assert abs(second["objective"]["kl"]) > 1e-4
         assert second["sampler"]["logprob_gap"] < 1e-5
-        flat = export_module(algorithm.learner_group._learner)
+        flat = export_module(algorithm.learner_group._learner, transport="store")
         assert len(flat.slots) == 14 and all(is_adapter(name) for name in flat.slots)
         path = algorithm.save_to_path(tmp_path / "checkpoint")
         held = {file.name for file in (tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT).iterdir()}

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention import varlen
 
 from rllib_llm import GRPOConfig
-from rllib_llm.config.checks import check_precision
+from rllib_llm.config.model import check_precision
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.packed_attention import MaskedLayout, RowLayout
 from rllib_llm.modules.packing import completion_rows

@@ -155,8 +155,8 @@ def test_a_group_that_fails_leaves_the_others_of_its_lease_in_the_engine():
 
 def test_a_prompt_that_cannot_be_begun_leaves_the_others_of_its_lease_in_the_engine():
     ledger, work = work_of(World(), schedule="free", max_staleness=0, groups_per_lease=8)
-    sampler, asked = work._sampler, []
-    prompts = sampler.prompts
+    environment, asked = work._sampler.environment, []
+    prompts = environment.prompts
 
     def without_disk(request):
         asked.append(request.position)
@@ -164,7 +164,7 @@ def test_a_prompt_that_cannot_be_begun_leaves_the_others_of_its_lease_in_the_eng
             raise OSError("no disk")
         return prompts(request)
 
-    sampler.prompts = without_disk
+    environment.prompts = without_disk
     assert [group.position for group in batch(ledger, work)] == list(range(8))
     assert sorted(asked) == sorted([*range(8), 2])
     work.close()
