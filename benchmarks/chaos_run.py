@@ -13,7 +13,8 @@ from typing import Any
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.examples import arithmetic
 from rllib_llm.learners.policy_learners import GRPOLearner
-from rllib_llm.rollouts.judged_batch import JudgedBatch, RolloutSource
+from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.shared import columns
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers

@@ -195,6 +195,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
         experiments = with_options(experiments, options)
         with shown_warnings() as told:
+            told_to_wait(f"Checking {name} before anything starts ...")
             needed = check_experiments(experiments)
             before_a_run(experiments)
         root = storage_root(options.storage_path, experiments)
@@ -208,6 +209,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     from rllib_llm.runs.stages import StageFailed, StageInterrupted, run_stages
 
     try:
+        told_to_wait(f"Starting Ray; results go to {folder} ...")
         weights_bytes = weights_in_store(experiments, needed["CPU"])
         session = ray_session(options, needed["CPU"], weights_bytes)
         with user_errors(options.verbose), session as cluster:
@@ -231,6 +233,11 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
         raise typer.Exit(1)
+
+
+def told_to_wait(text: str) -> None:
+    """Print what takes some seconds now, beside the results."""
+    Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
 
 
 def _explained(error: BaseException, folder: Place) -> str:

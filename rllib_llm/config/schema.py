@@ -177,7 +177,7 @@ def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> N
             value=value,
             rule=f"be {kind}",
             reason=f"its default is {default!r}",
-            remedy=f"Write {kind} without quotes",
+            remedy=f"Write {kind}",
         )
     if key == "model" and isinstance(config, Tabled) and isinstance(value, Mapping):
         raise SettingError(

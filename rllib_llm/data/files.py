@@ -124,6 +124,14 @@ def _read_table(path: Path, name: str) -> Rows:
             reason=f"line {reader.line_num} is not ({error})",
             remedy="Correct its quotation marks",
         ) from error
+    if any(re.fullmatch("'.*'", column) for column in names):
+        raise DataSourceError(
+            name=name,
+            value=str(path),
+            rule="have column names without single quotes",
+            reason=f"its first line has {names}, and tables are quoted by double quotes",
+            remedy="Use double quotes, or none",
+        )
     if not all(names) or len({*names}) < len(names):
         raise DataSourceError(
             name=name,

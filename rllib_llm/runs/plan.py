@@ -156,7 +156,10 @@ def check_env(config: Any, algo_class: type) -> None:
     Raises:
         ValueError: with the nearest names.
     """
+    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+    from rllib_llm.config.tabled_config import TabledConfig
     from rllib_llm.envs.registry import (
         ENVIRONMENTS,
         creator,
@@ -165,10 +168,8 @@ def check_env(config: Any, algo_class: type) -> None:
     )
 
     env = getattr(config, "env", None)
-    is_stock = hasattr(config, "observation_space") and not issubclass(
-        algo_class, LanguageModelAlgorithm
-    )
-    if env is None and is_stock and config.observation_space is None:
+    is_of_rllib = isinstance(config, AlgorithmConfig) and not isinstance(config, TabledConfig)
+    if env is None and is_of_rllib and config.observation_space is None:
         raise UserError(
             name="env",
             value=None,

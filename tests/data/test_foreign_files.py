@@ -61,6 +61,7 @@ def test_separators_marks_and_line_ends_of_other_programs(tmp_path, name, text):
         ("a,a\n1,2\n", "column names, each its own"),
         (",b\n1,2\n", "column names"),
         ("a,b\n", "at least one row"),
+        ("'a';'b'\n'1';'2'\n", "without single quotes.* Use double quotes"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_told(tmp_path, text, told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import sys
@@ -129,6 +130,24 @@ def test_reference_pages_and_the_drawing_are_those_of_the_code(monkeypatch):
     for file in scale.PAGES:
         computed = file.read_text(encoding="utf-8")
         assert computed == scale.page_with(scale.tables(), computed), "python scripts/scale.py"
+
+
+def test_scripts_and_benchmarks_import_names_that_exist():
+    """They run apart from the tests, so that a moved name would show months later."""
+    wanted = {
+        (file.name, node.module, alias.name)
+        for file in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/*.py")]
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rllib_llm.")
+        for alias in node.names
+    }
+    assert len(wanted) > 100
+    assert [
+        (file, module, name)
+        for file, module, name in sorted(wanted)
+        if not hasattr(importlib.import_module(module), name)
+        and not ROOT.joinpath(*module.split("."), f"{name}.py").is_file()
+    ] == []
 
 
 def test_figures_of_the_benchmarks_are_those_recorded(monkeypatch):

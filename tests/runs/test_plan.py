@@ -86,6 +86,7 @@ def test_what_cannot_run_is_refused(settings: dict, message: str):
         ("PPO", "CartPole-v9", {}, "Did you mean 'CartPole-v1'"),
         ("PPOPtx", "rllib_llm/Revews-v0", {"model": "m"}, "rllib_llm/Reviews-v0"),
         ("PPOPtxx", None, {}, "PPOPtx"),
+        ("PPO", None, {}, "env=None must be a gymnasium id"),
         (
             "PPOPtx",
             "rllib_llm/Arithmetic-v0",
@@ -97,6 +98,11 @@ def test_what_cannot_run_is_refused(settings: dict, message: str):
 def test_names_are_checked_with_the_nearest(run: str, env: str, config: dict, message: str):
     with pytest.raises(UserError, match=message):
         check_experiments([Experiment("a", run, env, config)])
+
+
+def test_texts_are_generated_without_an_environment(tmp_path):
+    settings = {"model": save(tmp_path / "m", llama(), byte_tokenizer()), "max_new_tokens": 4}
+    assert check_experiments([Experiment("a", "Generate", None, settings)])["CPU"] >= 1
 
 
 def test_a_trial_that_can_never_start_is_refused():
