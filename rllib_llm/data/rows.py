@@ -22,7 +22,7 @@ class Rows(Sequence):
     `backing` is a list of dicts, a `pyarrow.Table` or a `datasets.Dataset`; the latter two are
     read row by row and stay where they are, in Arrow's memory or in a mapped file. A row that
     lacks one of `columns` has None there. Chats are lists of {"role", "content"}, also where they
-    were written as ShareGPT's {"from", "value"}, and hold no nulls.
+    were written as ShareGPT's {"from", "value"}; those from Arrow hold no nulls.
     """
 
     def __init__(self, backing: Any, description: str) -> None:
@@ -49,7 +49,7 @@ class Rows(Sequence):
             row = self._backing.slice(index, 1).to_pylist()[0]
         else:
             row = {column: self._backing[index].get(column) for column in self.columns}
-        return {column: as_chat(value) for column, value in row.items()}
+        return {column: self._as_chat(value) for column, value in row.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
@@ -97,7 +97,16 @@ class Rows(Sequence):
             values = self._backing.column(name).to_pylist()
         else:
             values = self._backing[name]
-        return [as_chat(value) for value in values]
+        return [self._as_chat(value) for value in values]
+
+    def _as_chat(self, value: Any) -> Any:
+        """A value of a row; of chats and tool schemas as templates read them. Arrow gives every
+        struct the fields of all, so a call would get the arguments of every other call: its nulls
+        are removed, those of the original data among them."""
+        is_list = isinstance(value, list) and bool(value)
+        if not is_list or not all(isinstance(e, dict) and _CHAT_KEYS & e.keys() for e in value):
+            return value
+        return _with_roles(value if self._is_list else _without_nulls(value))
 
 
 def concatenated(parts: Sequence[Rows], description: str) -> Rows:
@@ -133,24 +142,22 @@ _CHAT_KEYS = {"role", "from", "function"}  # of a message, ShareGPT's, a tool's 
 _ROLES = {
     "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool",
     "function": "tool", "ipython": "tool",
+    **{role: role for role in ("system", "user", "assistant", "tool")},
 }  # fmt: skip
 
 
-def as_chat(value: Any) -> Any:
-    """A value of a row; of chats and tool schemas as templates read them: ShareGPT's keys and roles
-    renamed, nulls removed. Arrow gives every struct the fields of all, so a call would get the
-    arguments of every other call; nulls in the original data are lost, too."""
-    is_list = isinstance(value, list) and bool(value)
-    if is_list and all(isinstance(each, dict) and _CHAT_KEYS & each.keys() for each in value):
-        return [_message(each) for each in _without_nulls(value)]
-    return value
-
-
-def _message(given: dict[str, Any]) -> dict[str, Any]:
-    if "role" in given or not {"from", "value"} <= given.keys():
-        return given
-    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return {"role": _ROLES.get(given["from"], given["from"]), "content": given["value"], **rest}
+def _with_roles(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat in ShareGPT's keys and roles in those of templates; other lists as they are."""
+    if not all(
+        "role" not in e and isinstance(e.get("value"), str) and str(e.get("from")) in _ROLES
+        for e in value
+    ):
+        return value
+    return [
+        {"role": _ROLES[each["from"]], "content": each["value"]}
+        | {key: rest for key, rest in each.items() if key not in ("from", "value")}
+        for each in value
+    ]
 
 
 def _without_nulls(value: Any) -> Any:

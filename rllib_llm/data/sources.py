@@ -25,7 +25,8 @@ _SOURCE_KEYS = (
     "path", "name", "split", "revision", "columns", "limit", "kwargs", "where", "best_of_group",
 )  # fmt: skip
 _UNREAD_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".pkl", ".gz", ".zip")
-_SHAREGPT = "conversations"  # its name for messages
+SHAREGPT = "conversations"  # its name for messages
+_NAMED = {"messages", "prompt", "text", "completion"}  # what is read where rows have it
 _QUICK_BYTES = 64 * 1024**2
 _ALLOWED = (
     f"a file ({', '.join(SUFFIXES)}; a pattern or a list of files), a data set folder, a Hugging "
@@ -72,10 +73,10 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
             reason=f"{rows.description} is empty",
             remedy="Point it at a source with rows",
         )
-    if _SHAREGPT in rows.columns and "messages" not in rows.columns:
-        chat = rows[0][_SHAREGPT]
+    if SHAREGPT in rows.columns and not _NAMED & {*rows.columns}:
+        chat = rows[0][SHAREGPT]
         if isinstance(chat, list) and chat and isinstance(chat[0], dict) and "role" in chat[0]:
-            return rows.renamed({"messages": _SHAREGPT})
+            return rows.renamed({"messages": SHAREGPT})
     return rows
 
 

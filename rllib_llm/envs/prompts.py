@@ -19,7 +19,7 @@ from rllib_llm.data.rows import (
     permuted,
     require_columns,
 )
-from rllib_llm.data.sources import Source, load_rows
+from rllib_llm.data.sources import SHAREGPT, Source, load_rows
 from rllib_llm.shared.errors import SettingError
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
@@ -314,6 +314,8 @@ def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
 
 def _choose_column(rows: Rows, prompt_column: str | None) -> str:
     if prompt_column is not None:
+        if prompt_column == SHAREGPT and SHAREGPT not in rows.columns and MESSAGES in rows.columns:
+            prompt_column = MESSAGES  # as `load_rows` names it
         require_columns(rows, [prompt_column])
         return prompt_column
     for column in ("prompt", MESSAGES):
@@ -342,7 +344,11 @@ def _before_answer(messages: Any) -> Any:
 
 def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
     messages = prompt if isinstance(prompt, list) else [None]
-    if messages and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
+    # A turn of tool calls may have no content, or one that Arrow's nulls went with.
+    if messages and all(
+        isinstance(m, Mapping) and "role" in m and m.keys() & {"content", "tool_calls"}
+        for m in messages
+    ):
         return
     raise PromptError(
         f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text or "

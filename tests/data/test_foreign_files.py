@@ -257,3 +257,29 @@ def test_conversations_of_sharegpt_are_learnt_from_and_asked(tmp_path, how):
 def test_a_column_of_that_name_that_holds_no_chats_stays():
     rows = [{"conversations": 3, "text": "a"}]
     assert list(load_rows(rows)) == rows
+
+
+def test_nulls_of_rows_that_are_not_in_arrow_stay(tmp_path):
+    """Of tool calls they are arguments; a reward's own columns are no chats."""
+    call = {"function": {"name": "weather", "arguments": {"city": "x", "unit": None}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "user", "content": "And there?"},
+        ],
+        "edges": [{"from": "A", "value": None, "to": "B"}, {"from": "alice", "value": 5}],
+    }
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert list(load_rows(str(path))) == [row]
+    (prompt,) = PromptSource(str(path), shuffle=False).rows(0, 1)
+    assert prompt.prompt == row["messages"] and prompt.columns["edges"] == row["edges"]
+
+
+def test_the_prompts_of_sharegpt_have_their_own_column_s_name():
+    (prompt,) = PromptSource(SHAREGPT[:1], prompt_column="conversations").rows(0, 1)
+    assert [message["content"] for message in prompt.prompt] == ["Be brief.", "1+1?"]
+    beside = [{"prompt": "1+1?", **SHAREGPT[0]}]
+    (prompt,) = PromptSource(beside).rows(0, 1)
+    assert prompt.prompt == "1+1?" and prompt.columns["conversations"][2]["content"] == "2"
