@@ -128,7 +128,7 @@ class Conversation(Settings):
     """Turns and tools. Without an environment it is rllib_llm/Conversation-v0's. Alias: the same
     names in `env_config`. Use one of the two."""
 
-    system: str | None = setting(None, "a system message before every task")
+    system: str | None = setting(None, "a system message before every task", may_be_empty=True)
     tools: Any = setting(
         None,
         "functions with type hints and docstring, their dotted paths, or tool objects",

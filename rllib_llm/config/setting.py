@@ -75,6 +75,7 @@ class Setting:
         least, above, most: bounds of a number.
         choices: the values that are allowed, None aside.
         or_dotted: whether a dotted path, to something of one's own, is allowed beside them.
+        may_be_empty: whether "" is a text that switches it off.
         acts: when it has an effect; always, if empty.
         keys: what a mapping in its place may have beside its first key.
         short: its name inside its section, where that is shorter.
@@ -97,6 +98,7 @@ class Setting:
     most: float | None = None
     choices: tuple[Any, ...] = ()
     or_dotted: bool = False
+    may_be_empty: bool = False
     acts: tuple[Condition, ...] = ()
     keys: tuple[str, ...] = ()
     short: str = ""
@@ -126,6 +128,8 @@ class Setting:
         Raises:
             SettingError: it does not; within `all_complaints` it is noted.
         """
+        if self.may_be_empty and isinstance(value, str) and not value:
+            return
         if self.or_dotted and isinstance(value, str) and looks_dotted(value):
             return
         value_rule, reason = self.rule, self.reason or self.says

@@ -474,13 +474,14 @@ class PromptQueue:
 
     def fitting(self, free: float, max_tokens: int | None, whatever: bool) -> int:
         """How many of the first groups have together at most `free` rows, and at most `max_tokens`
-        of prompts if there are several; one at least if `whatever`."""
+        of prompts to read if there are several; one at least if `whatever`."""
         count, longest = 0, 0
         for group in self._groups:
             free -= len(group.columns)
             if free < 0 and not (whatever and not count):
                 break
-            longest = max(longest, group.length)  # shorter ones are padded to it
+            num_cached = len(group.prefix.token_ids) if group.prefix is not None else 0
+            longest = max(longest, group.length - num_cached)  # shorter ones are padded to it
             if count and max_tokens is not None and (count + 1) * longest > max_tokens:
                 break
             count += 1

@@ -40,18 +40,19 @@ _SIGNALS_HELD = 6  # the version that knows them
 _WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 # seccomp(2), by machine: AUDIT_ARCH; `socket`; `truncate`; calls that change a file's mode, owner,
 # times or attributes, which Landlock does not hold; calls whose memory, queues and keys outlive the
-# process; calls into the memory of others; {call: its argument that must be 0, this process}.
+# process; calls into the memory and the priorities of others; {call: its
+# arguments that must be 0, this process}.
 _MACHINES = {
     "x86_64": (
         0xC000003E, 41, 76,
         (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280),
-        (29, 64, 68, 240, 248, 249, 250), (101, 310, 311),
-        {302: 0, 203: 0, 144: 0, 142: 0, 314: 0, 141: 1},
+        (29, 64, 68, 240, 248, 249, 250), (101, 251, 310, 311),
+        {302: (0,), 203: (0,), 144: (0,), 142: (0,), 314: (0,), 141: (0, 1)},
     ),
     "aarch64": (
         0xC00000B7, 198, 45, (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88),
-        (194, 190, 186, 180, 217, 218, 219), (117, 270, 271),
-        {261: 0, 122: 0, 119: 0, 118: 0, 274: 0, 140: 1},
+        (194, 190, 186, 180, 217, 218, 219), (30, 117, 270, 271),
+        {261: (0,), 122: (0,), 119: (0,), 118: (0,), 274: (0,), 140: (0, 1)},
     ),
 }  # fmt: skip
 # Everywhere: fchmodat2, setxattrat, removexattrat, file_setattr, pidfd_getfd.
@@ -104,13 +105,19 @@ def remove(folder: str) -> None:
     since paths and Python's stack have limits."""
     token, number = os.urandom(8).hex(), 0
     with contextlib.suppress(OSError):
-        while inner := _folders_left(folder):
+        is_progress = True
+        while is_progress and (inner := _folders_left(folder)):
+            is_progress = False
             for path in inner:
-                os.chmod(path, 0o700)  # it may be closed to its owner
-                for deeper in _folders_left(path):
-                    number += 1
-                    os.rename(deeper, f"{folder}/{token}-{number}")
-                os.rmdir(path)
+                with contextlib.suppress(OSError):  # the others go all the same
+                    os.chmod(path, 0o700)  # it may be closed to its owner
+                    for deeper in _folders_left(path):
+                        os.chmod(deeper, 0o700)  # a folder that is moved is written to
+                        number += 1
+                        os.rename(deeper, f"{folder}/{token}-{number}")
+                        is_progress = True
+                    os.rmdir(path)
+                    is_progress = True
         os.rmdir(folder)
 
 
@@ -210,8 +217,11 @@ def _own_namespaces(order: dict[str, Any], missing: list[str]) -> bool:
     except OSError as error:  # the namespaces are there; files seem to belong to nobody
         missing.append(f"user ids ({error.strerror})")
     no_more = "/proc/sys/user/max_user_namespaces"  # in another one it would have capabilities
-    with contextlib.suppress(OSError), open(no_more, "w") as file:
-        file.write("0")
+    try:
+        with open(no_more, "w") as file:
+            file.write("0")
+    except OSError as error:
+        missing.append(f"no further user namespaces ({error.strerror})")
     return True
 
 
@@ -292,12 +302,14 @@ def _refuse_calls(has_network: bool) -> None:
         (above, refuse, on, _X32),
         *((equal, refuse, on, number) for number in numbers),
     ]
-    for number, argument in of_itself.items():
-        program += [
-            (equal, on, 2, number),
-            (load, on, on, 16 + 8 * argument),
-            (equal, allow, refuse, 0),
-        ]
+    for number, arguments in of_itself.items():
+        program.append((equal, on, 2 * len(arguments), number))
+        for argument in arguments:
+            is_last = argument == arguments[-1]
+            program += [
+                (load, on, on, 16 + 8 * argument),
+                (equal, allow if is_last else on, refuse, 0),
+            ]
     ends = {allow: len(program), refuse: len(program) + 1}
     program += [(give, on, on, 0x7FFF0000), (give, on, on, 0x00050000 | errno.EACCES)]
 

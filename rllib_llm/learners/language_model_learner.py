@@ -271,8 +271,13 @@ class LanguageModelLearner(SharedPasses):
         """Adds the gradient of the mini-batch's loss to those of the next step. If that fails, all
         are dropped, since partial gradients cannot be separated."""
         others, self._accumulated = self._accumulated, []
-        self.start_minibatch(minibatch)
-        loss = self._passes(minibatch) if others else self._first_passes(minibatch)
+        before = self.means.copy()
+        try:
+            self.start_minibatch(minibatch)
+            loss = self._passes(minibatch) if others else self._first_passes(minibatch)
+        except BaseException:
+            self.means.take(before)  # the next batch's means are its own
+            raise
         self._accumulated = [*others, (loss, minibatch)]
 
     def _first_passes(self, minibatch: Batch) -> torch.Tensor:

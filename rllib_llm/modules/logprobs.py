@@ -1,7 +1,7 @@
 """Log-probs and entropy of given tokens under a causal language model, with gradient or without.
 
 Padding, wherever it lies, never reaches the model, and a prompt that several rows share is read
-once (`dense_packing.py`; models whose attention cannot be laid out get right-padded rows). The
+once (`packing.py`; models whose attention cannot be laid out get right-padded rows). The
 head runs only at the positions that predict a wanted token. When there are many such
 positions the head runs in chunks whose logits are computed again in the backward pass, so that no
 [tokens, vocab] tensor is held.

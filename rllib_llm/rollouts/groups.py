@@ -35,7 +35,7 @@ class PartialCompletion:
 class JudgedGroup:
     """All completions of one prompt, as a sampler hands them in.
 
-    payload: the rows (see `judged_groups.py`); the ledger never opens it.
+    payload: the rows (see `judged_batch.py`); the ledger never opens it.
     num_tokens: sampled tokens of all rows.
     num_lost: of them, those of rows that were not judged, which nobody learns from.
     oldest_version: of the weights that sampled any of the tokens.

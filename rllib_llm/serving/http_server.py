@@ -359,8 +359,16 @@ def timed_protocol(seconds: float) -> type:
             self._is_in_head, self._head_bytes = True, 0
 
         def on_headers_complete(self) -> None:
-            self._is_in_head = False
+            self._is_in_head, self._head_bytes = False, 0
             super().on_headers_complete()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if not self._is_in_head:  # behind a body in chunks
+                self._head_bytes += len(name) + len(value)
+                if self._head_bytes > _MAX_HEAD_BYTES:
+                    self.transport.close()
+                    return
+            super().on_header(name, value)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

@@ -84,9 +84,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         first = error.errors(include_url=False)[0]
         name = {"messages": "input", "response_format": "text.format"}.get(str(first["loc"][0]), "")
         name = name or str(first["loc"][0])
-        raise ApiError(
-            400, f"{name} must be corrected: {first['msg']}.", param=name
-        ) from error
+        raise ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name) from error
 
 
 def _tool(tool: ResponseTool) -> dict[str, Any]:

@@ -41,9 +41,7 @@ def test_a_class_without_a_place_stays_as_it_is():
 def test_what_is_gone_from_this_package_is_passed_over(tmp_path):
     # Protocol 0: a dictionary with the class, a method that there was, and the arguments.
     text = b"(dS'class'\ncrllib_llm.algorithms.grpo\nGRPO\nsS'method'\ncrllib_llm.algorithms.rlhf"
-    (tmp_path / CLASS_FILE).write_bytes(
-        text + b"\n_collect\nsS'ctor_args_and_kwargs'\n(((dt(dts."
-    )
+    (tmp_path / CLASS_FILE).write_bytes(text + b"\n_collect\nsS'ctor_args_and_kwargs'\n(((dt(dts.")
     assert class_and_arguments(tmp_path)[0] is GRPO
     (tmp_path / CLASS_FILE).write_bytes(b"cjson\n_no_such_name\n.")
     with pytest.raises(AttributeError):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rllib_llm.algorithms.generate import GenerateConfig
+from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.config.sections import defaults, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG, IN_ENV
 from rllib_llm.shared.errors import SettingError
@@ -22,6 +23,13 @@ VALUES = [
     len, np.float32(0.5), np.int64(3), np.int64(-1), np.float64("nan"), np.bool_(True),
     np.array([1, 2]), np.array(1.0), torch.tensor(0.5), torch.tensor([1, 2]), 3 + 4j, range(3),
 ]  # fmt: skip
+
+
+def test_an_empty_system_message_switches_it_off():
+    row = table(GRPOConfig)["system"]
+    row.check("")
+    with pytest.raises(SettingError, match="more than a blank"):
+        row.check(" ")
 
 
 def generate():
@@ -80,12 +88,15 @@ def test_a_value_is_taken_or_refused_with_all_fields(algorithm):
 
 @pytest.mark.parametrize("algorithm", MADE)
 def test_nothing_is_taken_that_no_setting_can_mean(algorithm):
-    """No number that is not finite, no -1, which RLlib drops, no blank text."""
+    """No number that is not finite, no -1, which RLlib drops, no blank text, but for an empty one
+    where the setting says what that means."""
     make = MADE[algorithm]
     never = [math.nan, math.inf, -math.inf, -1, -1.0, 10**400, "", " ", "\x00", 3 + 4j, b"b",
              np.int64(-1), np.float64("nan")]  # fmt: skip
     for row in own_rows(algorithm):
         for value in never:
+            if row.may_be_empty and value == "":
+                continue
             taken = not isinstance(validated(make, row, value), SettingError)
             assert not taken, (row.name, value)
 

@@ -174,9 +174,7 @@ def test_rows_choose_among_environments(make):
         {"environment": "ledger"},
     ]
     env = make(prompts=rows, environment_factory={"guess": Guess, "ledger": Ledger})
-    attempts, judged, policy = roll(
-        env, lambda row: call(3) if row < 2 else calls(2, 1), "Done."
-    )
+    attempts, judged, policy = roll(env, lambda row: call(3) if row < 2 else calls(2, 1), "Done.")
     assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 0.0, 0.0]
     first = {row: env.tokenizer.decode(ids) for row, turn, ids in policy.seen if turn == 0}
     assert '"name": "guess"' in first[0] and '"name": "push"' not in first[0]

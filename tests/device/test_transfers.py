@@ -79,8 +79,13 @@ def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
     for the share of distinct completions. (The ledger's five numbers of each row are as large here,
     where a row has five tokens.)"""
     of_ids = {t.site for t in main_path if t.kind == "to_host" and t.num_bytes >= ROWS * TOKENS * 4}
-    readers = ("envs/bandit.py", "envs/judges/", "rollouts/judged_batch.py", "learners/metrics.py",
-               "learners/rlhf_learner.py:prepare")
+    readers = (
+        "envs/bandit.py",
+        "envs/judges/",
+        "rollouts/judged_batch.py",
+        "learners/metrics.py",
+        "learners/rlhf_learner.py:prepare",
+    )
     assert {site for site in of_ids if not site.startswith(readers)} == set()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rllib_llm.engines.batch_rows import Group, PromptQueue
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
@@ -206,3 +207,12 @@ def test_in_bfloat16_prompts_and_turns_are_read_in_sizes_that_come_again(family)
     # But for a turn of a row that has no 16 positions yet.
     assert sum(size % 16 == 0 for size in sizes) > 3
     assert all(size % 16 == 0 or size < 16 for size in sizes)
+
+
+def test_the_bound_on_prompts_counts_the_tokens_that_are_read():
+    """Turns of 4,000 tokens of which 3,950 are cached are 50 each: 32 of them fit into 8,192; of
+    whole prompts, 2."""
+    for prefix, fit in ((Prefix([0] * 3950, []), 32), (None, 2)):
+        queue = PromptQueue()
+        queue.put([Group(None, 0, 4000, [i], [None], [0], prefix) for i in range(32)])
+        assert queue.fitting(64, 8192, True) == fit

@@ -135,7 +135,7 @@ def test_workers_end_with_whoever_started_them(mark):
     "attempt",
     [
         "write", "change", "network", "unix", "environment", "parent's environment",
-        "kill the parent", "limit the parent", "pin the parent", "slow the parent",
+        "kill the parent", "limit the parent", "pin the parent", "slow the parent", "slow the user",
         "shared memory",
     ],
 )  # fmt: skip

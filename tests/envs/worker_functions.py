@@ -123,6 +123,7 @@ _ATTEMPTS = {
     "limit the parent": lambda target, pid: resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0)),
     "pin the parent": lambda target, pid: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
     "slow the parent": lambda target, pid: os.setpriority(os.PRIO_PROCESS, pid, 19),
+    "slow the user": lambda target, pid: os.setpriority(os.PRIO_USER, 0, 1),
     "shared memory": _share_memory,
     "capabilities": lambda target, pid: _called("unshare", 0x10000000),  # CLONE_NEWUSER
     "change": _change,

@@ -268,6 +268,10 @@ def test_passes_that_fail_drop_the_gradients_that_were_added():
         learner.forward_backward(broken, version=0)
     with pytest.raises(RuntimeError, match="batches=0 must be at least 1"):
         learner.optimizer_step()
+    # Nor are its counts among the next batch's, whose ratio is that of an on-policy pass.
+    means = learner.forward_backward(batch, version=0)[TOLD][MEANS]
+    assert means["val/ratio"] == pytest.approx(1, abs=1e-5)
+    learner.optimizer_step()
     tiny.update(learner, batch)
 
 

@@ -73,9 +73,7 @@ def test_log_probs_are_those_of_padded_rows(kernel, family, flash_on_a_processor
     prompts = 8 if kernel == "flex_attention" else 3 * 3 + 3 * 5
     assert (found.num_computed, found.num_padding) == (prompts + 3 + 6 + 0 + 6 + 1 + 4, 0)
     for name in ("logprobs", "entropy", "hidden"):
-        assert_as_near(
-            getattr(found, name), getattr(expected, name), getattr(exact, name).double()
-        )
+        assert_as_near(getattr(found, name), getattr(expected, name), getattr(exact, name).double())
 
 
 def test_gradients_of_flash_attention_are_those_of_padded_rows(flash_on_a_processor):

@@ -48,7 +48,6 @@ def at_once(monkeypatch):
     monkeypatch.setattr(workers, "time", WorldTime)
 
 
-
 def holds(random, rules, in_flight, others):
     world = World(random, rules, in_flight=in_flight, troubles=6).begin()
     for other in (None, rules, *others):

@@ -238,6 +238,21 @@ def test_a_head_without_end_is_cut_off(tiny):
             time.sleep(0.001)
 
 
+def test_trailers_without_end_are_cut_off(tiny):
+    address, _ = tiny
+    host, port = address.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sent = 0
+    connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    with connection, pytest.raises(ConnectionError):
+        connection.sendall(head + b"1\r\n{\r\n0\r\n")
+        while True:
+            connection.sendall(b"x: " + b"a" * 2**12 + b"\r\n")
+            sent += 2**12
+            assert sent < 2**24, "16 MB of trailers were read"
+            time.sleep(0.001)
+
+
 def test_a_client_that_reads_nothing_is_cut_off():
     made = service(slow_reader_s=0.3)
     with running(made) as address:

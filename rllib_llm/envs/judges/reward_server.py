@@ -130,8 +130,7 @@ class _Gate:
     def __init__(self, token: str) -> None:
         if not token:
             raise ValueError(
-                "token='' must not be empty: anybody who reaches the port could use it. "
-                "Set one."
+                "token='' must not be empty: anybody who reaches the port could use it. Set one."
             )
         self._wanted = f"Bearer {token}".encode()
 
