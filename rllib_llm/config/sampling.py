@@ -261,6 +261,8 @@ class Generate(Drawn):
         0.0,
         "the share of the texts written to eval.jsonl",
         note="Texts with the same opening stay together.",
+        least=0,
+        most=1,
     )
     batch_size: int = setting(
         64, "the number of texts sampled at once in an iteration", least=1, remedy="Use 64"
@@ -290,7 +292,7 @@ GENERATE_MODEL = Section.of("language_model", GenerateModel)
 class GenerateSeed(Settings):
     """Seed."""
 
-    seed: int = setting(0, "the seed of the texts")
+    seed: int = setting(0, "the seed of the texts", least=0)
 
 
 GENERATE_SEED = Section.of("debugging", GenerateSeed)

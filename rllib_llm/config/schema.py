@@ -153,13 +153,15 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
 
 
 def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
-    if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
+    of_rllib = not isinstance(config, Tabled)  # the others check their settings' values
+    if of_rllib and not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
         raise SettingError(
             name=f"{where}.{key}",
             value=value,
             rule="not be -1",
             reason="RLlib reads -1 as 'not set' and drops it",
-            remedy="Leave the key out for its default, or use null or 0 where it means 'off'",
+            remedy="Leave the key out for its default, use null or 0 where it means 'off', or "
+            "write -1.000001 where the number is meant",
         )
     if key.startswith("num_") and isinstance(value, int | float) and value < 0:
         raise SettingError(
@@ -187,7 +189,6 @@ def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> N
             reason="a mapping describes a network of RLlib's own, which is not used here",
             remedy="Write `model: path`",
         )
-    of_rllib = not isinstance(config, Tabled)  # the others check their settings' types
     if of_rllib and isinstance(default, dict) and not isinstance(value, Mapping | None):
         raise SettingError(
             name=f"{where}.{key}",

@@ -128,19 +128,30 @@ class Setting:
         Raises:
             SettingError: it does not; within `all_complaints` it is noted.
         """
+        error = self.error(value)
+        if error is not None:
+            complain(error)
+
+    def error(self, value: Any) -> SettingError | None:
+        """What is wrong with `value`, None where nothing is."""
         if self.may_be_empty and isinstance(value, str) and not value:
-            return
+            return None
         if self.or_dotted and isinstance(value, str) and looks_dotted(value):
-            return
+            return None
         value_rule, reason = self.rule, self.reason or self.says
+        remedy = self.remedy or f"Its default is {self.default!r}"
+        if value is False and not self.remedy and (self.is_optional or self.type is Any):
+            remedy = "Leave it out, or set None"
         number = plain(value) if type(plain(value)) in (int, float) else 0
         try:
             _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
                 plain(value)
             )
             if number != UNSET:
-                return
-            value_rule, reason = "other than -1", "RLlib reads -1 as 'not set' and drops it"
+                return None
+            value_rule = "another number than -1"
+            reason = "RLlib takes -1 as 'not given' and would use the default"
+            remedy = "Write -1.000001, which means the same here"
         except ValidationError:
             if isinstance(number, float) and math.isinf(number):
                 value_rule = "finite"
@@ -148,14 +159,12 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
-        complain(
-            SettingError(
-                name=self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}",
-                value=value,
-                rule=f"be {value_rule}",
-                reason=reason,
-                remedy=self.remedy or f"Its default is {self.default!r}",
-            )
+        return SettingError(
+            name=self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}",
+            value=value,
+            rule=f"be {value_rule}",
+            reason=reason,
+            remedy=remedy,
         )
 
     @property
@@ -187,6 +196,8 @@ class Setting:
             return f"{words}{of_unit}{self._bounds()}"
         if typing.get_args(kind) == (int,):
             return f"{words} of {self.unit or 'whole numbers'}"
+        if typing.get_args(kind) == (float, float):
+            return "a pair of numbers"
         return words
 
     def _bounds(self) -> str:
@@ -371,10 +382,10 @@ _KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({
     int: "a whole number",
     float: "a number",
     str: "text",
-    Any: "a name, a mapping, a list or an object of Python",
-    Callable: "a function or its dotted path",
+    Any: "a name, a mapping, a list, an object of Python or None",
+    Callable: "a function (in YAML its dotted path)",
     list: "a list",
-    tuple: "a pair of numbers",
+    tuple: "a tuple",
     dict: "a dictionary",
 })  # fmt: skip
 

@@ -68,14 +68,20 @@ class SettingError(ValueError):
         return ended(self.remedy)
 
     @property
-    def subject(self) -> str:
-        """The last part of the name, "top_p" of "ppo.config.top_p" and of "x['top_p']", or of the
-        place where the name is no path; "" where neither is."""
+    def setting(self) -> tuple[str, ...]:
+        """The path of the setting in its config, ("env_config", "seed") of
+        "ppo.config.env_config.seed" and of "env_config['seed']"; of the place where the name is no
+        path; empty where neither is."""
         for text in (self.name, *self.where.split(": ")):
-            path = re.fullmatch(r"[\w.-]*?(\w+)(?:\['(\w+)'\])?", text)
-            if path:
-                return path[2] or path[1]
-        return ""
+            if re.fullmatch(r"[\w.-]*\w(\['\w+'\])?", text):
+                path = re.sub(r"\['(\w+)'\]", r".\1", text).split(".")
+                return tuple(path[path.index("config") + 1 :] if "config" in path[:-1] else path)
+        return ()
+
+    @property
+    def subject(self) -> str:
+        """The last part of `setting`: "top_p" of "ppo.config.top_p" and of "x['top_p']"."""
+        return re.split(r"\W", self.setting[-1])[-1] if self.setting else ""
 
     def __reduce__(self) -> Any:
         return _restored, (type(self), self.args, vars(self))
@@ -228,7 +234,7 @@ def _is_same(error: ValueError, before: ValueError) -> bool:
         return False
     has_values = error.value is not ... and before.value is not ...
     elsewhere = (error.name, error.where) != (before.name, before.where)
-    return has_values and elsewhere and bool(error.subject) and error.subject == before.subject
+    return has_values and elsewhere and bool(error.setting) and error.setting == before.setting
 
 
 def _about(error: ValueError) -> str:

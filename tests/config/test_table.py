@@ -6,6 +6,7 @@ import inspect
 import math
 import pickle
 import pydoc
+import re
 import subprocess
 import sys
 import types
@@ -23,7 +24,7 @@ from rllib_llm.algorithms.rlhf_config import CriticFreeConfig
 from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.config.schema import build_config, check_keys
-from rllib_llm.config.sections import known_names, plain_fields, table
+from rllib_llm.config.sections import known_names, plain_fields, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.shared.errors import SettingError
 from tests.algorithms import tiny_runs as tiny
@@ -329,3 +330,37 @@ def test_a_config_is_imported_without_the_libraries_that_only_runs_need():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["entropy_coeff", "rejection_lower", "rejection_upper"])
+def test_minus_one_is_refused_with_its_reason_and_a_value_that_means_the_same(name):
+    """RLlib drops -1 where a config is stored or handed over; its neighbour is kept."""
+    with pytest.raises(SettingError) as error:
+        build_config(PPOPtx, {"model": str(tiny.MODEL), name: -1.0}, "ppo.config")
+    assert (error.value.name, error.value.value) == (name, -1.0)
+    assert "RLlib takes -1 as 'not given'" in error.value.reason
+    remedy = re.search(r"-1\.\d+", error.value.remedy)
+    row = table(PPOPtxConfig)[name]
+    assert row.error(float(remedy[0])) is None and row.error(-1.5) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "gamma", "lr", "ref_kl_coeff", "missing_eos_penalty"]
+)
+def test_minus_one_is_out_of_range_where_no_negative_value_has_a_meaning(name):
+    error = table(PPOPtxConfig)[name].error(-1)
+    assert error.rule == table(PPOPtxConfig)[name].error(-2).rule
+    assert "RLlib" not in error.reason
+
+
+def test_false_is_told_how_a_setting_is_left_out():
+    for name in ("tools", "reference", "reward_model"):
+        error = table(PPOPtxConfig)[name].error(False)
+        assert error.remedy == "Leave it out, or set None"
+        assert error.rule.endswith("or None")
+
+
+def test_callbacks_are_functions_or_several_of_them():
+    error = rllib_table(PPOPtxConfig)["callbacks_on_train_result"].error(3)
+    assert error.rule == "be a function (in YAML its dotted path), a list, a tuple or None"
+    assert table(PPOPtxConfig)["adam_betas"].error(3).rule == "be a pair of numbers"

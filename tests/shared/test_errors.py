@@ -66,6 +66,17 @@ def test_one_value_is_complained_of_once():
     assert [error.value for error in found] == [1.5, 2]
 
 
+def test_values_of_settings_whose_names_end_alike_are_two_mistakes():
+    values = {"seed": -3, "env_config.seed": -4, "eval_envs.hard.env_config.seed": -5}
+    with all_complaints() as found:
+        for name, value in values.items():
+            complain(SettingError(name=name, value=value, rule="be at least 0"))
+        for name in ("run.config.seed", "env_config['seed']", "run.config.env_config.seed"):
+            complain(SettingError(name=name, value=0, rule="be at least 1"))  # its consequence
+    assert {error.name: error.value for error in found} == values
+    assert BROKEN.setting == ("top_p",)
+
+
 def test_a_network_is_not_printed():
     error = SettingError(name="model", value=torch.nn.Linear(2, 2).double(), rule="be text")
     assert len(str(error)) < 100
