@@ -250,7 +250,7 @@ class SamplerEnd:
         return done
 
     def _call(self, name, *args):
-        return self._world.ledger.journaled.call(name, *args)
+        return self._world.ledger.call(name, *args)
 
 
 class SimulatedLedger:
@@ -262,7 +262,19 @@ class SimulatedLedger:
     actor = None
 
     def call(self, name, *args):
-        return self.journaled.call(name, *args)
+        held = self._not_concerned(*args) if name == "fail" else {}
+        answer = self.journaled.call(name, *args)
+        for entry, lease in held.items():
+            assert entry.lease == lease, f"group {entry.position} fails with its neighbour"
+        return answer
+
+    def _not_concerned(self, lease, failure, positions=None):
+        """Groups of a lease that a failure leaves in it."""
+        return {
+            entry: lease for entry in self.journaled.ledger.table
+            if entry.lease == lease and entry.state == "leased"
+            and positions is not None and entry.position not in positions
+        }  # fmt: skip
 
     def take(self, step, num_seen, nth, wait_s):
         return self.journaled.call("take", step, num_seen, nth)
@@ -453,9 +465,10 @@ class World:
         elif name in self.works and name not in self.hung:
             self._turn(name)
         elif happens > 0.95:
-            self.clock.now += LIMIT
+            self.clock.now += LIMIT if self.share_of_troubles else 1.0
         self.driver.work()
         self.require_account()
+        self.require_patience()
         self.require_work_for_the_living()
 
     def _turn(self, name):
@@ -489,6 +502,13 @@ class World:
         known_dead = {name for name in self.pool.names if int(name) not in self.pool.marked}
         holding = {e.sampler for e in self.ledger.journaled.ledger.table if e.state == "leased"}
         assert not known_dead & holding, known_dead & holding
+
+    def require_patience(self):
+        """Asserts that a judge who takes one and a half leases costs one of them: the next is twice
+        as long, and stays so when it is renewed."""
+        if not self.share_of_troubles:
+            for entry in self.ledger.journaled.ledger.table:
+                assert entry.num_expired <= 1, f"group {entry.position} never ends"
 
     def note_progress(self):
         self.num_events = 0
