@@ -296,17 +296,19 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             groups.setdefault(group, {})[leaf] = value
         return groups
 
-    def update_learners(self, columns: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    def update_learners(
+        self, columns: dict[str, Any], num_rows: int, version: int | None = None
+    ) -> dict[str, Any]:
         """Updates all learners with a batch, which they share row by row. Returns the learners'
-        messages, see `LanguageModelLearner.told`."""
+        messages, see `LanguageModelLearner.told`; `version`: see `LanguageModelLearner.update`."""
         self.has_begun_to_learn = True
         self._learner_means = {}  # RLlib may ask for several steps for one result: the last counts
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
         if self.learner_group.is_local:
-            results = self.learner_group.update(batch=batch)
+            results = self.learner_group.update(batch=batch, version=version)
         else:
             refs = [ray.put(batch)] * self.config.num_learners
-            results = self.learner_group.update(batch_refs=refs)
+            results = self.learner_group.update(batch_refs=refs, version=version)
         return self._take(results)
 
     def foreach_learner(self, call: Callable[..., dict[str, Any]]) -> dict[str, Any]:

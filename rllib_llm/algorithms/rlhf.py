@@ -166,7 +166,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
-        told = self.update_learners(sampled.columns, sampled.num_rows)
+        told = self.update_learners(sampled.columns, sampled.num_rows, self.weights_version)
         self._record_trained(sampled, told)
         start = time.perf_counter()
         self.oversight.clock.enter(diagnosis.PUBLISHING)

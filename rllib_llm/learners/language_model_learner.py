@@ -168,10 +168,20 @@ class LanguageModelLearner(SharedPasses):
     # --- the update --------------------------------------------------------------------------
 
     def update(
-        self, batch=None, *, training_data=None, batch_refs=None, timesteps=None, **kwargs
+        self,
+        batch=None,
+        *,
+        training_data=None,
+        batch_refs=None,
+        timesteps=None,
+        version: int | None = None,
+        **kwargs,
     ) -> dict[str, Any]:
         """Takes all optimiser steps for one batch, which every learner receives in whole. The
-        results contain `told` under `TOLD`, which saves a separate call."""
+        results contain `told` under `TOLD`, which saves a separate call.
+
+        `version`: see `forward_backward`; None: each update publishes one.
+        """
         self._check_is_built()
         if self._accumulated:
             raise RuntimeError(
@@ -184,12 +194,12 @@ class LanguageModelLearner(SharedPasses):
             if training_data is None:
                 training_data = TrainingData(batch=batch, batch_refs=batch_refs)
             rows = self.prepare(self._columns(training_data))
+            self._weights_seq_no = (self._weights_seq_no if version is None else version) + 1
             self._take_steps(rows)
             self.after_gradient_based_update(timesteps=timesteps or {})
         return {**self.metrics.reduce(), TOLD: self.told()}
 
     def _take_steps(self, rows: Batch) -> None:
-        self._weights_seq_no += 1
         minibatches = list(self._minibatches(rows))
         self.start_update(rows, minibatches)
         with self._seeded_dropout(self._weights_seq_no):

@@ -298,3 +298,5 @@ def test_steps_that_nobody_published_make_no_token_older():
         means = learner.forward_backward(batch, version=0)[TOLD][MEANS]
         assert "off_policy/k1_lag_0" in means and "off_policy/k1_lag_1" not in means
         learner.optimizer_step()
+    means = tiny.update(learner, batch, version=0)
+    assert "off_policy/k1_lag_0" in means and "off_policy/k1_lag_1" not in means

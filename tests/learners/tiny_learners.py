@@ -26,10 +26,11 @@ def module_of(learner):
     return learner.module[DEFAULT_MODULE_ID].unwrapped()
 
 
-def update(learner, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+def update(learner, batch: dict[str, torch.Tensor], **options) -> dict[str, float]:
     """The metrics of one update with a copy of `batch`."""
     rows = SampleBatch(copy.deepcopy(batch))
-    result = learner.update(batch=MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=len(rows)))
+    batch = MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=len(rows))
+    result = learner.update(batch=batch, **options)
     return result[TOLD][MEANS]
 
 
