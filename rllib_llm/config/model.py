@@ -130,7 +130,8 @@ class Learners(Settings):
         note=(
             '"ddp": each holds the whole model. "fsdp": weights, gradients and optimiser are '
             "sharded (FSDP2), and each layer is gathered while it is computed. The results are "
-            "the same."
+            "the same. Each sampler on a CPU then joins a copy of the weights of its own; with "
+            '"ddp" those of a node share one.'
         ),
         acts=(SEVERAL_LEARNERS,),
         short="strategy",

@@ -245,10 +245,11 @@ class Rollouts:
         counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
         number = sum(ending.counts.values())
         if ending.kind == "unjudged":
+            cause = ending.cause or "none raised, None came for all completions"
             return BrokenSamplerError(
                 f"groups in a row without a score={number} must be at most {ending.limit}: update "
                 f"{self._step} gets no full batch. Correct the reward function, or what it "
-                f"depends on. The last: {ending.cause}"
+                f"depends on. The last: {cause}"
             )
         if ending.kind == "failed":
             return SamplingError(

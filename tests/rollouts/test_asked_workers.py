@@ -235,6 +235,18 @@ def test_an_exception_in_a_sampler_is_raised_with_its_place_when_it_is_no_single
     assert len(group.served) == 4  # two rounds: eight groups in a row are enough
 
 
+def no_score(completions, prompts):
+    return [None] * len(completions)
+
+
+def test_a_run_whose_completions_are_all_left_without_a_score_says_that_nothing_was_raised():
+    config = tiny.grpo()
+    config.env_config["reward_functions"] = no_score
+    group = ScriptedActors([build_sampler(config, worker_index=i) for i in (1, 2)])
+    with pytest.raises(BrokenSamplerError, match="The last: none raised, None came for all"):
+        sample(group)
+
+
 def test_an_exception_in_a_callback_is_raised_with_its_traceback():
     def note(**_):
         raise KeyError("no such note")

@@ -174,7 +174,9 @@ class ScriptedEnvironment:
         yield ScriptedEnvironment(self._world, request)
 
     def judge(self, completions, global_step):
-        for position in self._positions(self._request)[::N]:
+        positions = self._positions(self._request)[::N]
+        # In lockstep a lease that fails three times ends the run.
+        for position in positions if self._world.rules.schedule == "free" else positions[:1]:
             self._world.judge(position)
         fates = [self._world.fate(p) for p in self._positions(self._request)]
         valid = torch.tensor([each != "unjudged" for each in fates])
