@@ -343,17 +343,20 @@ class RowWork(Work):
             return
         leases, self._asked = self._asked.result(), None
         for lease in leases:
-            self._begin_with(lease)
+            if not self._begin_with(lease):
+                return  # the leases behind it have ended as well
 
-    def _begin_with(self, lease: Lease) -> None:
+    def _begin_with(self, lease: Lease) -> bool:
+        """Whether its weights are there, and so the engine."""
         self._new.add(lease.id)
         try:
             self._rows.load(lease.weights, lease.order)
         except Exception as error:  # noqa: BLE001  (the border of the process)
             self._fail(error)
-            return
+            return False
         for raised, positions in self._rows.add(lease):
             self._report(lease, raised, positions)
+        return True
 
     def _renew(self, held: Sequence[int], newest: PublishedWeights | None, order: int) -> None:
         """Gives up the leases that have ended, and loads the newest weights."""

@@ -59,6 +59,8 @@ class Calls:
 class World:
     """Judges of a scripted sampler: `judge` is called with the position of each group."""
 
+    rules = StreamRules(num_groups=8, schedule="free")  # every group of a lease is judged
+
     def __init__(self, judge=lambda position: None):
         self.judge = judge
 
@@ -167,6 +169,24 @@ def test_a_prompt_that_cannot_be_begun_leaves_the_others_of_its_lease_in_the_eng
     environment.prompts = without_disk
     assert [group.position for group in batch(ledger, work)] == list(range(8))
     assert sorted(asked) == sorted([*range(8), 2])
+    work.close()
+
+
+def test_weights_that_cannot_be_loaded_begin_none_of_the_leases_that_end_with_theirs():
+    """Leases that came with it were sampled to their end, and refused."""
+    ledger, work = work_of(World(), schedule="free", max_staleness=0)
+    environment, asked = work._sampler.environment, []
+    prompts, ensure = environment.prompts, work._sampler.weights.ensure
+    environment.prompts = lambda request: (asked.append(request.position), prompts(request))[1]
+
+    def lost_once(published, load):
+        work._sampler.weights.ensure = ensure
+        raise OSError("no network")
+
+    work._sampler.weights.ensure = lost_once
+    assert [group.position for group in batch(ledger, work)] == list(range(8))
+    assert sorted(asked) == list(range(8))
+    assert ledger.look()["metrics"]["tokens_rejected"] == 0
     work.close()
 
 
