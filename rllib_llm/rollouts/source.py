@@ -14,7 +14,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,6 +115,8 @@ class Rollouts:
         self._ledger, self._workers, self._rules = ledger, workers, rules
         self._recorder, self._publish_again, self._tell = recorder, publish_again, tell
         self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
+        # Of them, those published first, and after a batch: groups of a table are sampled with these.
+        self._turns: deque[int] = deque(maxlen=rules.largest_age + 1)
         self._step = 0  # updates done
         self._num_seen = 0  # rejected groups
         self._last_failure = ""  # that may pass
@@ -131,11 +133,16 @@ class Rollouts:
     def publish(self, weights: PublishedWeights) -> None:
         """The batch handed out before was learnt from."""
         if weights.version != self._step:
+            if self._handed_out:
+                self._turns.append(weights.version)
+            elif self._step not in self._turns:
+                self._kept.pop(self._step, None)  # no group is sampled with them
             self._handed_out.clear()
+        if not self._turns:
+            self._turns.append(weights.version)
         self._step = weights.version
         self._kept[weights.version] = weights
-        oldest = weights.version - self._rules.largest_age
-        self._kept = {v: w for v, w in self._kept.items() if oldest <= v <= weights.version}
+        self._kept = {v: w for v, w in self._kept.items() if v >= self._turns[0]}
         self._ledger.call("publish", weights)
 
     def next(self) -> JudgedBatch:
@@ -313,6 +320,7 @@ class Rollouts:
         source gives only the position."""
         self._num_seen, self._step = 0, state["weights_version"]
         self._kept.clear()
+        self._turns.clear()
         self._handed_out.clear()
         self._workers.forget()
         if "ledger" in state:
