@@ -115,7 +115,7 @@ class Rollouts:
         self._ledger, self._workers, self._rules = ledger, workers, rules
         self._recorder, self._publish_again, self._tell = recorder, publish_again, tell
         self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
-        # Of them, those published first, and after a batch: groups of a table are sampled with these.
+        # Of them, the first and those after a batch, which groups of a table are sampled with.
         self._turns: deque[int] = deque(maxlen=rules.largest_age + 1)
         self._step = 0  # updates done
         self._num_seen = 0  # rejected groups
