@@ -107,17 +107,23 @@ def _findings(
 
 
 def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[Finding]:
-    """Errors of experiments of which one trial needs more than the cluster has."""
+    """Errors of experiments of which one trial needs more than the cluster has, or that of a
+    cluster which cannot be joined."""
     from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.experiments import with_stand_ins
     from rllib_llm.runs.plan import check_experiment, check_resources
 
-    with ray_session(RayOptions(ray_address=ray_address)) as cluster:
-        for experiment in with_stand_ins(experiments):
-            try:
-                check_resources(check_experiment(experiment), cluster)
-            except ValueError as error:
-                yield Finding.from_error(error, "cluster", experiment.name)
+    try:
+        with ray_session(RayOptions(ray_address=ray_address)) as cluster:
+            resources = dict(cluster)
+    except ValueError as error:
+        yield Finding.from_error(error, "cluster")
+        return
+    for experiment in with_stand_ins(experiments):
+        try:
+            check_resources(check_experiment(experiment), resources)
+        except ValueError as error:
+            yield Finding.from_error(error, "cluster", experiment.name)
 
 
 def _deep(experiments: list[Experiment]) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -163,14 +162,15 @@ def ray_session(
     check_address(options.ray_address)
     try:
         ray.init(**_init_arguments(options, needed_cpus, weights_bytes))
-    except ConnectionError as error:
-        raise UserError(
-            f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
-            "Start one with `ray start --head`, or leave the option out."
-        ) from error
     except Exception as error:
-        if type(error) is not Exception:  # what Ray raises where its processes do not come up
+        # Where its processes do not come up, Ray raises an Exception of no other class.
+        if not isinstance(error, ConnectionError | RuntimeError) and type(error) is not Exception:
             raise
+        if options.ray_address:
+            raise UserError(
+                f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
+                "Start one with `ray start --head`, or leave the option out."
+            ) from error
         raise UserError(
             f"Ray must come up on this machine, and did not: {error} Try again when less is "
             "running here, or use a cluster that runs already (--ray-address)."
@@ -187,21 +187,37 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not address or not host or not port.isdigit():
         return
-    started = time.monotonic()
     try:
         socket.create_connection((host, int(port)), timeout=seconds).close()
         if not address.startswith("ray://"):
-            command = [sys.executable, "-m", "ray.scripts.scripts", "health-check"]
-            left = seconds - (time.monotonic() - started)
-            subprocess.run(
-                [*command, "--address", address], timeout=left, capture_output=True, check=True
-            )
+            _check_health(address, seconds)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
             f"--ray-address={address!r} must be a running Ray cluster: none answers there. Start "
             "one with `ray start --head`, look at the address and the firewall, or leave the "
             "option out."
         ) from error
+
+
+# In a process of its own, for Ray's client ends the process that it cannot connect.
+HEALTH_CHECK = (
+    "import sys; from ray.scripts.scripts import cli; print(flush=True); "
+    "cli(['health-check', '--skip-version-check', '--address', sys.argv[1]])"
+)
+
+
+def _check_health(address: str, seconds: float) -> None:
+    """Raise a SubprocessError where Ray does not answer in so many seconds. They begin once Ray is
+    imported, which alone takes longer where the machine is busy."""
+    command = [sys.executable, "-c", HEALTH_CHECK, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            if child.wait(seconds):
+                raise subprocess.CalledProcessError(child.returncode, command)
+        finally:
+            child.kill()
 
 
 def _init_arguments(

@@ -24,6 +24,12 @@ from rllib_llm.serving.streams import Piece
 
 MAX_SESSIONS = 10_000
 MAX_OF_AN_OWNER = 1_000
+MAX_ID_CHARS = 256
+MAX_TURNS = 1_000  # of a session without rules
+# Of what sessions without rules hold in memory, see `Session.measure`; about 60 bytes each.
+MAX_TOKENS = 10_000_000
+MAX_TOKENS_OF_AN_OWNER = 2_000_000
+_CHARS_PER_TOKEN = 4
 # Settings that change what tokens are drawn from; an agent's own are not the run's.
 _OFF = dict.fromkeys(
     ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
@@ -51,7 +57,7 @@ class Session:
     """The messages of one agent's session.
 
     `lock`: of its requests, which are answered one after the other. `limit`: the one of its rules
-    that it ran into, "turns" or "tokens".
+    that it ran into, "turns" or "tokens". `size`: of all that it holds when it was measured last.
 
     Args:
         owner: the key that began it; empty: there are none.
@@ -67,6 +73,14 @@ class Session:
         self.conversations: list[Conversation] = []
         self.created = time.time()
         self.reward: float | None = None
+        self.size = 0
+
+    def measure(self) -> None:
+        """Sets `size` to the tokens of all paths; four characters of a message, which templates
+        may drop, count as one more."""
+        nodes = [node for conversation in self.conversations for node in conversation.nodes]
+        num_chars = sum(len(str(message)) for node in nodes for message in node.messages)
+        self.size = sum(len(node.token_ids) for node in nodes) + num_chars // _CHARS_PER_TOKEN
 
     @property
     def num_turns(self) -> int:
@@ -85,6 +99,8 @@ class Session:
         """
         rules = self.rules
         if rules is None:
+            if self.num_turns >= MAX_TURNS:
+                raise _is_over("turns", MAX_TURNS)
             return body
         if body.response_format is not None and body.response_format.type != "text":
             raise _not_free("response_format must be text")
@@ -93,11 +109,7 @@ class Session:
         room = min(rules.max_new_tokens, rules.max_tokens - prompt_len)
         if self.num_turns >= rules.max_turns or room < 1:
             self.limit = "tokens" if room < 1 else "turns"
-            reached = rules.max_tokens if room < 1 else rules.max_turns
-            raise ApiError(
-                400, f"The session has reached max_{self.limit}={reached} and is over.",
-                param="messages", code="session_limit",
-            )  # fmt: skip
+            raise _is_over(self.limit, rules.max_tokens if room < 1 else rules.max_turns)
         asked = body.max_completion_tokens or body.max_tokens or room
         turn = {"noise_turn": self.num_turns, "max_completion_tokens": min(asked, room)}
         return body.model_copy(update={**_OFF, **rules.sampling, **turn})
@@ -231,10 +243,17 @@ def _not_free(rule: str) -> ApiError:
     )  # fmt: skip
 
 
+def _is_over(limit: str, reached: int) -> ApiError:
+    return ApiError(
+        400, f"The session has reached max_{limit}={reached} and is over.", param="messages",
+        code="session_limit",
+    )  # fmt: skip
+
+
 class Sessions:
-    """A server's sessions by id. A key with too many loses its oldest; if there are too many in
-    total, the key with the most does. Sessions with rules, or with a turn in progress, are never
-    evicted.
+    """A server's sessions by id. A key with too many, or too many tokens, loses its oldest; if
+    there are too many in total, the key with the most does. Sessions with rules, or with a turn in
+    progress, are never evicted.
 
     `begin_by_themselves`: whether a request of an unknown session begins it. Not where they have
     rules: an agent that goes on after its end would sample without them.
@@ -255,32 +274,68 @@ class Sessions:
             rules: of a new session.
 
         Raises:
-            ApiError: 404, it is another key's.
+            ApiError: 404, it is another key's; 400, the id is too long; 429, see `_make_room`.
         """
         if session_id in self._held:
             return self.get(session_id, owner)
+        if len(session_id) > MAX_ID_CHARS:
+            raise ApiError(
+                400, f"session_id must have at most {MAX_ID_CHARS} characters: {len(session_id)} "
+                "came.", param="session_id",
+            )  # fmt: skip
         made = self._held[session_id] = Session(owner, rules)
         if rules is None:
             self._of[owner][session_id] = None
-            self._make_room(owner, session_id)
+            try:
+                self._make_room(owner, made)
+            except ApiError:
+                self._remove(session_id)
+                raise
         return made
 
-    def _make_room(self, owner: bytes, new: str) -> None:
-        if len(self._of[owner]) > (MAX_OF_AN_OWNER if owner else MAX_SESSIONS):
-            whose = owner
-        elif sum(map(len, self._of.values())) > MAX_SESSIONS:
-            whose = max(self._of, key=lambda each: len(self._of[each]))
-        else:
-            return
-        for session_id in self._of[whose]:
-            if session_id != new and not self._held[session_id].lock.locked():
-                self._remove(session_id)
-                return
-        self._remove(new)
-        raise ApiError(
-            429, "There is no room for another session: all are under way. End one (DELETE).",
-            code="too_many_sessions", headers={"Retry-After": "1"},
-        )  # fmt: skip
+    def hold(self, session: Session) -> None:
+        """Makes room for a session that has been measured.
+
+        Raises:
+            ApiError: 400, it alone is too large; 429, all others have turns in progress.
+        """
+        if session.rules is None:
+            largest = MAX_TOKENS_OF_AN_OWNER if session.owner else MAX_TOKENS
+            if session.size > largest:
+                raise _is_over("tokens", largest)
+            self._make_room(session.owner, session)
+
+    def _make_room(self, owner: bytes, new: Session) -> None:
+        """Evicts the oldest sessions, but not `new`, while a limit is passed.
+
+        Raises:
+            ApiError: 429, all have turns in progress.
+        """
+        while (whose := self._crowded(owner)) is not None:
+            for session_id in self._of[whose]:
+                session = self._held[session_id]
+                if session is not new and not session.lock.locked():
+                    self._remove(session_id)
+                    break
+            else:
+                raise ApiError(
+                    429, "There is no room for another session: all are under way. End one "
+                    "(DELETE).", code="too_many_sessions", headers={"Retry-After": "1"},
+                )  # fmt: skip
+
+    def _crowded(self, owner: bytes) -> bytes | None:
+        """The key that has to lose a session: the owner, or of all the one with the most."""
+        sizes = {
+            key: sum(self._held[session_id].size for session_id in held)
+            for key, held in self._of.items()
+        }
+        if owner and (
+            len(self._of[owner]) > MAX_OF_AN_OWNER or sizes[owner] > MAX_TOKENS_OF_AN_OWNER
+        ):
+            return owner
+        if sum(map(len, self._of.values())) > MAX_SESSIONS:
+            return max(self._of, key=lambda key: len(self._of[key]))
+        return max(sizes, key=sizes.__getitem__) if sum(sizes.values()) > MAX_TOKENS else None
 
     def _remove(self, session_id: str) -> None:
         session = self._held.pop(session_id)

@@ -230,6 +230,7 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
         """Events of a chat completion that the session keeps."""
         _check_free(session)  # the lock is taken at once: nothing waits in between
         async with session.lock:
+            sessions.hold(session)  # one that is too large already holds no further message
             chat.check_variables(body.chat_template_kwargs or {})
             settings = session.template_settings(body.chat_template_kwargs)
             body = body.model_copy(update={"chat_template_kwargs": settings or None})
@@ -237,6 +238,7 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
             whole = Piece()
             views: list[ChatView] = []
             try:
+                sessions.hold(session)
                 prompt = conversation.token_ids
                 body = session.governed(body, len(prompt))
                 async for event in completer.answer_chat(
@@ -253,7 +255,9 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
     def _begun(session: Session, body: ChatRequest) -> tuple[ChatFormat, Conversation]:
         """The chat format, and the conversation that a request continues or begins."""
         chat_format = completer.format_of(body)
-        return chat_format, session.begin_turn(chat_format, chat.as_messages(body.messages))
+        conversation = session.begin_turn(chat_format, chat.as_messages(body.messages))
+        session.measure()
+        return chat_format, conversation
 
     return router
 

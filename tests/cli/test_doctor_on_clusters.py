@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
+from typer.testing import CliRunner
 
 from rllib_llm.cli.doctor import _fits_cluster
+from rllib_llm.cli.main import app
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.plan import check_experiment, check_resources
 from rllib_llm.runs.yaml_loader import load, parse
@@ -77,3 +83,50 @@ def test_the_doctor_asks_the_cluster_whether_a_trial_fits(ray_session):
     small = small.replace("num_gpus_per_env_runner: 1", "num_gpus_per_env_runner: 0")
     fits = load(parse(small.format(samplers=0), "x.yaml"), "x.yaml")
     assert not list(_fits_cluster(fits, "auto"))
+
+
+@pytest.mark.parametrize("error", [ConnectionError("none found"), RuntimeError("other version")])
+def test_a_cluster_that_cannot_be_joined_is_one_more_finding(monkeypatch, tmp_path, error):
+    file = tmp_path / "x.yaml"
+    file.write_text(FILE.format(samplers=8))
+
+    def init(**_) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    asked = ["doctor", str(file), "--json", "--ray-address", "auto"]
+    made = CliRunner().invoke(app, asked)
+    assert made.exit_code == 2, made.output
+    found = {finding["id"]: finding for finding in json.loads(made.stdout)}
+    assert str(error) in found["cluster.unfit"]["found"]
+    alone = json.loads(CliRunner().invoke(app, ["doctor", str(file), "--json", "--no-ray"]).stdout)
+    assert {one["id"] for one in alone if one["severity"] == "note"} <= set(found)
+
+
+# Ray of its own: three raylets on this machine, and the doctor as a driver that joins them.
+RAYLETS = """
+import json
+
+from rllib_llm.cli.doctor import _fits_cluster
+from tests.cli.test_doctor_on_clusters import experiments
+from ray.cluster_utils import Cluster
+
+node = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 9, **node})
+for _ in range(2):
+    cluster.add_node(num_cpus=8, num_gpus=4, **node)
+found = [[f.text() for f in _fits_cluster(experiments(n), cluster.address)] for n in (8, 10)]
+print(json.dumps(found))
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_doctor_counts_what_real_raylets_have():
+    made = subprocess.run([sys.executable, "-c", RAYLETS], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]
+    fits, too_much = json.loads(made.stdout.splitlines()[-1])
+    # 8 learners and 8 samplers have 16 of 17 GPUs; its CPUs fit, too.
+    assert not fits
+    assert len(too_much) == 1 and "reserves 18 GPUs and must fit into Ray's 17" in too_much[0]

@@ -109,6 +109,36 @@ def test_a_running_cluster_answers(ray_session):
     check_address(ray.get_runtime_context().gcs_address, seconds=120.0)
 
 
+def test_the_time_ray_takes_to_be_imported_is_not_the_cluster_s(ray_session, tmp_path, monkeypatch):
+    # As on a busy machine: a process needs six seconds before it asks.
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(6)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check_address(ray.get_runtime_context().gcs_address, seconds=5.0)
+
+
+def raising(error: Exception):
+    def init(**_) -> None:
+        raise error
+
+    return init
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "told"),
+    [
+        ("auto", ConnectionError("none found"), "--ray-address='auto' must be a running Ray"),
+        ("auto", RuntimeError("Version mismatch"), "a running Ray cluster: Version mismatch"),
+        (None, RuntimeError("Failed to start GCS"), "must come up on this machine.*start GCS"),
+        (None, Exception("timed out"), "must come up on this machine.*timed out"),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch, address, error, told):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", raising(error))
+    with pytest.raises(UserError, match=told), ray_session(RayOptions(ray_address=address)):
+        pass
+
+
 def test_addresses_that_say_where_to_look_are_left_to_ray():
     for address in (None, "auto", "local"):
         check_address(address)

@@ -167,6 +167,54 @@ def test_a_key_s_many_sessions_cost_nobody_else_his_own(monkeypatch):
     assert b"ann" not in sessions._of
 
 
+def test_a_key_s_sessions_have_an_end_of_turns_and_of_tokens(monkeypatch):
+    monkeypatch.setattr("rllib_llm.serving.sessions.MAX_TURNS", 2)
+    monkeypatch.setattr("rllib_llm.serving.sessions.MAX_TOKENS", 2000)
+
+    async def talk() -> None:
+        made = service()
+        async with asgi_client(made) as http:
+
+            async def refused(session: str, messages: list[dict]) -> tuple[int, str]:
+                path = f"/sessions/{session}/v1/chat/completions"
+                answer = await http.post(path, json={**KNOBS, "messages": messages})
+                return answer.status_code, answer.json()["error"]["code"]
+
+            await say(http, CHAT, "turns")
+            await say(http, CHAT, "turns")
+            assert await refused("turns", CHAT) == (400, "session_limit")
+            assert len((await http.get("/sessions/turns")).json()["rows"]) == 2
+            # 4,000 characters which no template shows are 1,000 tokens: two such sessions hold
+            # more than 2,000, and the oldest go. Of one session two such turns are too many.
+            unseen = [{**CHAT[0], "name": "x" * 4000}]
+            await say(http, unseen, "a")
+            await say(http, unseen, "b")
+            assert list(made.sessions._held) == ["b"]
+            assert await refused("b", unseen) == (400, "session_limit")
+            held = made.sessions.get("b", b"")
+            num_nodes = sum(len(each.nodes) for each in held.conversations)
+            assert await refused("b", unseen) == (400, "session_limit")
+            assert sum(len(each.nodes) for each in held.conversations) == num_nodes
+            assert await refused("c" * 300, CHAT) == (400, "invalid_value")
+            assert list(made.sessions._held) == ["b"]
+
+    asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+
+
+def test_a_key_s_many_tokens_cost_its_own_oldest_session_and_no_other_key_s(monkeypatch):
+    monkeypatch.setattr("rllib_llm.serving.sessions.MAX_TOKENS_OF_AN_OWNER", 10)
+    monkeypatch.setattr("rllib_llm.serving.sessions.MAX_TOKENS", 15)
+    sessions = Sessions()
+    for name, owner, size in (("ann", b"ann", 6), ("b0", b"bob", 6), ("b1", b"bob", 4)):
+        made = sessions.begin(name, owner)
+        made.size = size
+        sessions.hold(made)
+    assert list(sessions._held) == ["ann", "b1"]  # 6 + 10 passed 15: bob had the most
+    made.size = 11
+    with pytest.raises(ApiError, match="max_tokens=10"):
+        sessions.hold(made)
+
+
 def test_a_busy_session_is_said_to_be_busy():
     async def talk() -> None:
         made = service()
