@@ -17,6 +17,7 @@ from rllib_llm.engines.params import SamplingParams  # noqa: E402
 from rllib_llm.engines.protocol import Noise, Row, continued  # noqa: E402
 from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
 from rllib_llm.modules.logprobs import score_completions  # noqa: E402
+from rllib_llm.shared import columns  # noqa: E402
 from rllib_llm.shared.errors import SettingWarning  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
 
@@ -255,16 +256,29 @@ def run_with_it(config):
 )
 def test_a_run_streams_with_it(ray_session, stream):
     config = run_with_it(tiny.grpo(off_policy="decoupled")).language_model(model=MODEL)
-    config.sampling(stop_token_ids=list(STOPS)).streaming(max_staleness=1, **stream)
+    # Long enough to be in flight when weights come.
+    config.sampling(stop_token_ids=list(STOPS), max_new_tokens=48, min_new_tokens=48)
+    config.streaming(max_staleness=1, **stream)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SettingWarning)
         config.validate()  # all of these settings have an effect
+    num_versions = set()  # of a row
     with tiny.built(config) as algorithm:
         for _ in range(3):
-            told = algorithm.train()["rollouts"]
+            batch = algorithm.next_batch().result()
+            for row in batch.columns[columns.WEIGHTS_VERSION]:
+                num_versions.add(len(row[row >= 0].unique()))
+            algorithm.submit(batch).result()
+            told = algorithm.rollouts.metrics()["rollouts"]
             accounted = ("tokens_trained", "tokens_rejected", "tokens_carried")
             assert told["tokens_generated"] == sum(told[name] for name in accounted)
             assert told["tokens_trained"] > 0
+        works = algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: type(runner.streamer._work).__name__, local_env_runner=False
+        )
+    assert works == ["RowWork" if stream["schedule"] == "free" else "LeaseWork"]
+    has_several = stream.get("in_flight") in ("recompute", "keep")
+    assert num_versions == {1} if not has_several else 2 in num_versions
 
 
 def test_a_run_of_conversations_learns_with_it(ray_session):
