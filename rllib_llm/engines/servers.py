@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,9 +25,17 @@ from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
-class CompletionClient(Protocol):
-    """Gives completions one by one: a server."""
+class CompletionClient(ABC):
+    """Gives completions one by one: a server.
 
+    Args:
+        client: asks it; closed with this.
+    """
+
+    def __init__(self, client: OpenAIClient) -> None:
+        self._client = client
+
+    @abstractmethod
     def submit(
         self,
         token_ids: Sequence[int],
@@ -43,10 +51,13 @@ class CompletionClient(Protocol):
             params: what to sample.
             noise: names the randomness.
             weights: (epoch, version) of the run's newest, for a server that follows it.
+
+        The future raises RequestRefusedError or ServerError where there is no answer.
         """
 
     def close(self) -> None:
         """Closes its connections."""
+        self._client.close()
 
 
 class ClientPolicy:
@@ -100,18 +111,8 @@ class ClientPolicy:
 PROMPT_FORMATS = ("token_ids", "text")
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """One completion as the server gave it."""
-
-    text: str
-    finished: bool
-    logprobs: tuple[float, ...] | None
-    token_ids: tuple[int, ...] | None
-
-
-class OpenAICompletions:
-    """See `client.CompletionClient`; asks `<base_url>/completions` once per completion.
+class OpenAICompletions(CompletionClient):
+    """Asks `<base_url>/completions` once per completion.
 
     Prompts travel as the policy's token ids, so that chat markup and special tokens arrive as they
     are. The completion's text is cut into the policy's tokens, which is what the environment
@@ -152,7 +153,7 @@ class OpenAICompletions:
         self._tokenizer = tokenizer
         self._served_model, self._prompt_format = served_model, prompt_format
         self._extra_body = dict(extra_body or {})
-        self._client = OpenAIClient(base_url, **client)
+        super().__init__(OpenAIClient(base_url, **client))
 
     def submit(
         self,
@@ -163,8 +164,6 @@ class OpenAICompletions:
         weights: tuple[int, int] | None = None,
     ) -> Future[Ended]:
         """Starts a completion; log-probs are NaN where the server gave none that fit.
-
-        The future raises RequestRefusedError or ServerError where there is no answer.
 
         Raises:
             ValueError: a prompt with special tokens, where prompts travel as text.
@@ -200,46 +199,24 @@ class OpenAICompletions:
         return str(self._tokenizer.decode(token_ids))
 
     def _read(self, params: SamplingParams, answer: Any) -> Ended:
-        choice = _choice(answer)
-        ids, logprobs = self._tokens(choice, params)
+        choice = answer["choices"][0]
+        text, token_ids = choice["text"], choice.get("token_ids")
+        if not isinstance(text, str):
+            raise TypeError(f"choices[0].text is a {type(text).__name__}")
+        if token_ids is None:
+            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = [int(i) for i in token_ids][: params.max_new_tokens]
+        given = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        logprobs = [float(value) for value in given]
+        if len(logprobs) not in (len(ids), len(ids) + 1):
+            logprobs = []
+        has_stop = bool(ids) and ids[-1] in params.stop_token_ids
+        is_finished = choice.get("finish_reason") == "stop" and not has_stop
+        if not ids or (is_finished and len(ids) < params.max_new_tokens):
+            ids.append(next(iter(params.stop_token_ids), params.pad_token_id))
+        logprobs = (logprobs + [math.nan] * len(ids))[: len(ids)]
         finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
         return Ended(None, ids, logprobs, [-1] * len(ids), finish)
-
-    def _tokens(self, choice: _Choice, params: SamplingParams) -> tuple[list[int], list[float]]:
-        """The policy's tokens of a completion and their log-probs."""
-        if choice.token_ids is None:
-            ids = self._tokenizer(choice.text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = list(choice.token_ids)
-        ids = ids[: params.max_new_tokens]
-        given = choice.logprobs
-        fits = given is not None and len(given) in (len(ids), len(ids) + 1)
-        stop = next(iter(params.stop_token_ids), params.pad_token_id)
-        has_stop = bool(ids) and ids[-1] in params.stop_token_ids
-        ends = choice.finished and len(ids) < params.max_new_tokens and not has_stop
-        if not ids or ends:
-            ids = [*ids, stop]
-        values = list(given or ()) if fits else []
-        return ids, (values + [float("nan")] * len(ids))[: len(ids)]
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._client.close()
-
-
-def _choice(answer: Any) -> _Choice:
-    choice = answer["choices"][0]
-    text = choice["text"]
-    if not isinstance(text, str):
-        raise TypeError(f"choices[0].text is a {type(text).__name__}")
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-    token_ids = choice.get("token_ids")
-    return _Choice(
-        text,
-        choice.get("finish_reason") == "stop",
-        None if logprobs is None else tuple(float(value) for value in logprobs),
-        None if token_ids is None else tuple(int(i) for i in token_ids),
-    )
 
 
 # --- Completions by a server that takes and gives tokens: its rows can be learnt from
@@ -248,8 +225,8 @@ PATH = "inference/v1/generate"
 _LABEL = re.compile(r"(?:(\d+)\.)?(\d+)\Z")  # "2.31", or "step-31"
 
 
-class TokenCompletions:
-    """See `client.CompletionClient`.
+class TokenCompletions(CompletionClient):
+    """Asks for token ids, by vLLM's interface of its own.
 
     Args:
         base_url: of the server, with or without "/v1" at its end.
@@ -276,7 +253,7 @@ class TokenCompletions:
         self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
         # What is no text is refused by the client.
         root = server_root(base_url) if isinstance(base_url, str) else base_url
-        self._client = OpenAIClient(root, **client)
+        super().__init__(OpenAIClient(root, **client))
 
     def submit(
         self,
@@ -286,8 +263,7 @@ class TokenCompletions:
         noise: Noise,
         weights: tuple[int, int] | None = None,
     ) -> Future[Ended]:
-        """Starts a completion. The future raises RequestRefusedError or ServerError where there is
-        no answer."""
+        """See `CompletionClient`."""
         asked = weights if self._follows_run else None
         sampling: dict[str, Any] = {
             "max_tokens": params.max_new_tokens,
@@ -309,10 +285,6 @@ class TokenCompletions:
         if not self._exact_noise:
             return {"seed": noise.one_seed}
         return {"seed": noise.seed, "noise_row": noise.row, "noise_turn": noise.turn}
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._client.close()
 
 
 def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) -> Ended:

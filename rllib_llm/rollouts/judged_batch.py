@@ -14,7 +14,8 @@ from typing import TypeAlias
 import torch
 
 from rllib_llm.numerics.scores import RolloutRows
-from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup
+from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup, Lease
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, widen
 from rllib_llm.shared.messages import Message
@@ -34,6 +35,18 @@ class SampleRequest:
     num_completions: int = 1
     explore: bool = True
     return_texts: bool = False
+
+
+def request_of(lease: Lease, settings: ServingSettings) -> SampleRequest:
+    """All groups of a lease as one request, so that the batch, and with it the round-off, is the
+    same on any sampler."""
+    return SampleRequest(
+        position=lease.position,
+        num_prompts=lease.num_groups,
+        num_completions=settings.num_completions,
+        explore=settings.explore,
+        return_texts=lease.return_texts,
+    )
 
 
 @dataclass

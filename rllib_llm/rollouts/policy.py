@@ -6,7 +6,6 @@ A user's function that generates is in `generate_function.py`.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -249,7 +248,7 @@ def _check_decoding(module: Any) -> None:
     check_decoding_once(module.computing_model)
 
 
-class ForeignPolicy(ABC):
+class ForeignPolicy(SamplingPolicy):
     """The base of policies whose weights are not accessible.
 
     Args:
@@ -285,12 +284,6 @@ class ForeignPolicy(ABC):
         """The weights that the source is to follow, where it does."""
         return {}
 
-    @abstractmethod
-    def open_engine(
-        self, version: int | None, *, load_weights: LoadWeights | None = None
-    ) -> Engine:
-        """A new engine with weights of `version`."""
-
     def load(self, weights: FlatBuffer) -> None:
         self.set_state(unpack(weights))
 
@@ -301,10 +294,6 @@ class ForeignPolicy(ABC):
     def get_state(self) -> dict[str, torch.Tensor]:
         """Empty: its weights are external, or come with a request."""
         return {}
-
-    @abstractmethod
-    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Generates with these weights from now on, where it is given any."""
 
     def close(self) -> None:
         self._source.close()

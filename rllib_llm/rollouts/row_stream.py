@@ -20,7 +20,7 @@ from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row, Toke
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import NO_VERSION, SampleRequest
-from rllib_llm.rollouts.policy import LoadWeights, ModulePolicy, SamplingPolicy
+from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
@@ -70,10 +70,10 @@ class RowEngine:
         """Whether new rows begin on the weights it was given last."""
         return True
 
-    def _put(self, _: Mapping[str, torch.Tensor]) -> None:
-        """Puts the newest weights into the sampler's policy."""
+    def _put(self, _: Mapping[str, torch.Tensor], policy: SamplingPolicy | None = None) -> None:
+        """Puts the newest weights into a policy, the sampler's by default."""
         assert self._newest is not None, "weights are given before they are loaded"
-        self._sampler.weights.ensure(self._newest, self._sampler.policy.load)
+        self._sampler.weights.ensure(self._newest, (policy or self._sampler.policy).load)
 
     def step(self) -> list[Ended]:
         """A token for every row; those that have ended."""
@@ -103,13 +103,13 @@ class LanedRowEngine(RowEngine):
             sampler.twin = sampler.policy.twin()
         self._emptied: Future[TorchEngine] | None = None
         newest, older = [
-            cast(TorchEngine, policy.open_engine(None, load_weights=self._loading(policy)))
+            cast(
+                TorchEngine,
+                policy.open_engine(None, load_weights=functools.partial(self._put, policy=policy)),
+            )
             for policy in (sampler.policy, sampler.twin)
         ]
         return LaneEngine(newest, older)
-
-    def _loading(self, policy: SamplingPolicy) -> LoadWeights:
-        return functools.partial(self._put_into, policy)
 
     def _load(self, version: int) -> None:
         if self.rows.version is None:
@@ -121,10 +121,6 @@ class LanedRowEngine(RowEngine):
 
     def _is_loaded(self) -> bool:
         return self._emptied is None
-
-    def _put_into(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
-        assert self._newest is not None, "weights are given before they are loaded"
-        self._sampler.weights.ensure(self._newest, policy.load)
 
     def _switch(self) -> None:
         """New rows begin on the newest weights, if the lane for them is empty."""

@@ -22,7 +22,14 @@ from ray.exceptions import RayActorError
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.filters import Filters
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
-from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest, judged_groups, opened, pack
+from rllib_llm.rollouts.judged_batch import (
+    JudgedBatch,
+    SampleRequest,
+    judged_groups,
+    opened,
+    pack,
+    request_of,
+)
 from rllib_llm.rollouts.ledger_actor import SamplerLedger
 from rllib_llm.rollouts.row_stream import RowStream
 from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, SamplesAndJudges, UnjudgedBatch
@@ -271,18 +278,6 @@ class LeaseWork(Work):
             self._report(lease, error, lease.positions)
             return
         self._judges.begin(lease, generated)
-
-
-def request_of(lease: Lease, settings: ServingSettings) -> SampleRequest:
-    """All groups of a lease as one request, so that the batch, and with it the round-off, is the
-    same on any sampler."""
-    return SampleRequest(
-        position=lease.position,
-        num_prompts=lease.num_groups,
-        num_completions=settings.num_completions,
-        explore=settings.explore,
-        return_texts=lease.return_texts,
-    )
 
 
 class RowWork(Work):

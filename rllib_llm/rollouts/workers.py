@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure, SamplingError
 from rllib_llm.rollouts.groups import Lease
-from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups
+from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups, request_of
 from rllib_llm.rollouts.ledger_actor import (
     STOP_SECONDS,
     LedgerCalls,
@@ -30,7 +30,6 @@ from rllib_llm.rollouts.streamer import (
     JudgeThreads,
     StreamOrder,
     be_streaming,
-    request_of,
     stop_streaming,
 )
 from rllib_llm.shared.openai_client import ServerError

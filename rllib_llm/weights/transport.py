@@ -103,17 +103,15 @@ class Transports:
         """Made when it is first asked for. A dotted path leads to somebody's own; any other name
         that is not ours is one of Ray's."""
         if name not in self._made:
-            self._made[name] = self._make(name)
+            if name == "store":
+                self._made[name] = StoreTransport()
+            elif name == "cuda_ipc":
+                self._made[name] = CudaIpcTransport()
+            elif is_own(name):
+                self._made[name] = _OwnTransport(name)
+            else:
+                self._made[name] = DirectTransport(name, get=self._get)
         return self._made[name]
-
-    def _make(self, name: str) -> Transport:
-        if name == "store":
-            return StoreTransport()
-        if name == "cuda_ipc":
-            return CudaIpcTransport()
-        if is_own(name):
-            return _OwnTransport(name)
-        return DirectTransport(name, get=self._get)
 
 
 def is_own(name: str) -> bool:
