@@ -188,28 +188,14 @@ class WeightsCoordinator:
             await asyncio.sleep(rest)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    async def begin_epoch(self) -> int:
-        """See `VersionLog.begin_epoch`."""
+    async def call(self, name: str, *args: Any) -> Any:
+        """The result of a method of `VersionLog`; what is announced wakes waiting receivers."""
         self._note_call()
-        return self._log.begin_epoch()
-
-    async def is_last_epoch(self, epoch: int) -> bool:
-        """See `VersionLog.is_last_epoch`."""
-        self._note_call()
-        return self._log.is_last_epoch(epoch)
-
-    async def announce(self, published: PublishedWeights) -> Announced:
-        """See `VersionLog.announce`; wakes waiting receivers."""
-        self._note_call()
-        verdict = self._log.announce(published)
-        async with self._changed:
-            self._changed.notify_all()
-        return verdict
-
-    async def latest(self) -> PublishedWeights | None:
-        """See `VersionLog.latest`."""
-        self._note_call()
-        return self._log.latest()
+        answer = getattr(self._log, name)(*args)
+        if name == "announce":
+            async with self._changed:
+                self._changed.notify_all()
+        return answer
 
     async def wait_for(
         self, min_version: int, timeout: float, after: tuple[int, int] | None
@@ -225,11 +211,6 @@ class WeightsCoordinator:
                 except asyncio.TimeoutError:  # noqa: UP041  (another class before Python 3.11)
                     return self._log.newer(min_version, after)
         return found
-
-    async def report_lost(self, key: str) -> None:
-        """See `VersionLog.report_lost`."""
-        self._note_call()
-        self._log.report_lost(key)
 
     async def stats(self) -> dict[str, int]:
         """See `VersionLog.stats`; `pid` is this process's."""
@@ -289,15 +270,15 @@ class CoordinatorClient:
 
     def begin_epoch(self) -> int:
         """See `VersionLog.begin_epoch`."""
-        return self._actor.call("begin_epoch")
+        return self._actor.call("call", "begin_epoch")
 
     def announce(self, published: PublishedWeights) -> Announced:
         """Announces a publication; may be repeated at any time."""
-        return self._actor.call("announce", published)
+        return self._actor.call("call", "announce", published)
 
     def latest(self) -> PublishedWeights | None:
         """The newest weights that can be had."""
-        return self._actor.call("latest")
+        return self._actor.call("call", "latest")
 
     def wait_for(
         self,
@@ -312,7 +293,7 @@ class CoordinatorClient:
 
     def report_lost(self, key: str) -> None:
         """Reports that a publication's bytes could not be fetched."""
-        self._actor.call("report_lost", key)
+        self._actor.call("call", "report_lost", key)
 
     def stats(self) -> dict[str, int]:
         """Kept versions, their bytes, how many of them are lost, and the actor's process id."""
@@ -325,7 +306,7 @@ class CoordinatorClient:
         if not ray.is_initialized():  # and with Ray the coordinator has gone
             return
         with contextlib.suppress(*PASSING):
-            if self._actor.ask("is_last_epoch", epoch, timeout=SECONDS_TO_END):
+            if self._actor.ask("call", "is_last_epoch", epoch, timeout=SECONDS_TO_END):
                 self.close()
 
     def close(self) -> None:
