@@ -29,7 +29,7 @@ from full_length import full_length
 from rllib_llm import GRPOConfig
 from rllib_llm.data.rollout_store import RolloutStore, conform
 from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.recorder import AboutRun, RecordsNothing, StoredRollouts, rows_of
+from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder, StoredRollouts, rows_of
 from rllib_llm.shared import columns
 
 ABOUT = AboutRun(
@@ -122,7 +122,7 @@ def share(args: argparse.Namespace) -> dict[str, float]:
     """CPU and wall seconds of an iteration with and without the store, medians."""
     config = full_length(GRPOConfig(), args.rows, args.tokens).debugging(log_level="ERROR")
     algorithm = config.build_algo()
-    stored, nothing = Keeps(algorithm.recorder), RecordsNothing()
+    stored, nothing = Keeps(algorithm.recorder), RolloutRecorder()
     spent: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
     try:
         algorithm.train()

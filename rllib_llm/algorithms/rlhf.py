@@ -35,7 +35,7 @@ from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.recorder import RecordsNothing, RolloutRecorder, SampleLog
+from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
 from rllib_llm.rollouts.replay import replayed
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
@@ -112,7 +112,7 @@ class RLHF(LanguageModelAlgorithm):
             self.config.serving_settings(),
             folder=self.trial_folder / "ledger",
             recorder=self.recorder,
-            keeps_rejected=not isinstance(self.recorder, RecordsNothing),
+            keeps_rejected=type(self.recorder) is not RolloutRecorder,
             publish_again=self._publish_again,
             tell=self._tell_of_answers,
         )
@@ -120,7 +120,7 @@ class RLHF(LanguageModelAlgorithm):
     def make_recorder(self) -> RolloutRecorder:
         """The recorder of rollouts, or one that records nothing."""
         if not self.config.store_rollouts:
-            return RecordsNothing()
+            return RolloutRecorder()
         storage = getattr(self, "_storage", None)
         return stored_rollouts(self.config, storage, self.trial_folder)
 
@@ -255,7 +255,7 @@ class RLHF(LanguageModelAlgorithm):
             )  # fmt: skip
             self._held_out[group] = open_rollouts(
                 pool, group.local_env_runner, rules, settings, folder=self.trial_folder,
-                recorder=RecordsNothing(), keeps_rejected=False, publish_again=self._publish_again,
+                recorder=RolloutRecorder(), keeps_rejected=False, publish_again=self._publish_again,
             )  # fmt: skip
         published = self.weights.in_store() if pool.num_samplers else self.weights.published
         batch = self._held_out[group].next_from(0, published)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -218,8 +218,45 @@ def _prompt_texts(tokenizer: Any, prompts: list[list[int]]) -> list[str]:
     return [found[tuple(ids)] for ids in prompts]
 
 
-class StoredRollouts:
-    """A `RolloutRecorder` that writes each completion as a row, in the background.
+Status = Literal["trained", "rejected", "failed", "evaluated"]
+"""Learnt from; refused by a filter, as too old or for its lost members; not to be had from any
+sampler; held-out rows of an evaluation."""
+
+
+class RolloutRecorder:
+    """Keeps rollouts; this one keeps none. It is called in the driver's process, once for each
+    closed group."""
+
+    def record(
+        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
+    ) -> None:
+        """Takes whole groups that were closed alike.
+
+        Args:
+            groups: their rows, on any device. `columns.GROUP` names each row's group, and
+                `columns.ADVANTAGES` is there where the learner handed it back.
+            status: what became of them.
+            iteration: in which they were closed, from 1.
+            reason: why they were rejected or failed, one word; "" otherwise.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Its state for a checkpoint, after writing everything recorded."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores `state`; rollouts recorded later are discarded."""
+
+    def metrics(self) -> dict[str, float]:
+        """Its volume so far and the time spent writing."""
+        return {}
+
+    def stop(self) -> None:
+        """Writes the rest and ends."""
+
+
+class StoredRollouts(RolloutRecorder):
+    """Writes each completion as a row, in the background.
 
     Args:
         store: takes the rows.
@@ -253,66 +290,10 @@ class StoredRollouts:
         self._store.set_state(state)
 
     def metrics(self) -> dict[str, float]:
-        """As the store's."""
         return self._store.metrics()
 
     def stop(self) -> None:
         self._store.stop()
-
-
-Status = Literal["trained", "rejected", "failed", "evaluated"]
-"""Learnt from; refused by a filter, as too old or for its lost members; not to be had from any
-sampler; held-out rows of an evaluation."""
-
-
-class RolloutRecorder(Protocol):
-    """Keeps rollouts. It is called in the driver's process, once for each closed group."""
-
-    def record(
-        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
-    ) -> None:
-        """Takes whole groups that were closed alike.
-
-        Args:
-            groups: their rows, on any device. `columns.GROUP` names each row's group, and
-                `columns.ADVANTAGES` is there where the learner handed it back.
-            status: what became of them.
-            iteration: in which they were closed, from 1.
-            reason: why they were rejected or failed, one word; "" otherwise.
-        """
-
-    def state(self) -> dict[str, Any]:
-        """Its state for a checkpoint, after writing everything recorded."""
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restores `state`; rollouts recorded later are discarded."""
-
-    def metrics(self) -> dict[str, float]:
-        """Its volume so far and the time spent writing."""
-
-    def stop(self) -> None:
-        """Writes the rest and ends."""
-
-
-class RecordsNothing:
-    """The recorder of a run that keeps no rollouts."""
-
-    def record(
-        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
-    ) -> None:
-        """Does nothing."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def stop(self) -> None:
-        """Does nothing."""
 
 
 SAMPLES_FILE = "samples.jsonl"

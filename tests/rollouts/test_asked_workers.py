@@ -20,7 +20,7 @@ from rllib_llm.rollouts.errors import (
 )
 from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate
 from rllib_llm.rollouts.ledger_actor import JournaledLedger, LocalLedger
-from rllib_llm.rollouts.recorder import RecordsNothing
+from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
@@ -79,7 +79,7 @@ class Source(Rollouts):
         ledger = LocalLedger(rules)
         workers = AskedWorkers(self.pool, ledger, ServingSettings(2), starvation=starvation)
         super().__init__(
-            ledger, workers, rules, recorder=RecordsNothing(), publish_again=publish_again,
+            ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
             tell=tell or (lambda num_groups: None),
         )  # fmt: skip
 

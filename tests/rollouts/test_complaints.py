@@ -13,7 +13,7 @@ import pytest
 
 from rllib_llm.rollouts.groups import Answer
 from rllib_llm.rollouts.ledger_actor import LedgerActor, LocalLedger
-from rllib_llm.rollouts.recorder import RecordsNothing
+from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -184,7 +184,7 @@ def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
     monkeypatch.setattr("rllib_llm.rollouts.source.batch_of", lambda groups: groups)
     rules = StreamRules(num_groups=4, max_staleness=0)
     source = Rollouts(
-        SlowLedger(rules), NobodyToAsk(), rules, recorder=RecordsNothing(), publish_again=None
+        SlowLedger(rules), NobodyToAsk(), rules, recorder=RolloutRecorder(), publish_again=None
     )
     for version in range(2):
         source.publish(PublishedWeights(version))
@@ -206,7 +206,7 @@ def test_who_waits_for_a_batch_is_told_how_much_of_it_is_there(monkeypatch):
     monkeypatch.setattr("rllib_llm.rollouts.source.batch_of", lambda groups: groups)
     rules, told = StreamRules(num_groups=4, max_staleness=0), []
     source = Rollouts(
-        FillingLedger(rules), NobodyToAsk(), rules, recorder=RecordsNothing(), publish_again=None,
+        FillingLedger(rules), NobodyToAsk(), rules, recorder=RolloutRecorder(), publish_again=None,
         tell=told.append,
     )  # fmt: skip
     source.publish(PublishedWeights(0))
