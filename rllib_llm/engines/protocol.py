@@ -9,7 +9,7 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -166,17 +166,10 @@ class Ended:
 
 def continued(row: Row, ended: Ended) -> Row:
     """The row to add, here or in another engine, to go on where `ended`, an aborted one, ended."""
-    return Row(
-        id=row.id,
-        token_ids=[*row.token_ids, *ended.token_ids],
-        params=row.params,
-        num_sampled=row.num_sampled + ended.num_tokens,
-        noise=row.noise,
-        group=row.group,
-        version=row.version,
-        guide=row.guide,
-        conversation=row.conversation,
-    )
+    return replace(
+        row, token_ids=[*row.token_ids, *ended.token_ids],
+        num_sampled=row.num_sampled + ended.num_tokens, on_tokens=None,
+    )  # fmt: skip
 
 
 def check_version(row: Row, version: int | None) -> None:

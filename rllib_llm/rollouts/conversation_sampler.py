@@ -19,7 +19,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import NOT_FINITE, Ended
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
@@ -131,10 +131,7 @@ def completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete
         except (RuntimeError, ValueError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         if sampled.finish == "error":
-            raise EngineFailed(
-                "logits must be finite: the model gave NaN or infinity while sampling. Check the "
-                "weights it was given, its dtype and the learning rate."
-            )
+            raise EngineFailed(NOT_FINITE)
         return sampled
 
     return complete

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from rllib_llm.engines.hot_swap import LaneEngine
-from rllib_llm.engines.protocol import Ended, Engine, InFlight, Noise, Row, Tokens
+from rllib_llm.engines.protocol import NOT_FINITE, Ended, Engine, InFlight, Noise, Row, Tokens
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import NO_VERSION, SampleRequest
@@ -278,10 +278,7 @@ class RowStream:
             row_id: Any = ended.id
             position, i = row_id
             if ended.finish == "error":
-                raise FloatingPointError(
-                    "logits must be finite: the model gave NaN or infinity while sampling. "
-                    "Check the weights it was given, its dtype and the learning rate."
-                )
+                raise FloatingPointError(NOT_FINITE)
             group = self._groups[position]
             group.ended[i] = _joined(group.before[i], ended, ended.finish)
         finished = [p for p, group in self._groups.items() if len(group.ended) == self._n]
