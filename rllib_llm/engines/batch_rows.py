@@ -453,13 +453,11 @@ class PromptQueue:
                 kept.append(group)
             elif stays:
                 kept.append(
-                    Group(
-                        group.prompts,
-                        group.index,
-                        group.length,
-                        [group.columns[i] for i in stays],
-                        [group.params[i] for i in stays],
-                        [group.num_sampled[i] for i in stays],
+                    replace(
+                        group,
+                        columns=[group.columns[i] for i in stays],
+                        params=[group.params[i] for i in stays],
+                        num_sampled=[group.num_sampled[i] for i in stays],
                     )
                 )
         self._groups = kept

@@ -8,7 +8,7 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -172,13 +172,22 @@ def continued(row: Row, ended: Ended) -> Row:
     )  # fmt: skip
 
 
-def check_version(row: Row, version: int | None) -> None:
-    """Raises ValueError where a row wants other weights than the engine has."""
-    if row.version not in (None, version):
-        raise ValueError(
-            f"row.version={row.version!r} must be {version!r}: the engine has no other weights. "
-            "Leave it out."
-        )
+def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | None) -> None:
+    """Raises ValueError where a row has an id among `held` or of another, or wants other weights
+    than the engine has."""
+    seen = set(held)
+    for row in rows:
+        if row.id in seen:
+            raise ValueError(
+                f"row.id={row.id!r} must be one that is not in the engine: it names the row. Wait "
+                "until that row has ended, or choose another id."
+            )
+        seen.add(row.id)
+        if row.version not in (None, version):
+            raise ValueError(
+                f"row.version={row.version!r} must be {version!r}: the engine has no other "
+                "weights. Leave it out."
+            )
 
 
 class Engine(Protocol):

@@ -25,7 +25,7 @@ from rllib_llm.engines.protocol import (
     Likeliest,
     Row,
     Tokens,
-    check_version,
+    check_rows,
     uniform_noise,
 )
 from rllib_llm.engines.row_blocks import row_budget
@@ -214,15 +214,8 @@ class TorchEngine:
                 "weights=None must be loaded before rows are added: the engine was given none, and "
                 "would sample from random ones. Call load(weights, version) first."
             )
-        seen = set(self._rows) | {each.id for each in self._left}
+        check_rows(rows, [*self._rows, *(each.id for each in self._left)], self.version)
         for row in rows:
-            if row.id in seen:
-                raise ValueError(
-                    f"row.id={row.id!r} must be one that is not in the engine: it names the row. "
-                    "Wait until that row has ended, or choose another id."
-                )
-            seen.add(row.id)
-            check_version(row, self.version)
             prompt_len = len(row.token_ids) - row.num_sampled
             check_positions(self.model.config, prompt_len, row.params)
             check_tokens(self.model.config, row.token_ids, row.params)

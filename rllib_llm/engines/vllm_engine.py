@@ -30,7 +30,7 @@ from rllib_llm.engines.protocol import (
     Noise,
     Row,
     Tokens,
-    check_version,
+    check_rows,
     pad_completions,
     prompts_of,
 )
@@ -294,18 +294,8 @@ class VLLMRows:
     def add(self, rows: Sequence[Row]) -> None:
         if self.version is None:
             raise RuntimeError(NO_WEIGHTS)
-        names = set(self._rows) | {each.id for each in self._ended}
+        check_rows(rows, [*self._rows, *(each.id for each in self._ended)], self.version)
         for row in rows:
-            if row.id in names:
-                raise SettingError(
-                    name="row.id",
-                    value=row.id,
-                    rule="be one that is not in the engine",
-                    reason="it names the row",
-                    remedy="Wait until that row has ended, or choose another id",
-                )
-            names.add(row.id)
-            check_version(row, self.version)
             self._check(row.params)
             if row.guide is not None or row.params.top_logprobs:
                 raise SettingError(
