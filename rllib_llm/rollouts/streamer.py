@@ -151,22 +151,18 @@ class Work:
     ) -> None:
         self._ledger, self._settings = ledger, settings
         self.listener = Listener(name)
-        self._judges = JudgeThreads(self._noting(judge), settings)
+        self._judge = judge
+        self._judges = JudgeThreads(self._judged, settings)
         self._asked: Future[list[Lease]] | None = None  # for leases
         self._told: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
         self._renewing: Future[Any] | None = None
         self._renewed = 0.0
         self._was_judged = True  # something, since the last renewal
 
-    def _noting(
-        self, judge: Callable[[UnjudgedBatch], JudgedBatch]
-    ) -> Callable[[UnjudgedBatch], JudgedBatch]:
-        def judged(generated: UnjudgedBatch) -> JudgedBatch:
-            batch = judge(generated)
-            batch.messages = self.listener.take()
-            return batch
-
-        return judged
+    def _judged(self, generated: UnjudgedBatch) -> JudgedBatch:
+        batch = self._judge(generated)
+        batch.messages = self.listener.take()
+        return batch
 
     def turn(self) -> None:
         """One decoding step, then handles the ledger's answers.
