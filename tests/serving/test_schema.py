@@ -63,6 +63,20 @@ def ask_at_random(
     ask()
 
 
+def test_streams_are_described(tiny):
+    described = httpx.get(f"{tiny[0]}/openapi.json").json()["paths"]
+    streamed = {
+        path
+        for path, methods in described.items()
+        for operation in methods.values()
+        if "text/event-stream" in operation["responses"]["200"].get("content", {})
+    }
+    assert streamed == {
+        "/v1/chat/completions", "/v1/completions", "/v1/responses",
+        "/sessions/{session_id}/v1/chat/completions",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("path", ASKED)
 def test_no_request_for_completions_is_answered_by_a_fault_of_the_server(tiny, path):
     ask_at_random(tiny[0], path, "post", {})
