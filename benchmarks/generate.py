@@ -9,7 +9,8 @@ object with the medians and the ratios of the others' time per token to ours, in
 hold on a shared machine; those of all threads and child processes) and in wall seconds. `chunks` is
 ours, one part of the prompts after the other instead of prompts let in as rows end; `no_graphs`,
 for CUDA, is ours with every operation launched by itself; `one_block` is ours with one cache for
-rows of all lengths, which `5m_unlike` is about; `transformers_float32`, for
+rows of all lengths, which `5m_unlike` is about; `onednn`, for float32, is ours with
+`float32_products: onednn`; `transformers_float32`, for
 `--dtype bfloat16`, is transformers in the other precision, of which its better one counts. vLLM
 wants an environment of its own (`make test-vllm` makes it) and OMP_NUM_THREADS set, and takes no
 bias that would end completions early: in cases of mixed lengths each of its rows is told when to
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import gc
 import json
@@ -40,9 +42,11 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.kv_cache import SharedPromptLayer
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.modules.precision import use_onednn
 
 ENGINES = (
-    "ours", "no_graphs", "one_block", "transformers", "transformers_float32", "chunks", "vllm",
+    "ours", "no_graphs", "one_block", "transformers", "transformers_float32", "chunks", "onednn",
+    "vllm",
 )  # fmt: skip
 # Without those for a GPU, and the one where transformers pays for the longest prompt in every row.
 DEFAULT_CASES = [name for name in CASES if not name.startswith("500m") and name != "5m_unlike"]
@@ -59,7 +63,7 @@ def contestants(
         pad_token_id=PAD, stop_token_ids=stops, max_new_tokens=case.completion_len
     )
 
-    def ours(round_number: int, **settings: Any) -> int:
+    def ours(round_number: int, model: nn.Module = model, **settings: Any) -> int:
         noise = uniform_noise(round_number, range(rows), case.completion_len)
         out = generate(
             model, ids, mask, params, num_completions=case.num_completions, noise=noise,
@@ -100,9 +104,14 @@ def contestants(
     exact = model
     if "transformers_float32" in engines:
         exact = build_model(case, device, torch.float32)
+    by_onednn = model
+    if "onednn" in engines:
+        by_onednn = copy.deepcopy(model)
+        use_onednn(by_onednn)
     no_graphs = functools.partial(ours, cuda_graphs=False)
     known = {
         "ours": ours, "no_graphs": no_graphs, "transformers": transformers, "chunks": chunks,
+        "onednn": functools.partial(ours, model=by_onednn),
         "one_block": functools.partial(ours, row_blocks=False),
         "transformers_float32": functools.partial(transformers, model=exact),
     }  # fmt: skip

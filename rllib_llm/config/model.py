@@ -78,9 +78,9 @@ class LanguageModel(StartingPoint):
         "mkl",
         "the library for float32 matrix products on a CPU, in learners and samplers",
         note=(
-            '"mkl": torch\'s default; "onednn": twice as fast on AMD CPUs from Zen 5 on, equal '
-            'on Zen 4 and Intel. "auto": the faster one for this kind of CPU; decided at the start '
-            "of a run and stored in checkpoints, since the two round differently. bfloat16 always "
+            '"mkl": torch\'s default; "onednn": up to twice as fast on AMD CPUs from Zen 4 on, '
+            'equal on Intel. "auto": the faster one for this kind of CPU; decided at the start of '
+            "a run and stored in checkpoints, since the two round differently. bfloat16 always "
             "uses oneDNN."
         ),
         choices=(*LIBRARIES, "auto"),

@@ -33,7 +33,7 @@ _ROW_PADDING = 16
 _COPY_BLOCK = 64
 # Fewer steps than this save less than the copy of the weights costs.
 _MIN_STEPS = 24
-# Numbers of a weight beyond which reading it takes the time, however it lies.
+# Numbers of a bfloat16 weight beyond which reading it takes the time, however it lies.
 _MOST_PACKED = 2**24
 
 
@@ -43,11 +43,14 @@ def pays(weight: torch.Tensor, steps: int) -> bool:
 
 
 def pays_packed(weight: torch.Tensor, steps: int) -> bool:
-    """Whether a copy of the weight in oneDNN's layout is faster over so many steps."""
+    """Whether a copy of the weight in oneDNN's layout is faster over so many steps, where oneDNN
+    multiplies."""
+    if weight.device.type != "cpu" or steps < _MIN_STEPS:
+        return False
+    if weight.dtype == torch.float32:
+        return True
     return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and steps >= _MIN_STEPS
+        weight.dtype == torch.bfloat16
         and weight.numel() <= _MOST_PACKED
         and torch.backends.mkldnn.is_available()
         and multiplies_bfloat16()
@@ -55,7 +58,7 @@ def pays_packed(weight: torch.Tensor, steps: int) -> bool:
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """The bfloat16 weight [out, in] in oneDNN's layout, for `packed_linear`."""
+    """The weight [out, in] in oneDNN's layout, for `packed_linear`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
@@ -122,7 +125,7 @@ class _Projection:
         if any(linear.bias is not None for linear in linears):
             bias = torch.cat([_bias_of(linear) for linear in linears])
         is_onednn = products_of(linears[0], weights[0]) is ONEDNN
-        if pays(weights[0], steps):
+        if pays(weights[0], steps) and not is_onednn:
             matrix = transposed(weights)
         else:
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)

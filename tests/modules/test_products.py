@@ -141,7 +141,8 @@ def test_bfloat16_is_left_as_it_is():
 @pytest.mark.parametrize("maker, family, features, library", [
     ("AuthenticAMD", 26, {"avx2", "avx512f"}, "onednn"),  # Zen 5: 512 bits at once
     ("AuthenticAMD", 26, {"avx2"}, "mkl"),
-    ("AuthenticAMD", 25, {"avx2", "avx512f"}, "mkl"),  # Zen 4: twice 256 bits
+    ("AuthenticAMD", 25, {"avx2", "avx512f"}, "onednn"),  # Zen 4
+    ("AuthenticAMD", 25, {"avx2"}, "mkl"),  # Zen 3
     ("GenuineIntel", 6, {"avx2", "avx512f"}, "mkl"),
     (None, None, {"avx512f"}, "mkl"),
 ])  # fmt: skip
