@@ -133,7 +133,7 @@ class Setting:
             complain(error)
 
     def error(self, value: Any) -> SettingError | None:
-        """What is wrong with `value`, None where nothing is."""
+        """The error that `value` is refused with, or None."""
         if self.may_be_empty and isinstance(value, str) and not value:
             return None
         if self.or_dotted and isinstance(value, str) and looks_dotted(value):
