@@ -27,9 +27,11 @@ from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)
-STREAMED: dict[int | str, dict[str, Any]] = {  # of routes that take `stream`
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **SAMPLING_ERRORS,
-}  # fmt: skip
+# Of routes that take `stream`.
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}},
+    **SAMPLING_ERRORS,
+}
 
 
 def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
