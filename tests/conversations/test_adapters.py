@@ -407,7 +407,7 @@ def test_no_answer_computes_its_own_score(gym, scores):
 
 @pytest.mark.slow  # a hundred data sets
 @pytest.mark.filterwarnings("ignore:.*gives its full score")
-def test_answers_to_all_data_sets(gym, scores):
+def test_answers_to_all_data_sets(gym, scores, tmp_path):
     from reasoning_gym.factory import DATASETS
 
     names = sorted(set(DATASETS) - {"composite"})
@@ -423,11 +423,23 @@ def test_answers_to_all_data_sets(gym, scores):
     assert not wrong
     unsolved = {rows[i]["dataset"] for i in rows if i not in solved}
     assert unsolved <= {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-    for bad in ("None", "", "garbage of a policy", "[1, 2", "nan"):
+    made = tmp_path / "made"
+    hostile = (
+        f"__import__('os').system('touch {made}')", f"open('{made}', 'w')", "a" * 100_000,
+        "-98765 " * 14_000, "[" * 50_000, "(" * 20_000 + "1" + ")" * 20_000, "{" * 50_000, "-Infinity",
+        "-98765.4321", "\x00", "\ud800", "," * 50_000,
+    )  # fmt: skip
+    for bad in ("None", "", "garbage of a policy", "[1, 2", "nan", *hostile):
         worth = scores(tasks, dict.fromkeys(rows, bad))
         found = {rows[i]["dataset"]: s for i, s in zip(rows, worth, strict=True)}
         liked = {name for name, score in found.items() if not 0 <= score <= 0.5}
         assert liked <= {"game_of_life_halting"}, (bad, liked)  # any text is right to it
+    assert not made.exists()
+    # A sentence that holds the answer is worth what the data set itself gives for it.
+    told = {i: f"I think that the answer is {answer}, or so." for i, answer in solved.items()}
+    for (i, text), score in zip(told.items(), scores(tasks, told), strict=True):
+        which, entry = tasks.entry(i)
+        assert score == tasks.dataset(which, 0).score_answer(text, entry), rows[i]["dataset"]
 
 
 def test_a_data_set_that_likes_any_answer_is_named(gym):

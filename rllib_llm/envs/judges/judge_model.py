@@ -28,6 +28,7 @@ Read = TypeVar("Read")
 Messages = list[dict[str, str]]
 _MOST_REMEMBERED = 100_000  # replies in memory
 _SHOWN = 200  # characters of a reply
+_SEARCHED = 16_384  # last characters of a reply: each brace in them may cost reading all that follow
 
 
 class UnreadableReply(ValueError):
@@ -327,7 +328,7 @@ class SchemaJudge(Judge):
             UnreadableReply: there is none, it is cut off, or it is not of the schema.
         """
         problem = "it holds no JSON object"
-        for found in reversed(list(_objects(without_thoughts(reply)))):
+        for found in reversed(list(_objects(without_thoughts(reply)[-_SEARCHED:]))):
             error = jsonschema.exceptions.best_match(self._validator.iter_errors(found))
             if error is None:
                 return found

@@ -23,6 +23,7 @@ from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerE
 SHAPES = ("openrlhf", "slime", "rllib")
 TOKEN_ENV = "RLLIB_REWARD_TOKEN"
 _NOT_SENT = ("completion_ids", "trainer_state")
+_OBJECTS = ("conversations", "environments")  # of conversations; of a data set they are values
 
 
 class RemoteReward(Judge):
@@ -87,7 +88,7 @@ class RemoteReward(Judge):
         asked = [
             self._ask(
                 prompts[part], completions[part],
-                {n: list(v[part]) for n, v in columns.items() if n not in _NOT_SENT},
+                {n: list(v[part]) for n, v in columns.items() if _is_sent(n, v)},
             )
             for part in parts
         ]  # fmt: skip
@@ -136,6 +137,12 @@ class RemoteReward(Judge):
             raise TypeError(f"scores must be a list, not {type(scores).__name__}")
         reasons = answer.get("reasons") or [""] * len(scores)
         return [_score(*row) for row in zip(scores, reasons, strict=True)]
+
+
+def _is_sent(name: str, values: Sequence[Any]) -> bool:
+    if name in _OBJECTS:
+        return all(isinstance(value, (str, list, dict)) for value in values)
+    return name not in _NOT_SENT
 
 
 def _score(found: Any, reason: str) -> float | Invalid:
