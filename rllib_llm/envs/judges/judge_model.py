@@ -28,7 +28,7 @@ Read = TypeVar("Read")
 Messages = list[dict[str, str]]
 _MOST_REMEMBERED = 100_000  # replies in memory
 _SHOWN = 200  # characters of a reply
-_SEARCHED = 16_384  # last characters of a reply; a brace may cost reading all that follows
+_SEARCHED = 8_192  # last characters of a reply; a brace may cost reading all that follows
 
 
 class UnreadableReply(ValueError):

@@ -220,10 +220,10 @@ def test_an_answer_cannot_leave_its_tags():
 def test_a_reply_full_of_braces_is_searched_in_bounded_time(part):
     """Each brace is tried as the beginning of an object: of 100 kB this took 0.6 to 2.8 s."""
     judge = ReferenceJudge("http://localhost:1/v1", "judge")
-    begun = time.process_time()
+    begun = time.thread_time()
     with pytest.raises(UnreadableReply, match="it holds no JSON object"):
         judge._found(part * (100_000 // len(part)))
-    assert time.process_time() - begun < 0.5
+    assert time.thread_time() - begun < 0.5
     right = {"reasoning": "so", "correct": True}
     assert judge._found("{" * 100_000 + json.dumps(right)) == right
 
