@@ -194,7 +194,9 @@ class LanguageModelLearner(SharedPasses):
             if training_data is None:
                 training_data = TrainingData(batch=batch, batch_refs=batch_refs)
             rows = self.prepare(self._columns(training_data))
-            self._weights_seq_no = (self._weights_seq_no if version is None else version) + 1
+            if version is not None:
+                self._weights_seq_no = version
+            self._weights_seq_no += 1
             self._take_steps(rows)
             self.after_gradient_based_update(timesteps=timesteps or {})
         return {**self.metrics.reduce(), TOLD: self.told()}
