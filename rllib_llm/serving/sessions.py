@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,8 @@ class Session:
     """The messages of one agent's session.
 
     `lock`: of its requests, which are answered one after the other. `limit`: the one of its rules
-    that it ran into, "turns" or "tokens". `size`: of all that it holds when it was measured last.
+    that it ran into, "turns" or "tokens". `size`: of all that it holds when it was measured last;
+    `counted`: the size that `Sessions` counts for it.
 
     Args:
         owner: the key that began it; empty: there are none.
@@ -73,7 +74,7 @@ class Session:
         self.conversations: list[Conversation] = []
         self.created = time.time()
         self.reward: float | None = None
-        self.size = 0
+        self.size = self.counted = 0
 
     def measure(self) -> None:
         """Sets `size` to the tokens of all paths; four characters of a message, which templates
@@ -261,8 +262,9 @@ class Sessions:
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, Session] = OrderedDict()
-        # Those without rules, by key.
-        self._of: defaultdict[bytes, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        # Of those without rules, by key: their ids, and the sum of what is counted for them.
+        self._of: defaultdict[bytes, OrderedDict[Session, str]] = defaultdict(OrderedDict)
+        self._tokens: Counter[bytes] = Counter()
         self.begin_by_themselves = True
 
     def begin(self, session_id: str, owner: bytes = b"", rules: Rules | None = None) -> Session:
@@ -285,7 +287,7 @@ class Sessions:
             )  # fmt: skip
         made = self._held[session_id] = Session(owner, rules)
         if rules is None:
-            self._of[owner][session_id] = None
+            self._of[owner][made] = session_id
             try:
                 self._make_room(owner, made)
             except ApiError:
@@ -303,6 +305,9 @@ class Sessions:
             largest = MAX_TOKENS_OF_AN_OWNER if session.owner else MAX_TOKENS
             if session.size > largest:
                 raise _is_over("tokens", largest)
+            if session in self._of.get(session.owner, ()):  # it may have ended meanwhile
+                self._tokens[session.owner] += session.size - session.counted
+                session.counted = session.size
             self._make_room(session.owner, session)
 
     def _make_room(self, owner: bytes, new: Session) -> None:
@@ -312,8 +317,7 @@ class Sessions:
             ApiError: 429, all have turns in progress.
         """
         while (whose := self._crowded(owner)) is not None:
-            for session_id in self._of[whose]:
-                session = self._held[session_id]
+            for session, session_id in self._of[whose].items():
                 if session is not new and not session.lock.locked():
                     self._remove(session_id)
                     break
@@ -325,24 +329,24 @@ class Sessions:
 
     def _crowded(self, owner: bytes) -> bytes | None:
         """The key that has to lose a session: the owner, or of all the one with the most."""
-        sizes = {
-            key: sum(self._held[session_id].size for session_id in held)
-            for key, held in self._of.items()
-        }
         if owner and (
-            len(self._of[owner]) > MAX_OF_AN_OWNER or sizes[owner] > MAX_TOKENS_OF_AN_OWNER
+            len(self._of.get(owner, ())) > MAX_OF_AN_OWNER
+            or self._tokens[owner] > MAX_TOKENS_OF_AN_OWNER
         ):
             return owner
         if sum(map(len, self._of.values())) > MAX_SESSIONS:
             return max(self._of, key=lambda key: len(self._of[key]))
-        return max(sizes, key=sizes.__getitem__) if sum(sizes.values()) > MAX_TOKENS else None
+        if self._tokens.total() > MAX_TOKENS:
+            return max(self._tokens, key=self._tokens.__getitem__)
+        return None
 
     def _remove(self, session_id: str) -> None:
         session = self._held.pop(session_id)
         if session.rules is None:
-            del self._of[session.owner][session_id]
+            del self._of[session.owner][session]
+            self._tokens[session.owner] -= session.counted
             if not self._of[session.owner]:
-                del self._of[session.owner]
+                del self._of[session.owner], self._tokens[session.owner]
 
     def asked(self, session_id: str, owner: bytes) -> Session:
         """The session that a request belongs to.
@@ -369,7 +373,7 @@ class Sessions:
             )  # fmt: skip
         self._held.move_to_end(session_id)
         if found.rules is None:
-            self._of[owner].move_to_end(session_id)
+            self._of[owner].move_to_end(found)
         return found
 
     def end(self, session_id: str, owner: bytes = b"") -> Session:

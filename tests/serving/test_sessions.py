@@ -213,6 +213,16 @@ def test_a_key_s_many_tokens_cost_its_own_oldest_session_and_no_other_key_s(monk
     made.size = 11
     with pytest.raises(ApiError, match="max_tokens=10"):
         sessions.hold(made)
+    assert sessions._tokens == {b"ann": 6, b"bob": 4}
+
+
+def test_a_session_that_ends_during_its_turn_is_not_counted():
+    sessions = Sessions()
+    made = sessions.begin("s", b"ann")
+    sessions.end("s", b"ann")
+    made.size = 7
+    sessions.hold(made)
+    assert not sessions._tokens.total() and not sessions._of
 
 
 def test_a_busy_session_is_said_to_be_busy():
