@@ -40,8 +40,8 @@ _SIGNALS_HELD = 6  # the version that knows them
 _WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 # seccomp(2), by machine: AUDIT_ARCH; `socket`; `truncate`; calls that change a file's mode, owner,
 # times or attributes, which Landlock does not hold; calls whose memory, queues and keys outlive the
-# process; calls into the memory and the priorities of others; {call: its
-# arguments that must be 0, this process}.
+# process; calls into the memory and the priorities of others; {call: its arguments that must be
+# 0, this process}.
 _MACHINES = {
     "x86_64": (
         0xC000003E, 41, 76,

@@ -189,13 +189,16 @@ class WeightsCoordinator:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def call(self, name: str, *args: Any) -> Any:
-        """The result of a method of `VersionLog`; what is announced wakes waiting receivers."""
+        """The result of a method of `VersionLog`."""
         self._note_call()
-        answer = getattr(self._log, name)(*args)
-        if name == "announce":
-            async with self._changed:
-                self._changed.notify_all()
-        return answer
+        return getattr(self._log, name)(*args)
+
+    async def announce(self, published: PublishedWeights) -> Announced:
+        """See `VersionLog.announce`; wakes waiting receivers."""
+        verdict = await self.call("announce", published)
+        async with self._changed:
+            self._changed.notify_all()
+        return verdict
 
     async def wait_for(
         self, min_version: int, timeout: float, after: tuple[int, int] | None
@@ -274,7 +277,7 @@ class CoordinatorClient:
 
     def announce(self, published: PublishedWeights) -> Announced:
         """Announces a publication; may be repeated at any time."""
-        return self._actor.call("call", "announce", published)
+        return self._actor.call("announce", published)
 
     def latest(self) -> PublishedWeights | None:
         """The newest weights that can be had."""
