@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,12 +16,14 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 
 from rllib_llm.examples import arithmetic
+from rllib_llm.learners.learner_group import LearnerError
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 
 MODEL = f"{__name__}.build_model"
 TEXTS = [{"text": text} for text in ("1+2=3", "44+3=47", "5", "17-1=16", "2*3=6", "9+9=18", "0=0")]
+SECONDS_TO_STACKS = 60  # of a call that has not ended; the time limit is twice as long
 SPACES = {DEFAULT_MODULE_ID: (tiny.SPACE, tiny.SPACE)}
 
 
@@ -114,8 +119,24 @@ def of_new(learner, config, function) -> Any:
 
 
 def in_both(group, function, *arguments) -> Any:
-    """The first learner's answer to `function(learner, *arguments)`, called in both."""
-    results = group.foreach_learner(lambda learner: function(learner, *arguments))
+    """The first learner's answer to `function(learner, *arguments)`, called in both. Where they
+    hang, the error says in which lines."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def watched(learner):
+            with open(f"{folder}/{learner.rank}", "w") as stacks:
+                faulthandler.dump_traceback_later(SECONDS_TO_STACKS, file=stacks)
+                try:
+                    return function(learner, *arguments)
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+
+        try:
+            results = group.foreach_learner(watched)
+        except LearnerError as error:
+            for path in sorted(Path(folder).iterdir()):
+                error.add_note(f"learner {path.name}:\n{path.read_text()}")
+            raise
     answers = [result.get() for result in results]
     errors = [answer for answer in answers if isinstance(answer, Exception)]
     if errors:
