@@ -22,7 +22,7 @@ from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
-from rllib_llm.shared.remote import call, told
+from rllib_llm.shared.remote import call, told, within
 
 Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled."""
@@ -133,16 +133,11 @@ async def run_side_by_side(
 async def _note_failure(attempt: Attempt, work: Awaitable, max_seconds: float) -> None:
     """Waits for a rollout, so long at most."""
     start = time.perf_counter()
+    late = f"the rollout took longer than max_seconds={max_seconds:g}"
     try:
-        await asyncio.wait_for(work, max_seconds)
+        await within(max_seconds, work, late)
     except EngineFailed:
         raise
-    except (TimeoutError, asyncio.TimeoutError) as error:
-        if time.perf_counter() - start >= max_seconds:
-            attempt.invalid = f"the rollout took longer than max_seconds={max_seconds:g}"
-        else:
-            attempt.invalid = f"TimeoutError: {error}"
-        attempt.error = error
     except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
         attempt.invalid, attempt.error = told(error), error
     attempt.count("seconds", time.perf_counter() - start)

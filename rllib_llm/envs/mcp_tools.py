@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllib_llm.envs.tools import ToolError, tool_schema
-from rllib_llm.shared.remote import Away, Outage, backoff_seconds, told
+from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, ended, told, within
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
-_END_SECONDS = 5.0  # that a connection has to close
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 60.0  # seconds between attempts to connect
 _MOST_PAGES = 1000
 
@@ -122,10 +121,10 @@ class _Server:
         """The tool's result; raises as `MCPTool.run`."""
         client = await self._connected()
         try:
-            return await asyncio.wait_for(client.call_tool(name, arguments), timeout_s)
-        except (TimeoutError, asyncio.TimeoutError):
+            return await within(timeout_s, client.call_tool(name, arguments))
+        except Late:
             if await self._answers(client):
-                raise TimeoutError(f"no result within {timeout_s:g} s") from None
+                raise
             self._lose(client, f"it has answered nothing for {timeout_s:g} s")
         except Exception as error:  # noqa: BLE001  (as above)
             if _is_answer(error) and await self._answers(client):
@@ -136,21 +135,21 @@ class _Server:
     async def close(self) -> None:
         """Ends the connection."""
         if self._keeper is not None:
-            await _ended(self._keeper)
+            await ended(self._keeper)
 
     async def _connected(self) -> Any:
         """The client, when there is one."""
         if self._client is None:
             try:
-                await asyncio.wait_for(self._here.wait(), self._connect_s)
-            except (TimeoutError, asyncio.TimeoutError):
+                await within(self._connect_s, self._here.wait())
+            except Late:
                 raise Away(f"the MCP server is away: {self._error}") from None
         return self._client
 
     async def _answers(self, client: Any) -> bool:
         """Whether the server is there: it lists its tools."""
         try:
-            await asyncio.wait_for(client.list_tools(cache_mode="refresh"), _PROBE_SECONDS)
+            await within(_PROBE_SECONDS, client.list_tools(cache_mode="refresh"))
         except Exception:  # noqa: BLE001  (as above)
             return False
         return True
@@ -189,7 +188,7 @@ class _Server:
             finally:
                 self._client = None
                 self._here.clear()
-                await _ended(holding)
+                await ended(holding)
             self._outage.waits(self._error)
             await asyncio.sleep(
                 backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
@@ -213,12 +212,6 @@ class _Server:
         except Exception as error:  # noqa: BLE001  (the task's border: the caller gets it)
             if not opened.done():
                 opened.set_exception(error)
-
-
-async def _ended(task: asyncio.Task) -> None:
-    """Cancels a task, and waits for its end a while."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=_END_SECONDS)
 
 
 async def _listed_by(client: Any) -> list[Any]:

@@ -163,13 +163,8 @@ def register_user_env(env: str) -> bool:
         return True
     import_dotted(env, name="env")
     if registered_env(env) is None:
-        tune.register_env(env, functools.partial(_make_dotted, env))
+        tune.register_env(env, lambda config: make(import_dotted(env, name="env"), config))
     return True
-
-
-def _make_dotted(path: str, env_config: Mapping[str, Any]) -> Any:
-    """The environment that `creator` makes of the callable at a dotted path."""
-    return creator(import_dotted(path, name="env"))(dict(env_config))
 
 
 def _unknown(env: str) -> UnknownEnvError:

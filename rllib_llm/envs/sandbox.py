@@ -32,7 +32,7 @@ from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.sandbox_program import remove
-from rllib_llm.shared.remote import Away
+from rllib_llm.shared.remote import Away, Late
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _PART = 65_536  # bytes that are read at once
@@ -136,7 +136,7 @@ class Contained:
         """Reads its output: a line, or everything up to `most` bytes.
 
         Raises:
-            TimeoutError: not by `until` (of `time.monotonic`).
+            Late: not by `until` (of `time.monotonic`).
             EOFError: it ended before its line.
             ValueError: its line has no end.
         """
@@ -147,7 +147,7 @@ class Contained:
                 break
             left = until - time.monotonic()
             if left <= 0 or not multiprocessing.connection.wait([out], left):
-                raise TimeoutError
+                raise Late
             part = os.read(out, _PART)
             if not part and line:
                 raise EOFError
@@ -324,7 +324,7 @@ class _Worker:
         process = self._started()
         try:
             answer = process.ask(arguments, time.monotonic() + deadline_s)
-        except TimeoutError:
+        except Late:
             self.end()
             return Invalid(f"it did not end within deadline_s={deadline_s:g}")
         except (EOFError, OSError):
@@ -348,7 +348,7 @@ class _Worker:
         process = self.process = Contained(self._sandbox, self._order, is_asked=True)
         try:
             said = json.loads(process.read(time.monotonic() + self._start_s, line=True))
-        except (TimeoutError, EOFError, OSError, ValueError) as error:
+        except (Late, EOFError, OSError, ValueError) as error:
             said = {"error": f"{type(error).__name__}, exit code {self.end()}"}
         if "error" in said:
             self.end()

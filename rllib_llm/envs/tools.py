@@ -8,7 +8,6 @@ message about it, or the rollout is not valid, as set; nothing else is touched.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import json
@@ -34,7 +33,7 @@ from transformers.utils.chat_template_utils import (
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.remote import Away, call, told
+from rllib_llm.shared.remote import Away, Late, call, told, within
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
@@ -184,12 +183,10 @@ class Toolbox:
         limit = min(own_limit, math.inf if timeout_s is None else timeout_s)
         assert asked.arguments is not None, "a complete call has arguments"
         try:
-            running = tool.run(asked.arguments)
-            result = await asyncio.wait_for(running, None if limit == math.inf else limit)
+            result = await within(limit, tool.run(asked.arguments))
             text, failure = self._shortened(as_text(result)), ""
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            said = str(error) or f"no result within {limit:g} s"
-            text, failure = f"Error: {said}.", "timeout"
+        except TimeoutError as error:  # its own limit, or this one
+            text, failure = f"Error: {str(error) or 'no result in time'}.", "timeout"
         except Away as error:
             text, failure = f"Error: {error}", "unavailable"
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
@@ -297,7 +294,7 @@ class PythonTool:
         """The program's output, including errors.
 
         Raises:
-            TimeoutError: it did not end in time; it and what it started are ended.
+            Late: it did not end in time; it and what it started are ended.
         """
         return str(await call(self._run, str(arguments["code"])))
 
@@ -308,8 +305,8 @@ class PythonTool:
             try:
                 until = time.monotonic() + self.timeout_s
                 printed = program.read(until, most=self.max_output)
-            except TimeoutError:
-                raise TimeoutError(f"the program did not end within {self.timeout_s:g} s") from None
+            except Late:
+                raise Late(f"the program did not end within {self.timeout_s:g} s") from None
             exit_code = program.end()
         text = printed.decode("utf-8", errors="replace")
         if len(printed) == self.max_output:

@@ -2,11 +2,12 @@
 outages, and named actors of Ray that are restarted or hang.
 
     who asks ─▶ what runs elsewhere, with a deadline ─┬─▶ answer
-                                                      ├─▶ TimeoutError  it is there, and was late
+                                                      ├─▶ Late          it is there, and was late
                                                       └─▶ Away          it can answer nobody now
 
-Sandboxed processes, servers of tools, judges and rewards keep to it. What is away is asked again
-after growing pauses, and its `Outage` says so. The caller makes a row that is not valid of
+Sandboxed processes, servers of tools, judges and rewards keep to it. What is awaited has its
+deadline from `within`, a process from `Contained.read`, which can end it. What is away is asked
+again after growing pauses, and its `Outage` says so. The caller makes a row that is not valid of
 `Away`, never a score: nobody whose words are judged has done it.
 """
 
@@ -39,6 +40,10 @@ TOLD_EVERY_S = 60.0
 
 class Away(RuntimeError):
     """A remote service or process is unavailable now."""
+
+
+class Late(TimeoutError):
+    """It is there, and gave no answer in the time that it had."""
 
 
 class OutageError(Away):
@@ -116,7 +121,7 @@ def told(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001  (of a user's class)
         text = "(its text cannot be read)"
-    return text if isinstance(error, ExitedError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (ExitedError, Late)) else f"{type(error).__name__}: {text}"
 
 
 class EventLoop:
@@ -181,6 +186,32 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     threading.Thread(target=work, name="conversation-call", daemon=True).start()
     result = await waiting
     return await harmless(result) if inspect.isawaitable(result) else result
+
+
+_END_SECONDS = 5.0  # that a cancelled task has to end
+
+
+async def within(seconds: float | None, awaitable: Awaitable[Result], said: str = "") -> Result:
+    """The result of an awaitable, which is cancelled when its time is over (None: it has any).
+
+    Raises:
+        Late: it is, with the message `said`. What the awaitable itself raises is no `Late`.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=None if seconds == math.inf else seconds)
+        if not task.done():
+            await ended(task)
+            raise Late(said or f"no result within {seconds:g} s")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def ended(task: asyncio.Future) -> None:
+    """Cancels a task, and waits a while for its end."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=_END_SECONDS)
 
 
 async def harmless(awaitable: Awaitable[Any]) -> Any:

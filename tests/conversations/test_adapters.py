@@ -327,6 +327,17 @@ def test_a_task_is_a_function_of_seed_and_position(gym):
     assert 120 <= names.count("gcd") <= 180  # three of four: 150 +- 5 standard deviations of 6
 
 
+def test_a_task_is_made_once_and_not_again_for_its_scores(gym, scores, monkeypatch):
+    """Some data sets search for seconds: task 11 of sokoban for two."""
+    tasks = gym.Tasks("chain_sum", num_tasks=10)
+    kind, made = type(tasks.dataset(0, 0)), []
+    make_one = kind.__getitem__
+    monkeypatch.setattr(kind, "__getitem__", lambda *of: made.append(of[1]) or make_one(*of))
+    answers = {3: tasks[3]["answer"], 4: "nothing"}
+    assert scores(tasks, answers)[0] == 1.0 and tasks[3]["answer"] == answers[3]
+    assert sorted(made) == [3, 4]
+
+
 @pytest.fixture(scope="module")
 def scores(gym):
     """What answers to tasks are worth; all tests share the processes that score."""

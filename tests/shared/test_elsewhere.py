@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
+import time
 
 import pytest
 
 from rllib_llm.shared import remote
-from rllib_llm.shared.remote import Away, Outage, OutageError, backoff_seconds
+from rllib_llm.shared.remote import Away, Late, Outage, OutageError, backoff_seconds, within
 
 
 def test_an_outage_is_told_at_once_where_something_depends_on_it(caplog):
@@ -53,3 +56,59 @@ def test_pauses_double_and_stay_within_half_and_one_and_a_half():
         assert 0.5 * delay <= min(pauses) < 0.75 * delay
         assert 1.25 * delay < max(pauses) <= 1.5 * delay
     assert backoff_seconds(10_000, max) == 7.5  # 1.5 * longest, and no overflow
+
+
+def test_a_limit_holds_for_what_does_not_let_itself_be_cancelled(monkeypatch):
+    """`asyncio.wait_for` of Python 3.11 would wait for its end."""
+    monkeypatch.setattr(remote, "_END_SECONDS", 0.05)
+
+    async def stays():
+        for _ in range(100):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+
+    async def waits():
+        start = time.monotonic()
+        with pytest.raises(Late, match=r"^no result within 0.05 s$"):
+            await within(0.05, stays())
+        return time.monotonic() - start
+
+    assert asyncio.run(waits_and_ends(waits)) < 5  # stays() would take 10
+
+
+async def waits_and_ends(waits):
+    """asyncio.run waits for all tasks: those that stay are left to a loop of their own."""
+    loop = remote.EventLoop("stays")
+    return await asyncio.wrap_future(loop.submit(waits()))
+
+
+def test_a_limit_cancels_passes_on_and_is_told_apart():
+    async def own():
+        raise TimeoutError("mine")
+
+    async def checks():
+        for limit in (None, math.inf, 5.0):
+            assert await within(limit, asyncio.sleep(0, "done")) == "done"
+        with pytest.raises(TimeoutError, match="mine") as found:
+            await within(5.0, own())
+        assert not isinstance(found.value, Late)
+        ends = asyncio.Event()
+
+        async def hangs():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ends.set()
+
+        with pytest.raises(Late, match="too slow"):
+            await within(0.01, hangs(), "too slow")
+        assert ends.is_set()  # it has ended when its caller goes on
+        ends.clear()
+        asking = asyncio.ensure_future(within(60.0, hangs()))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait_for(ends.wait(), 5)
+
+    asyncio.run(checks())

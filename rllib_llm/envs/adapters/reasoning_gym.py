@@ -3,8 +3,9 @@
     env_config: {datasets: chain_sum}
     env_config: {datasets: [{name: chain_sum, weight: 2, config: {max_terms: 3}}, {name: gcd}]}
 
-A task is a function of (seed, position): nothing is kept, and a run that is resumed goes on where
-it was. Data sets are made once per replica. `scoring: task` is the data set's own score, which for
+A task is a function of (seed, position), so a run that is resumed goes on where it was. Data sets
+are made once per replica, and a task is remembered until it is scored: some take long to make (of
+sokoban up to seconds). `scoring: task` is the data set's own score, which for
 many gives a part for an answer that merely holds the right one; `exact` gives 1 where that score is
 full and 0 elsewhere. Answers are scored in contained processes: data sets evaluate some of them.
 """
@@ -41,6 +42,7 @@ SCORINGS = ("task", "exact")
 SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
 _SHOWN = 200  # characters of an error
 _NONSENSE = "no answer"
+_REMEMBERED = 4096  # tasks
 DEFAULTS: dict[str, Any] = {
     **RLHF_DEFAULTS,
     "eval_fraction": 0.02,
@@ -133,6 +135,7 @@ class Tasks(MadeRows):
         chosen = np.random.default_rng(seed).random(num_tasks)
         self._which = np.searchsorted(np.cumsum(weights / weights.sum()), chosen, side="right")
         self._made: dict[tuple[int, int], Any] = {}
+        self._remembered = functools.lru_cache(_REMEMBERED)(self._entry)
         self._check_levels()
 
     def _check_levels(self) -> None:
@@ -175,7 +178,7 @@ class Tasks(MadeRows):
     def entry(self, index: int) -> tuple[int, Any]:
         """Which data set the task at `index` is of, and reasoning-gym's own record of it."""
         which = min(int(self._which[index]), len(self.specs) - 1)
-        return which, self._entry(which, self.level(index), index)
+        return which, self._remembered(which, self.level(index), index)
 
     def _entry(self, which: int, level: int, index: int) -> Any:
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import functools
 import inspect
 import math
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -23,7 +23,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardTerm,
 )
 from rllib_llm.shared.messages import raised
-from rllib_llm.shared.remote import EventLoop, ExitedError, harmless
+from rllib_llm.shared.remote import EventLoop, ExitedError, Late, harmless, within
 
 __all__ = [
     "Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards", "UnjudgedError",
@@ -147,17 +147,11 @@ class RewardSum:
 
     def _results(self, batch: RewardBatch) -> list[RewardResult]:
         """Async functions wait together in the background while the others compute."""
-        waiting = {
-            term.name: _loop().submit(_judge_async(term, batch))
-            for term in self.terms
-            if term.is_async
-        }
+        waiting = {t.name: _Answer(t, batch) for t in self.terms if t.is_async}
         with self._lock:
-            results = {t.name: _judge(t, batch) for t in self.terms if not t.is_async}
-        return [
-            _waited_for(term, batch, waiting[term.name]) if term.is_async else results[term.name]
-            for term in self.terms
-        ]
+            results = {t.name: _judged(_Answer(t, batch)) for t in self.terms if not t.is_async}
+        results.update({name: _judged(answer) for name, answer in waiting.items()})
+        return [results[term.name] for term in self.terms]
 
     def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
         """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
@@ -202,68 +196,63 @@ class RewardSum:
             )
 
 
-def _judge(term: RewardTerm, batch: RewardBatch) -> RewardResult:
+class _Answer:
+    """A function's answer about a batch; that of a coroutine function is under way."""
+
+    def __init__(self, term: RewardTerm, batch: RewardBatch, until: float = math.inf) -> None:
+        self.term, self.batch, self.until = term, batch, until
+        self._awaited: Future[Any] | None = None
+        if term.is_async:
+            if term.timeout_s is not None:
+                self.until = min(until, time.monotonic() + 2 * term.timeout_s + _LOOP_SECONDS)
+            self._awaited = _loop().submit(_called(term, batch))
+
+    def wait(self) -> Any:
+        """The answer, or what the function raised.
+
+        Raises:
+            Late: it did not come within `timeout_s`. A coroutine function that blocks its event
+                loop is left behind with it.
+        """
+        if self._awaited is None:
+            answer = self.term.call(self.batch)
+            return (
+                _loop().run(_in_time(self.term, answer)) if inspect.isawaitable(answer) else answer
+            )
+        limit = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
+        done, _ = concurrent.futures.wait([self._awaited], limit)
+        if done:
+            return self._awaited.result()
+        _loop.cache_clear()
+        raise Late(
+            f"it blocks the event loop for longer than timeout_s={self.term.timeout_s:g}: it waits "
+            "without await"
+        )
+
+
+def _judged(answer: _Answer) -> RewardResult:
+    """What a function says of a batch; where it fails, of each row by itself."""
+    term, batch = answer.term, answer.batch
     try:
-        answer = term.call(batch)
-        if inspect.isawaitable(answer):
-            answer = _loop().run(_in_time(term, answer))
-    except _LateError as error:
+        found = answer.wait()
+    except Late as error:
         return failed_result(batch, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
-        return join_rows([_judge(term, batch.row(i)) for i in range(len(batch))])
-    return read_answer(term, answer, batch)
+        rows = (batch.row(i) for i in range(len(batch)))
+        begun = [_Answer(term, row, answer.until) for row in rows]
+        return join_rows([_judged(row) for row in begun])
+    return read_answer(term, found, batch)
 
 
-async def _judge_async(term: RewardTerm, batch: RewardBatch) -> RewardResult:
-    try:
-        answer = await _in_time(term, term.call(batch))
-    except _LateError as error:
-        return failed_result(batch, error)
-    except Exception as error:  # noqa: BLE001  (as above)
-        if len(batch) == 1:
-            return failed_result(batch, _cause(error))
-        rows = (_judge_async(term, batch.row(i)) for i in range(len(batch)))
-        return join_rows(await asyncio.gather(*rows))
-    return read_answer(term, answer, batch)
+async def _called(term: RewardTerm, batch: RewardBatch) -> Any:
+    return await _in_time(term, term.call(batch))
 
 
-class _LateError(TimeoutError):
-    """An answer took longer than it may."""
-
-
-async def _in_time(term: RewardTerm, awaitable: Awaitable[Any]) -> Any:
-    """The answer of a reward function.
-
-    Raises:
-        _LateError: it did not come within `timeout_s`; it is cancelled.
-    """
-    asked = asyncio.ensure_future(harmless(awaitable))
-    try:
-        done, _ = await asyncio.wait({asked}, timeout=term.timeout_s)
-    finally:
-        if not asked.done():
-            asked.cancel()
-    if not done:
-        raise _LateError(f"no answer within timeout_s={term.timeout_s:g}")
-    return asked.result()
-
-
-def _waited_for(
-    term: RewardTerm, batch: RewardBatch, judging: Future[RewardResult]
-) -> RewardResult:
-    """The result of a coroutine function. If it blocks its event loop, the loop is abandoned."""
-    limit = None if term.timeout_s is None else 2 * term.timeout_s + _LOOP_SECONDS
-    try:
-        return judging.result(limit)
-    except concurrent.futures.TimeoutError:
-        _loop.cache_clear()
-        error = TimeoutError(
-            f"it blocks the event loop for longer than timeout_s={term.timeout_s:g}: it waits "
-            "without await"
-        )
-        return failed_result(batch, error)
+async def _in_time(term: RewardTerm, answer: Awaitable[Any]) -> Any:
+    said = f"no answer within timeout_s={term.timeout_s or math.inf:g}"
+    return await within(term.timeout_s, harmless(answer), said)
 
 
 def _cause(error: BaseException) -> BaseException:
