@@ -37,7 +37,9 @@ class ShardedModule(nn.Module):
         self.module = module
 
     def forward(self, batch: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
-        return self.module.forward_train(batch, **kwargs)
+        outputs = self.module.forward_train(batch, **kwargs)
+        # FSDP2 hooks its gathering for the backward pass to outputs, and a view can lose the hook.
+        return {name: column.clone() for name, column in outputs.items()}
 
 
 def shard_module(

@@ -50,8 +50,9 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A value has to be more exact than eight bits of mantissa.
-        return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float()
+        # A value has to be more exact than eight bits of mantissa. Copied, because a view can lose
+        # the hook with which FSDP2 gathers the weights for the backward pass.
+        return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1).float().clone()
 
 
 class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
