@@ -208,7 +208,7 @@ class OffPolicy(Settings):
             "without that forward pass, interpolating between the sampler's and the current "
             'log-probs by the token\'s age (A-3PO); "bypass": ratios are relative to the '
             "sampler's log-probs, whatever their age. With None, old log-probs are the "
-            "sampler's too, but with a critic in half precision they are recomputed."
+            "sampler's too; in half precision ratios are relative to the learner's own."
         ),
         choices=OFF_POLICIES,
         also=(

@@ -137,14 +137,14 @@ class RLHFLearner(LanguageModelLearner):
         """Log-probs and values of the policy before the update, each row by one learner.
 
         They are the sampler's, who had these weights, unless `off_policy` has them recomputed.
-        Remote samplers have no critic; with half precision that forward pass gives the log-probs
-        too, as it does where they are compared with the reference's for the reward.
+        Remote samplers have no critic. Where one shares the policy's trunk, in half precision its
+        pass gives the log-probs too, which `start_update` would ask for.
         """
-        has_critic = self.module[DEFAULT_MODULE_ID].unwrapped().has_critic
+        module = self.module[DEFAULT_MODULE_ID].unwrapped()
+        has_critic = module.has_critic
+        shares_trunk = has_critic and module.model_config["critic"] == "shared"
         fresh = self.config.off_policy is None
-        recomputes = self.correction.recomputes or (
-            fresh and self._is_half and (has_critic or self.reward_kl_coeff > 0)
-        )
+        recomputes = self.correction.recomputes or (fresh and self._is_half and shares_trunk)
         self._has_own_logprobs = recomputes
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
@@ -154,8 +154,7 @@ class RLHFLearner(LanguageModelLearner):
         elif has_critic:
             names[columns.VALUES] = columns.OLD_VALUES
         if names:
-            options = {} if recomputes else {"values_only": True}
-            outputs = self.evaluate_rows(batch, list(names), **options)
+            outputs = self.evaluate_rows(batch, list(names))
             old.update({names[name]: column for name, column in outputs.items()})
         return old
 

@@ -161,7 +161,7 @@ class SharedPasses(TorchLearner):
         learner."""
 
         def passes() -> list[Batch]:
-            return [outputs for _, outputs in self.evaluated(batch, **options)]
+            return [outputs for _, outputs in self.evaluated(batch, names=names, **options)]
 
         outputs = self.in_memory(passes, batch)
         rows = self.micro_batch_rows(batch)

@@ -8,7 +8,7 @@ How tokens are sampled is decided by an engine (`engines/`), whose `generate` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.logprobs import (
-    CompletionOutputs,
     ReferencePolicy,
     completion_hidden,
     score_completions,
@@ -133,37 +132,42 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         self,
         batch: dict[str, Any],
         *,
+        names: Collection[str] | None = None,
         full_kl_to: ReferencePolicy | None = None,
         ref_logprobs_of: ReferencePolicy | None = None,
-        values_only: bool = False,
         **kwargs,
     ) -> dict[str, torch.Tensor]:
         """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
         are given (`input_ids`), `text_logprobs` [N, L] of their target tokens.
 
+        names: of the outputs that are needed; values and entropy that are not are not computed, and
+            for `values` alone no logits.
         full_kl_to: adds `full_kl` [B, T], the exact KL from that reference.
         ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
-        values_only: `values` alone, for which no logits are computed.
         """
-        if values_only:
-            return {columns.VALUES: self.compute_values(batch)}
         if ref_logprobs_of is not None:
             return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
-        return self._train_outputs(batch, full_kl_to)
-
-    def _train_outputs(
-        self, batch: dict[str, Any], full_kl_to: ReferencePolicy | None
-    ) -> dict[str, torch.Tensor]:
+        values = self.has_critic and (names is None or columns.VALUES in names)
+        if names is not None and set(names) == {columns.VALUES}:
+            return {columns.VALUES: self.compute_values(batch)}
         outputs: dict[str, torch.Tensor] = {}
         if columns.COMPLETION_IDS in batch:
-            scored = self._score(batch, full_kl_to)
+            scored = score_completions(
+                self.computing_model,
+                *_completion_columns(batch),
+                temperature=self.temperature,
+                entropy=names is None or columns.ENTROPY in names,
+                hidden=values and self.model_config["critic"] == "shared",
+                full_kl_to=full_kl_to,
+            )
             outputs[columns.LOGPROBS] = scored.logprobs
-            outputs[columns.ENTROPY] = scored.entropy
             counts = scored.num_computed, scored.num_padding
             outputs[columns.COMPUTED_AND_PADDING] = torch.tensor(counts, dtype=torch.float32)
+            if scored.entropy is not None:
+                outputs[columns.ENTROPY] = scored.entropy
             if scored.full_kl is not None:
                 outputs[columns.FULL_KL] = scored.full_kl
-            if self.has_critic:
+            if values:
                 outputs[columns.VALUES] = self.compute_values(batch, embeddings=scored.hidden)
         if columns.INPUT_IDS in batch:
             outputs[columns.TEXT_LOGPROBS] = text_logprobs(
@@ -184,7 +188,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         elif embeddings is None:
             halves = take_apart(self.computing_model)
             if halves is None:
-                embeddings = self._score(batch).hidden
+                embeddings = score_completions(
+                    self.computing_model, *_completion_columns(batch), hidden=True
+                ).hidden
             else:
                 embeddings = completion_hidden(halves.trunk, *_completion_columns(batch))
         return self.value_head(embeddings)
@@ -195,18 +201,6 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             return score_completions(
                 reference.model, *_completion_columns(batch), temperature=self.temperature
             ).logprobs
-
-    def _score(
-        self, batch: dict[str, Any], full_kl_to: ReferencePolicy | None = None
-    ) -> CompletionOutputs:
-        return score_completions(
-            self.computing_model,
-            *_completion_columns(batch),
-            temperature=self.temperature,
-            entropy=True,
-            hidden=self.model_config["critic"] == "shared" and self.has_critic,
-            full_kl_to=full_kl_to,
-        )
 
 
 def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -35,6 +35,19 @@ def test_a_character_cut_in_two_by_the_prompts_end():
     assert decode_completions(tokenizer, [first], [rest]) == [tokenizer.decode(rest)]
 
 
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked():
+    tokenizer = word_tokenizer()
+    ids = _ids(tokenizer, "the cat sat")
+    plain = decode_completions(tokenizer, ids[:1], [ids[1:]])
+
+    class Loud(type(tokenizer)):
+        def _decode(self, token_ids, **options):
+            return super()._decode(token_ids, **options).upper()
+
+    tokenizer.__class__ = Loud
+    assert decode_completions(tokenizer, ids[:1], [ids[1:]]) == [plain[0].upper()]
+
+
 EXISTS = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 SAMPLED = torch.tensor([[1, 0, 0, 1], [0, 1, 0, 0]]).bool()
 VERSIONS = torch.tensor([[3, -1, -1, 4], [-1, 3, -1, -1]], dtype=torch.int32)

@@ -210,6 +210,37 @@ def test_rows_that_come_again_are_not_scored_before_the_update():
     assert passes == [2]  # of six rows those that are not among the first four
 
 
+@pytest.mark.parametrize("minibatch_size, asked", [
+    (None, [("values", 6)]),
+    (4, [("values", 6), ("logprobs", 2)]),  # of six rows those that are not among the first four
+])  # fmt: skip
+def test_with_two_trunks_the_policys_is_not_run_for_values_nor_the_critics_for_log_probs(
+    minibatch_size, asked
+):
+    """Also with a KL in the reward, which is that of the sampler's log-probs."""
+    asks, trunks = [], []
+
+    class Counting(tiny_runs.ppo().get_default_learner_class()):
+        def evaluate_rows(self, batch, names, **options):
+            asks.append((*names, len(batch[columns.COMPLETION_IDS])))
+            before = len(trunks)
+            found = super().evaluate_rows(batch, names, **options)
+            wanted = "critic" if names == [columns.VALUES] else "policy"
+            assert set(trunks[before:]) == {wanted}
+            return found
+
+    config = tiny_runs.ppo(
+        critic="separate", ref_kl_coeff=0.1, minibatch_size=minibatch_size, num_epochs=1
+    )
+    learner = build(config.learners(learner_class=Counting))
+    module = tiny.module_of(learner)
+    parts = {"policy": module.computing_model.model, "critic": module.computing("critic")}
+    for name, part in parts.items():
+        part.layers[0].register_forward_hook(lambda *_, name=name: trunks.append(name))
+    tiny.update(learner, tiny.judged(learner))
+    assert asks == asked
+
+
 def sampled(learner, module=None):
     batch = tiny.completions([3, 3, 3, 3])
     params = SamplingParams(max_new_tokens=5, stop_token_ids=(2,), pad_token_id=0)

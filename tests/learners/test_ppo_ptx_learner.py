@@ -113,7 +113,7 @@ def test_values_alone_are_those_of_the_whole_forward_pass():
         module = tiny.module_of(learner)
         torch.nn.init.normal_(module.value_head.linear.weight)
         batch = tiny.completions()
-        alone = learner.forward(batch, values_only=True)
+        alone = learner.forward(batch, names=[columns.VALUES])
         whole = learner.forward(batch)
         assert set(alone) == {columns.VALUES}
         torch.testing.assert_close(alone[columns.VALUES], whole[columns.VALUES])
