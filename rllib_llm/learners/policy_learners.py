@@ -47,8 +47,7 @@ class GroupLearner(RLHFLearner):
         # KL is taken into the score before the baseline.
         scores = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))
         advantages = rows.spread(self.row_advantages(scores, groups, valid))
-        flat = zero_variance_rows(scores, groups, valid)
-        share = torch.tensor(len(groups[flat].unique()) / len(groups.unique()))
+        flat, share = zero_variance_rows(scores, groups, valid)
         self.means.add("train/zero_variance_groups", share / self.world_size, 1)
         if self.config.drop_zero_variance_groups:
             batch[columns.LOSS_MASK] = mask = mask & ~flat.unsqueeze(1)

@@ -132,14 +132,18 @@ def group_normalized(
     return table.rows(centred)
 
 
-def zero_variance_rows(scores: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor:
-    """True for each row of a group whose valid scores are all equal, bool [batch].
+def zero_variance_rows(
+    scores: Tensor, groups: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """True for each row of a group whose valid scores are all equal, bool [batch]; and the share of
+    these groups among all, float32 [].
 
     Such a group teaches nothing: its advantages are 0. So does one with fewer than two valid rows.
     """
     table = _GroupTable.lay_out(scores, groups, valid)
     largest, smallest = table.extremes()
-    return table.rows((smallest >= largest).expand_as(table.scores))
+    is_flat = smallest >= largest
+    return table.rows(is_flat.expand_as(table.scores)), is_flat.float().mean()
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,13 @@ class RolloutRows:
     """Which rows of a batch are of one rollout.
 
     owners [batch] int64: the first row of each row's rollout, in the order of the batch; lasts
-    [batch] int64: the last one.
+    [batch] int64: the last one. is_alone: whether each row is a rollout, as nearly always: then
+    nothing is computed.
     """
 
     owners: Tensor
     lasts: Tensor
+    is_alone: bool = False
 
     @classmethod
     def of(cls, row_ids: Tensor) -> RolloutRows:
@@ -158,15 +160,19 @@ class RolloutRows:
     def alone(cls, num_rows: int, device: torch.device) -> RolloutRows:
         """Groups of one row each, without reading the device."""
         places = torch.arange(num_rows, device=device)
-        return cls(places, places)
+        return cls(places, places, is_alone=True)
 
     @property
     def is_first(self) -> Tensor:
         """[batch] bool, True for one row of each rollout."""
+        if self.is_alone:
+            return torch.ones_like(self.owners, dtype=torch.bool)
         return self.owners == torch.arange(len(self.owners), device=self.owners.device)
 
     def total(self, per_row: Tensor) -> Tensor:
         """For each row the sum of `per_row` [batch] over all rows of its rollout, [batch]."""
+        if self.is_alone:
+            return per_row
         return torch.zeros_like(per_row).scatter_add(0, self.owners, per_row)[self.owners]
 
     def total_so_far(self, per_row: Tensor) -> Tensor:
@@ -179,11 +185,11 @@ class RolloutRows:
 
     def spread(self, per_rollout: Tensor) -> Tensor:
         """Gives all rows of a rollout what its first row has, [batch]."""
-        return per_rollout[self.owners]
+        return per_rollout if self.is_alone else per_rollout[self.owners]
 
     def at_end(self, per_row: Tensor) -> Tensor:
         """Gives all rows of a rollout what its last row has, [batch]."""
-        return per_row[self.lasts]
+        return per_row if self.is_alone else per_row[self.lasts]
 
 
 def with_turn_rewards(

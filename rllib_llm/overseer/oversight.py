@@ -315,10 +315,10 @@ class Oversight:
         self._recent.append(lap)
         self._iteration = iteration
         found = {name.replace(" ", "_"): share for name, share in shares(lap).items()}
-        starved = self._cpu.starved_seconds + self._samplers_starved
-        found["starved"] = min(1.0, starved / max(1e-9, self._cpu.wall_seconds))
+        starved, seconds = self._cpu.lap()
+        starved += self._samplers_starved
+        found["starved"] = min(1.0, starved / max(1e-9, seconds))
         self._samplers_starved = 0.0
-        self._cpu.restart()
         if self._gauges is not None:
             self._gauges.set(iteration, found)
         return found

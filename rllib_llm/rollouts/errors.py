@@ -5,7 +5,7 @@ Without torch, as the ledger's process, which is to be back soon after it was ki
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
@@ -97,4 +97,4 @@ class Faults:
     evaluations_skipped: int = 0
 
     def metrics(self) -> dict[str, float]:
-        return asdict(self)
+        return dict(vars(self))

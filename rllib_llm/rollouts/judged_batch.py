@@ -322,21 +322,20 @@ def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup
         (sampled & ~(mask & valid.unsqueeze(1))).sum(dim=1),
         versions.masked_fill(~mask, latest).amin(dim=1),
     ])  # fmt: skip
-    positions, *sums, oldest = by_row.tolist()
-    groups, first = [], 0
-    for position, of_group in itertools.groupby(positions):
-        last = first + len(list(of_group))
-        num_valid, num_tokens, num_lost = (sum(each[first:last]) for each in sums)
-        version = min(oldest[first:last])
-        groups.append(
-            JudgedGroup(
-                position, Places(batch, first, last), num_tokens, num_lost,
-                -1 if version == latest else version, _too_few(num_valid, min_valid),
-                cause=batch.cause,
-            )
-        )  # fmt: skip
-        first = last
-    return groups
+    by_row = by_row.cpu()
+    positions, index, sizes = by_row[0].unique_consecutive(return_inverse=True, return_counts=True)
+    sums = by_row.new_zeros(3, len(sizes)).index_add(1, index, by_row[1:4])
+    oldest = torch.full_like(sizes, latest).scatter_reduce(0, index, by_row[4], "amin")
+    oldest = oldest.masked_fill(oldest == latest, -1)
+    lasts = sizes.cumsum(0)
+    numbers = torch.stack([positions, lasts - sizes, lasts, *sums, oldest])
+    return [
+        JudgedGroup(
+            position, Places(batch, first, last), num_tokens, num_lost, version,
+            _too_few(num_valid, min_valid), cause=batch.cause,
+        )
+        for position, first, last, num_valid, num_tokens, num_lost, version in numbers.T.tolist()
+    ]  # fmt: skip
 
 
 def _too_few(num_valid: int, min_valid: int) -> str:

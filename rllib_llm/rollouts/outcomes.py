@@ -147,6 +147,8 @@ class Outcomes:
 
     def ending(self) -> Ending | None:
         """Why no batch gets full any more; None where one may."""
+        if not (self._num_unjudged or self._failed_in_row or self._in_row):
+            return None  # asked for each group: nothing is added up
         most = max(self._max_failed, LEAST_UNJUDGED) - 1
         if self._num_unjudged > most:
             return Ending("unjudged", {UNJUDGED: self._num_unjudged}, most, self._cause)

@@ -41,39 +41,22 @@ def _quota(cgroup: Path) -> float:
 
 
 class CpuClock:
-    """CPU time of this process against wall time, from `start` to `starved_share`.
-
-    A thread that is ready to run and gets no core counts as starved; one that waits for others'
-    work does not, so only stretches in which this process computes tell anything.
-    """
+    """Seconds in which this thread was ready to run and got no core. One that waits for others'
+    work is not starved. 0 where the system does not tell."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Restarts the measurement."""
-        self._wall, self._cpu, self._delay = time.monotonic(), time.process_time(), _run_delay()
-
-    @property
-    def cpu_share(self) -> float:
-        """CPU seconds per wall second since the start: 1 where one thread computed all the time."""
-        return (time.process_time() - self._cpu) / max(1e-9, self.wall_seconds)
-
-    @property
-    def wall_seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._wall
+        self._wall, self._delay = time.monotonic(), _run_delay()
 
     @property
     def starved_seconds(self) -> float:
-        """Seconds in which this thread was ready to run and had no core; 0 where the system does
-        not tell."""
+        """Since the start, or the last lap."""
         return _run_delay() - self._delay
 
-    @property
-    def starved_share(self) -> float:
-        """`starved_seconds` over the wall time."""
-        return self.starved_seconds / max(1e-9, self.wall_seconds)
+    def lap(self) -> tuple[float, float]:
+        """`starved_seconds`, and wall seconds, since the last lap; starts the next one."""
+        wall, delay = self._wall, self._delay
+        self._wall, self._delay = time.monotonic(), _run_delay()
+        return self._delay - delay, self._wall - wall
 
 
 class StarvedProcesses:

@@ -244,18 +244,27 @@ def test_invalid_scores_may_be_nan_and_lonely_rows_teach_nothing():
         leave_one_out(scores, groups, valid), group_normalized(scores, groups, valid=valid)
     ):  # fmt: skip
         assert advantages.tolist() == [0.0] * 4
-    assert zero_variance_rows(scores, groups, valid).tolist() == [True] * 4
+    assert zero_variance_rows(scores, groups, valid)[0].tolist() == [True] * 4
 
 
 def test_zero_variance_rows():
-    assert zero_variance_rows(SCORES, GROUPS).tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    assert zero_variance_rows(SCORES, GROUPS)[0].tolist() == [False] * 3 + [True] * 3 + [False] * 3
     only_equal_ones_valid = torch.tensor([True, True, False, False])
     scores = torch.tensor([1.0, 1.0, 2.0, 3.0])
-    assert zero_variance_rows(scores, torch.zeros(4)).tolist() == [False] * 4
-    assert zero_variance_rows(scores, torch.zeros(4), only_equal_ones_valid).tolist() == [True] * 4
+    assert zero_variance_rows(scores, torch.zeros(4))[0].tolist() == [False] * 4
+    rows, _ = zero_variance_rows(scores, torch.zeros(4), only_equal_ones_valid)
+    assert rows.tolist() == [True] * 4
 
 
-@pytest.mark.parametrize("function", [leave_one_out, group_normalized, zero_variance_rows])
+def flat_rows(scores, groups):
+    return zero_variance_rows(scores, groups)[0]
+
+
+def test_share_of_groups_without_variance():
+    assert zero_variance_rows(SCORES, GROUPS)[1].item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("function", [leave_one_out, group_normalized, flat_rows])
 def test_groups_go_by_id_wherever_their_rows_lie(function):
     order = torch.tensor([4, 0, 8, 2, 6, 5, 1, 3, 7])
     found = function(SCORES[order], GROUPS[order])
@@ -273,7 +282,7 @@ def test_a_group_may_have_lost_a_member():
     torch.testing.assert_close(
         group_normalized(scores, groups)[:3], torch.tensor([-first, first, 0.0])
     )
-    assert zero_variance_rows(scores, groups).tolist() == [False, False, True] + [False] * 3
+    assert zero_variance_rows(scores, groups)[0].tolist() == [False, False, True] + [False] * 3
 
 
 def test_advantages_do_not_depend_on_other_groups_or_shifts():
